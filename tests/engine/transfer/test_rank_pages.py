@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench
+from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.usefixtures("single_thread"), pytest.mark.full]
@@ -28,11 +30,29 @@ def new_prompt(num_pages: int) -> list[int]:
 def test_a_shipped_prompt_has_the_text_of_one_that_stays(
     model_dir: Path, owner: int, filler: int
 ) -> None:
-    clock = ManualClock()
-    with_ranks = {"tp": owner, "num_threads": 1}
+    check_shipped(model_dir, {"tp": owner}, {"tp": filler})
+
+
+@pytest.mark.parametrize(
+    ("owner", "filler"), [((2, 2), (1, 1)), ((1, 1), (4, 4)), ((4, 1), (2, 2)), ((4, 4), (2, 1))]
+)
+def test_shipped_pages_hold_the_entries_of_a_draft_head_and_of_layers_with_experts(
+    owner: tuple[int, int], filler: tuple[int, int], tmp_path: Path, seed: int
+) -> None:
+    """Between ranks with whole experts and such that have a part of each."""
+    sizes = {"num_attention_heads": 8, "num_hidden_layers": 4, "num_experts": 8}
+    folder = make_tiny("qwen3_moe", tmp_path / "model", seed, **sizes)
+    head = {"draft_dir": make_tiny_draft(tmp_path / "head", folder, seed + 1)}
+    of_owner, of_filler = ({"tp": tp, "ep": ep, **head} for tp, ep in (owner, filler))
+    check_shipped(folder, {**of_owner, "drafter": "eagle3", "draft_gate": "fixed"}, of_filler)
+
+
+def check_shipped(model_dir: Path, owner: dict[str, Any], filler: dict[str, Any]) -> None:
+    """Prompts have the same text whether a filler with these settings computes them or not."""
+    clock, one = ManualClock(), {"num_threads": 1}
     pair = EnginePair(
-        make_engine(model_dir, "decode", clock, **with_ranks),
-        [make_engine(model_dir, "prefill", clock, worker_id="p0", tp=filler, num_threads=1)],
+        make_engine(model_dir, "decode", clock, **owner, **one),
+        [make_engine(model_dir, "prefill", clock, worker_id="p0", **filler, **one)],
         clock,
     )
     try:
@@ -46,6 +66,8 @@ def test_a_shipped_prompt_has_the_text_of_one_that_stays(
             (fill,) = pair.answers[request_id].finished[0].timeline.fills
             assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
             pair.settle()
+        if "drafter" in owner:
+            assert pair.owner.counters()["drafted_tokens"] > 0
     finally:
         pair.close()
 
