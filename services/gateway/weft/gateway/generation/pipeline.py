@@ -238,11 +238,11 @@ class RequestPipeline:
             record.targets = request.targets
             record.charge = self.limits.begin(tenant, terms, record.arrival)
             with record.trace.stage("queue"):
-                place = await self._admission.admit(
+                admitted = await self._admission.admit(
                     len(request.prompts), record.first_token_deadline, tenant, terms.weight
                 )
-            with place:
-                async with self._run_admitted(record, resolved, card, place.release) as stream:
+            with admitted:
+                async with self._run_admitted(record, resolved, card, admitted.release) as stream:
                     yield stream
 
     def _set_deadlines(self, record: RequestRecord) -> None:
@@ -268,7 +268,7 @@ class RequestPipeline:
             record: A request that has passed its checks.
             resolved: What its `model` refers to.
             card: The card of that.
-            release: Gives its place in the queue of requests to the next one.
+            release: Lets the next request in place of this one.
         """
         loop, served = asyncio.get_running_loop(), resolved.served
         with record.trace.stage("prepare"):
