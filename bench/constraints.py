@@ -49,7 +49,7 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.demo import DEMO_NAME
 from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.drawing.draws import Drawer
-from weft.engine.drawing.sampler import Sampler, SampleRow
+from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
@@ -447,7 +447,7 @@ def time_host(args: argparse.Namespace, console: Console) -> None:
         requests: list[Any] = [HostRequest(i, texts[index]) for i, index in enumerate(chosen)]
         for request, index in zip(requests, chosen, strict=True):
             stop = StopCriteria(max_tokens=STEP_TOKENS)
-            row = SampleRow(params=request.params, stop=stop, seed=0, eos_token_ids=())
+            row = SamplerRow(params=request.params, stop=stop, seed=0, eos_token_ids=())
             sampler.add(request.slot, row, (), ())
             constraints._grammars[request.key] = matchers[index]
         alone = [matchers[index].deep_copy() for index in chosen]

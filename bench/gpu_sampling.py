@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.drawing.sampler import Sampler, SampleRow
+from weft.engine.drawing.sampler import Sampler, SamplerRow
 
 KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {
     "greedy": (SamplingParams(temperature=0.0), False, None),
@@ -68,7 +68,7 @@ def make_sampler(batch: int, vocab: int, kind: str, device: torch.device | None)
     sampler = Sampler(vocab, batch, device=device)
     prompt = list(range(0, vocab, vocab // 500))
     for slot in range(batch):
-        row = SampleRow(
+        row = SamplerRow(
             params=params,
             stop=StopCriteria(),
             seed=slot,

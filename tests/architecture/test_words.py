@@ -67,6 +67,12 @@ RULES = (
     Rule(r"(?i)_?(swap(_out|_in)?|offload\w*)", (ENGINE,), "preempt, write back, load"),
     Rule(r"(?i)_?(radix\w*|kv_?memory|data_?plane|pool_?window)", (ENGINE,), "tree, page memory"),
     Rule(r"request_slots?", (ENGINE,), "`slots`"),
+    Rule(r"(?i)\w*slots?", ("services/gateway",), "a slot is a row of the engine's batch buffers"),
+    Rule(
+        r"Samples?[A-Z]\w*",
+        (f"{ENGINE}/drawing", f"{ENGINE}/executor"),
+        "rows are drawn; a sample is one of the answers to a prompt",
+    ),
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.drawing.draws import Drawer
-from weft.engine.drawing.sampler import Sampler, SampleRow
+from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor import device_check
 from weft.engine.executor.device_sampling import RowsOnDevice
 from weft.engine.scheduler.plan import Plan
@@ -26,7 +26,7 @@ NUM_SLOTS = 3
 NUM_PROMPT = 9
 
 
-def random_row(rng: np.random.Generator) -> SampleRow:
+def random_row(rng: np.random.Generator) -> SamplerRow:
     bias = {int(i): float(rng.normal(0, 4)) for i in rng.integers(VOCAB, size=3)}
     params = SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.5])),
@@ -38,7 +38,7 @@ def random_row(rng: np.random.Generator) -> SampleRow:
         frequency_penalty=float(rng.choice([0.0, 0.9])),
         logit_bias=bias if rng.random() < 0.5 else {},
     )
-    return SampleRow(
+    return SamplerRow(
         params=params,
         stop=StopCriteria(
             min_tokens=int(rng.integers(0, 5)), stop_token_ids=tuple(range(int(rng.integers(60))))
@@ -60,7 +60,7 @@ def test_a_mask_that_stays_allows_stop_tokens_after_min_tokens() -> None:
     device = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
     params = SamplingParams(temperature=0.0)
     stop = StopCriteria(min_tokens=2, stop_token_ids=(7,))
-    device.add(1, SampleRow(params=params, stop=stop, seed=0, eos_token_ids=(1,)), [5, 5, 5], [])
+    device.add(1, SamplerRow(params=params, stop=stop, seed=0, eos_token_ids=(1,)), [5, 5, 5], [])
     words = np.zeros(-(-VOCAB // 32), np.uint32)
     words[0] = (1 << 7) | (1 << 9)
     device.set_mask(1, words)
@@ -158,7 +158,7 @@ def test_rows_with_masks_of_their_own_draw_as_their_slots_do_now(seed: int) -> N
                 device.remove(slot)
             temperature, top_k = float(rng.choice([0.0, 0.8])), int(rng.choice([0, 5]))
             params = SamplingParams(temperature=temperature, top_k=top_k)
-            own = SampleRow(
+            own = SamplerRow(
                 params=params, stop=StopCriteria(), seed=int(rng.integers(99)), eos_token_ids=(1,)
             )
             device.add(slot, own, [5], [])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 from weft.engine.base.errors import Internal, InvalidRequest
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.drawing.sampler import Sampler, SampleRow, derive_seed
+from weft.engine.drawing.sampler import Sampler, SamplerRow, derive_seed
 from weft.testing.kernels import naive_sampling
 from weft.testing.kernels.naive_sampling import NaiveParams
 
@@ -31,8 +31,8 @@ def make_row(
     ignore_eos: bool = False,
     top_logprobs: int | None = None,
     **params: Any,
-) -> SampleRow:
-    return SampleRow(
+) -> SamplerRow:
+    return SamplerRow(
         params=SamplingParams(**params),
         stop=StopCriteria(
             min_tokens=min_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
@@ -44,7 +44,7 @@ def make_row(
 
 
 def draw_one(
-    row: SampleRow,
+    row: SamplerRow,
     logits: torch.Tensor,
     position: int = 0,
     prompt: Sequence[int] = (),
@@ -142,7 +142,7 @@ def test_derived_seeds_are_distinct() -> None:
 # ---- the whole against the naive reference -----------------------------------------------------
 
 
-def random_case(rng: np.random.Generator, vocab: int) -> tuple[SampleRow, NaiveParams, int]:
+def random_case(rng: np.random.Generator, vocab: int) -> tuple[SamplerRow, NaiveParams, int]:
     """A row and the same in the reference's words, with a position."""
 
     def sometimes(value: Any, otherwise: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.drawing.draws import Draw
-from weft.engine.drawing.sampler import SampleRow, SamplesUnderWay
+from weft.engine.drawing.sampler import RowsUnderWay, SamplerRow
 from weft.engine.executor import graphs
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Drawable, Launched
@@ -329,7 +329,7 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
         sampler, edited = engine._drawer._sampler, set[int]()
         add, begin, draw = sampler.add, sampler.begin, engine._drawer.begin
 
-        def added(slot: int, row: SampleRow, *tokens: Sequence[int]) -> None:
+        def added(slot: int, row: SamplerRow, *tokens: Sequence[int]) -> None:
             add(slot, row, *tokens)
             (edited.add if row.params.has_penalties else edited.discard)(slot)
 
@@ -338,7 +338,7 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
             num_ended[0] += any(request.slot < 0 for request in requests)
             return draw(plan, requests, drawable)
 
-        def begun(*inputs: Any, **named: Any) -> SamplesUnderWay:
+        def begun(*inputs: Any, **named: Any) -> RowsUnderWay:
             num_eager[1] += 1
             return begin(*inputs, **named)
 

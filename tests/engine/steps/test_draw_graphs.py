@@ -16,7 +16,7 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.drawing.encode import step_input
-from weft.engine.drawing.sampler import Sampler, SampleRow
+from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import WAYS, CapturedDraws, Way
 from weft.engine.executor.draw_graphs import DrawGraphs
@@ -101,7 +101,9 @@ class Desk:
 
     def add(self, slot: int, params: SamplingParams) -> None:
         """Gives a slot's sample its parameters; the one before is gone."""
-        row = SampleRow(params=params, stop=StopCriteria(max_tokens=9), seed=slot, eos_token_ids=())
+        row = SamplerRow(
+            params=params, stop=StopCriteria(max_tokens=9), seed=slot, eos_token_ids=()
+        )
         for sampler in (self.sampler, self.host):
             if slot in sampler._rows:
                 sampler.remove(slot)
@@ -250,7 +252,7 @@ def test_a_graph_draws_for_nobody_who_needs_more() -> None:
     """Penalties, biases and log-probabilities are left to single calls; masks are not."""
     sampler = Sampler(VOCAB, SLOTS, device=torch.device("cpu"))
     for slot, params in enumerate([{}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {}]):
-        row = SampleRow(
+        row = SamplerRow(
             params=SamplingParams(temperature=0.7, **params),
             stop=StopCriteria(max_tokens=9),
             seed=1,
@@ -271,7 +273,7 @@ def test_a_graph_draws_for_a_slot_that_became_free_as_it_was() -> None:
     logits, slots = torch.randn(1, VOCAB), np.array([0])
 
     def add(**params: float) -> None:
-        row = SampleRow(
+        row = SamplerRow(
             params=SamplingParams(temperature=0.7, **params),
             stop=StopCriteria(max_tokens=9),
             seed=1,

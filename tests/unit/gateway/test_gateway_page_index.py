@@ -83,7 +83,7 @@ def test_index_equals_whole_prefixes(seed: int, num_workers: int) -> None:
                 count += 1
             expected.append(count * other.page_size)
         assert index.matches(view, request).tolist() == expected
-    live = {one.worker_id for one in workers if index.slot(one) is not None}
+    live = {one.worker_id for one in workers if index.number(one) is not None}
     assert index.num_pages >= sum(len(held[name]) for name in live)
     assert index.sizes(view).sum() <= index.num_pages
     for one in workers:

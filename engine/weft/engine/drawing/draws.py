@@ -14,7 +14,7 @@ from weft.engine.base.device_copies import Fetched
 from weft.engine.base.drafts import DraftTree, LaterDrafts, parents_of
 from weft.engine.base.errors import InvalidRequest, WeftError
 from weft.engine.base.request import TokenLogprob
-from weft.engine.drawing.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
+from weft.engine.drawing.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.port import Drawable
@@ -48,7 +48,7 @@ class Draw(NamedTuple):
     """Requests that get a token in this step, in row order: running requests without drafts,
     requests with drafts (one row for each drafted token and one more), then prompts that end here.
     """
-    samples: SamplesUnderWay
+    under_way: RowsUnderWay
     positions: npt.NDArray[np.int64]
     """Positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
@@ -62,16 +62,16 @@ class Draw(NamedTuple):
     @property
     def tokens(self) -> torch.Tensor:
         """Token ids by row, on the device that drew them; negative for errors."""
-        return self.samples.tokens
+        return self.under_way.tokens
 
     @property
     def are_kept(self) -> bool:
         """Whether the device has kept the tokens for later steps (`LocalExecutor.keep`)."""
-        return self.samples.are_kept
+        return self.under_way.are_kept
 
     def wait(self) -> Drawn:
         """Waits for the tokens and returns them."""
-        output = self.samples.wait()
+        output = self.under_way.wait()
         errors = {**output.errors, **self.mask_errors}
         requests, tokens = self.requests, output.token_ids.tolist()
         if not self.plan.verifies:
@@ -316,8 +316,8 @@ class Drawer:
         """
         if not plan.verifies:
             errors = self._take_masks(requests)
-            samples = self._begin(drawable)
-            return Draw(plan, requests, samples, drawable.positions, errors)
+            under_way = self._begin(drawable)
+            return Draw(plan, requests, under_way, drawable.positions, errors)
         firsts = first_rows(plan, len(requests))
         if not self._sampler.is_on_device and any(
             item.request.draws_in_turn for item in plan.verifies if item.max_drafts
@@ -330,11 +330,11 @@ class Drawer:
             more, drawn_as = self._take_masks_behind_drafts(plan, firsts)
             failed |= more
         errors = {int(firsts[index]): error for index, error in failed.items()}
-        samples, rows = self._begin(drawable, firsts, drawn_as, has_trees=plan.has_trees), None
+        under_way, rows = self._begin(drawable, firsts, drawn_as, has_trees=plan.has_trees), None
         if isinstance(plan.drafts, LaterDrafts):
-            rows = _kept(samples.rows or _fetch_rows(drawable))
+            rows = _kept(under_way.rows or _fetch_rows(drawable))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))
-        return Draw(plan, requests, samples, drawable.positions, errors, firsts, rows)
+        return Draw(plan, requests, under_way, drawable.positions, errors, firsts, rows)
 
     def _begin(
         self,
@@ -343,7 +343,7 @@ class Drawer:
         drawn_as: npt.NDArray[np.int64] | None = None,
         *,
         has_trees: bool = False,
-    ) -> SamplesUnderWay:
+    ) -> RowsUnderWay:
         """Draws for the requests given to `prepare` last.
 
         Args:
@@ -464,7 +464,7 @@ class Drawer:
         and so on: each draw may depend on the tokens before it (penalties, constraints).
         """
         num_rows, rows = int(first_row_of[-1]), first_row_of[:-1]
-        output = SampleOutput(np.full(num_rows, -1, np.int64), [None] * num_rows)
+        output = DrawnRows(np.full(num_rows, -1, np.int64), [None] * num_rows)
         begin = len(plan.decodes)
         firsts = rows[begin:]
         mask_errors, logits = self._take_masks(requests), drawable.logits()
@@ -487,10 +487,10 @@ class Drawer:
                 at = firsts[going_on] + reached
                 self._draw_rows(left, at, logits, drawable.positions, output)
         errors = {int(rows[index]): error for index, error in mask_errors.items()}
-        samples = SamplesUnderWay(
+        under_way = RowsUnderWay(
             torch.from_numpy(output.token_ids), lambda: output, drawable.positions
         )
-        return Draw(plan, requests, samples, drawable.positions, errors, first_row_of)
+        return Draw(plan, requests, under_way, drawable.positions, errors, first_row_of)
 
     def _draw_rows(
         self,
@@ -498,7 +498,7 @@ class Drawer:
         rows: npt.NDArray[np.int64],
         logits: torch.Tensor,
         positions: npt.NDArray[np.int64],
-        output: SampleOutput,
+        output: DrawnRows,
     ) -> None:
         """Draws one token for each of some rows of the logits into `output`."""
         chosen, slots = logits[torch.from_numpy(rows)], self._slots(requests)
@@ -526,7 +526,7 @@ class Drawer:
             self._sampler.remove(slot)
 
     def _take_slot(self, request: Request) -> None:
-        row = SampleRow(
+        row = SamplerRow(
             params=request.params,
             stop=request.stop,
             seed=request.seed,

@@ -49,7 +49,7 @@ def derive_seed(seed: int, sample_index: int) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class SampleRow:
+class SamplerRow:
     """Sampling parameters of one running sample; fixed for its life."""
 
     params: SamplingParams
@@ -63,7 +63,7 @@ class SampleRow:
 
 
 @dataclass(slots=True)
-class SampleOutput:
+class DrawnRows:
     """Tokens of one step, by row of the logits."""
 
     token_ids: Int64Array
@@ -74,7 +74,7 @@ class SampleOutput:
     """Errors of rows without a token; the other rows are not affected."""
 
 
-class SamplesUnderWay:
+class RowsUnderWay:
     """Tokens of one step that are being drawn on a device, or have been drawn.
 
     Args:
@@ -89,7 +89,7 @@ class SamplesUnderWay:
     def __init__(
         self,
         tokens: torch.Tensor,
-        output: Callable[[], SampleOutput],
+        output: Callable[[], DrawnRows],
         positions: Int64Array,
         *,
         are_kept: bool = False,
@@ -101,7 +101,7 @@ class SamplesUnderWay:
         self._output = output
         self._positions = positions
 
-    def wait(self) -> SampleOutput:
+    def wait(self) -> DrawnRows:
         """Waits for the tokens."""
         output = self._output()
         if len(output.token_ids) and output.token_ids.min() < 0:
@@ -159,7 +159,7 @@ class Sampler:
         """Slots that draw the largest unchanged logit. A free slot keeps its value, as in
         `_is_special`.
         """
-        self._rows: dict[int, SampleRow] = {}
+        self._rows: dict[int, SamplerRow] = {}
         self._edits: dict[int, LogitEdits] = {}
 
     @property
@@ -175,7 +175,7 @@ class Sampler:
         return self._device is not None
 
     def add(
-        self, slot: int, row: SampleRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
+        self, slot: int, row: SamplerRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> None:
         """Assigns `slot` to a sample.
 
@@ -314,7 +314,7 @@ class Sampler:
         """Whether the next token of any of these slots depends on its tokens so far."""
         return not self._counting.isdisjoint(slots.tolist())
 
-    def draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
+    def draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> DrawnRows:
         """Calls `begin` and waits for the tokens."""
         return self.begin(logits, slots, positions).wait()
 
@@ -326,7 +326,7 @@ class Sampler:
         on_device: Callable[[], RowsOnDevice] | None = None,
         drafted: RowsBehindDrafts | None = None,
         drawn_as: Int64Array | None = None,
-    ) -> SamplesUnderWay:
+    ) -> RowsUnderWay:
         """Draws one token per row and counts it; does not wait for a device.
 
         Args:
@@ -354,7 +354,7 @@ class Sampler:
             drawn = self._draw(on_host, slots, positions)
             tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
         self._num_generated[slots] += 1
-        return SamplesUnderWay(tokens, output, positions)
+        return RowsUnderWay(tokens, output, positions)
 
     def common_way(self, slots: Int64Array) -> Way | None:
         """How rows of these slots can be drawn by a graph; None: not at all.
@@ -374,7 +374,7 @@ class Sampler:
         slots: Int64Array,
         positions: Int64Array,
         drawn_as: Int64Array | None = None,
-    ) -> SamplesUnderWay:
+    ) -> RowsUnderWay:
         """Like `begin`, by a graph.
 
         Args:
@@ -391,24 +391,22 @@ class Sampler:
         draws = draw(way, drawn_as)
         self._num_generated[slots] += 1
 
-        def output() -> SampleOutput:
-            return SampleOutput(draws.wait(), [None] * len(slots))
+        def output() -> DrawnRows:
+            return DrawnRows(draws.wait(), [None] * len(slots))
 
         rows = draws.wait_for_rows
-        return SamplesUnderWay(draws.tokens, output, positions, are_kept=True, rows=rows)
+        return RowsUnderWay(draws.tokens, output, positions, are_kept=True, rows=rows)
 
-    def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
+    def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> DrawnRows:
         if self._is_special[slots].any():
             return self._sample_special(logits, slots, positions)
         tokens = sample_rows(logits, slots, positions, self._columns)
-        return SampleOutput(tokens, [None] * len(slots))
+        return DrawnRows(tokens, [None] * len(slots))
 
-    def _draw_greedily(
-        self, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
+    def _draw_greedily(self, logits: torch.Tensor) -> tuple[torch.Tensor, Callable[[], DrawnRows]]:
         tokens = greedy_rows(logits)
         fetched = Fetched(tokens)
-        return tokens, lambda: SampleOutput(fetched.wait().numpy(), [None] * len(tokens))
+        return tokens, lambda: DrawnRows(fetched.wait().numpy(), [None] * len(tokens))
 
     def _note_greedy(self, slot: int) -> None:
         columns = self._columns
@@ -424,7 +422,7 @@ class Sampler:
         positions: Int64Array,
         on_device: RowsOnDevice | None,
         drafted: RowsBehindDrafts | None,
-    ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
+    ) -> tuple[torch.Tensor, Callable[[], DrawnRows]]:
         assert self._device is not None
         if self._lacking_stops:
             for slot in self._lacking_stops.intersection(slots.tolist()):
@@ -433,12 +431,12 @@ class Sampler:
         num_tops = self._num_tops(slots)
         draw = self._device.draw(logits, drawn_as, positions, num_tops, on_device, drafted)
 
-        def output() -> SampleOutput:
+        def output() -> DrawnRows:
             tokens, found = draw.wait()
             logprobs: list[TokenLogprob | None] = [None] * len(tokens)
             for row, logprob in found.items():
                 logprobs[row] = logprob
-            return SampleOutput(tokens, logprobs)
+            return DrawnRows(tokens, logprobs)
 
         return draw.tokens, output
 
@@ -462,7 +460,7 @@ class Sampler:
 
     def _sample_special(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
-    ) -> SampleOutput:
+    ) -> DrawnRows:
         # Rows may share memory when they are forks of one prompt; edits must not.
         logits = logits.contiguous()
         rows = logits.numpy()
@@ -477,7 +475,7 @@ class Sampler:
         for r, edits in edited:
             if edits.counts is not None and tokens[r] >= 0:
                 edits.counts.add_output(int(tokens[r]))
-        return SampleOutput(tokens, self._logprobs(logits, slots, tokens))
+        return DrawnRows(tokens, self._logprobs(logits, slots, tokens))
 
     def _logprobs(
         self, logits: torch.Tensor, slots: Int64Array, tokens: Int64Array
@@ -507,7 +505,7 @@ class Sampler:
             if self._is_special[slot] and (top := self._rows[slot].top_logprobs) is not None
         }
 
-    def _stop_ids(self, row: SampleRow) -> tuple[int, ...]:
+    def _stop_ids(self, row: SamplerRow) -> tuple[int, ...]:
         """Tokens that `min_tokens` excludes: all that would end the sample."""
         if row.stop.min_tokens <= 0:
             return ()
@@ -542,7 +540,7 @@ def _without(
     return words
 
 
-def _explain(output: SampleOutput, positions: Int64Array) -> None:
+def _explain(output: DrawnRows, positions: Int64Array) -> None:
     """Converts negative tokens to errors."""
     for r in np.flatnonzero(output.token_ids < 0).tolist():
         where = f"at position {int(positions[r])}"

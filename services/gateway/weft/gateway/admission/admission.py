@@ -16,8 +16,8 @@ _SMOOTHING = 0.1
 """Weight of the newest prompt in the mean time for which a place is held."""
 
 
-class AdmissionSlot:
-    """Places of admitted prompts. They are released at the end of the block, or by `release`
+class AdmittedPrompts:
+    """Prompts that may run. Their places are free again at the end of the block, or by `release`
     before.
     """
 
@@ -75,7 +75,7 @@ class Admission:
 
     async def admit(
         self, num_prompts: int, deadline: float, tenant: str = "", weight: float = 1.0
-    ) -> AdmissionSlot:
+    ) -> AdmittedPrompts:
         """Waits for a place for each prompt.
 
         Args:
@@ -107,7 +107,7 @@ class Admission:
             self._mean_hold_s += weight * (held_s - self._mean_hold_s)
             self._release(num_prompts)
 
-        return AdmissionSlot(release)
+        return AdmittedPrompts(release)
 
     def retry_after_s(self) -> float:
         """Seconds until the requests that wait now will have been served at the present rate."""

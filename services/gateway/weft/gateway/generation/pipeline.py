@@ -218,79 +218,89 @@ class RequestPipeline:
 
     @asynccontextmanager
     async def _run(self, record: RequestRecord) -> AsyncIterator[TokenStream]:
-        """Runs the stages of a request; `record` records its progress."""
-        request = record.request
-        resolved = await self._models.find(request.model)
-        record.served = resolved.served
-        request = replace(request, adapter=resolved.adapter)
+        """Finds the model of a request, checks the request, and runs it once it is admitted."""
+        resolved = await self._models.find(record.request.model)
+        served = record.served = resolved.served
         with self._models.adapters.using(resolved.adapter):
-            async with self._run_resolved(record, resolved, request) as stream:
-                yield stream
+            request = replace(record.request, adapter=resolved.adapter)
+            self._set_deadlines(record)
+            time_left_s = record.first_token_deadline - asyncio.get_running_loop().time()
+            card = await self._models.card(resolved, max(0.0, time_left_s))
+            check_request(request, card, self._settings.max_prompts)
+            if request.wants is not None or served.task != "generate":
+                request = for_model(request, card, served.task)
+            terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
+            request = record.request = replace(
+                in_tenant_cache(request),
+                targets=request.targets.over(terms.targets),
+                sampling=request.sampling.with_defaults(card.sampling),
+            )
+            record.targets = request.targets
+            record.charge = self.limits.begin(tenant, terms, record.arrival)
+            with record.trace.stage("queue"):
+                admitted = await self._admission.admit(
+                    len(request.prompts), record.first_token_deadline, tenant, terms.weight
+                )
+            with admitted:
+                async with self._run_admitted(record, resolved, card, admitted.release) as stream:
+                    yield stream
+
+    def _set_deadlines(self, record: RequestRecord) -> None:
+        """Sets the times by which the request, and its first token, must be there."""
+        given_s, limit_s = record.request.timeout_s, self._settings.request_timeout_s
+        first_s = record.request.first_token_timeout_s
+        record.deadline = record.arrival + (limit_s if given_s is None else min(limit_s, given_s))
+        record.first_token_deadline = (
+            record.deadline if first_s is None else min(record.deadline, record.arrival + first_s)
+        )
 
     @asynccontextmanager
-    async def _run_resolved(
-        self, record: RequestRecord, resolved: ResolvedModel, request: GenerateRequest
+    async def _run_admitted(
+        self,
+        record: RequestRecord,
+        resolved: ResolvedModel,
+        card: ModelCard,
+        release: Callable[[], None],
     ) -> AsyncIterator[TokenStream]:
-        """Runs a request whose `model` is resolved."""
-        loop, trace, served = asyncio.get_running_loop(), record.trace, resolved.served
-        limit_s = self._settings.request_timeout_s
-        timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
-        deadline = record.arrival + timeout_s
-        first_s = request.first_token_timeout_s
-        first_deadline = deadline if first_s is None else min(deadline, record.arrival + first_s)
-        card = await self._models.card(resolved, max(0.0, first_deadline - loop.time()))
-        check_request(request, card, self._settings.max_prompts)
-        if request.wants is not None or served.task != "generate":
-            request = for_model(request, card, served.task)
-        terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
-        request = in_tenant_cache(request)
-        request = replace(
-            request,
-            targets=request.targets.over(terms.targets),
-            sampling=request.sampling.with_defaults(card.sampling),
+        """Prepares a request's prompts, sends them to workers, and yields the stream of deltas.
+
+        Args:
+            record: A request that has passed its checks.
+            resolved: What its `model` refers to.
+            card: The card of that.
+            release: Lets the next request in place of this one.
+        """
+        loop, served = asyncio.get_running_loop(), resolved.served
+        with record.trace.stage("prepare"):
+            prompts = await self._prepare(record, served, card)
+        request = record.request = settle_constraint(record.request, card, prompts)
+        record.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
+        await self._find_worker(served, request.adapter, record.first_token_deadline)
+        assert record.charge is not None, "a request is charged before it is admitted"
+        self.limits.reserve(record.charge, _most_tokens(request, prompts), loop.time())
+        routing = _routing(request, prompts, self._named_worker(served, request), card.pooling)
+        await self._pass_gate(record, served, prompts, routing)
+        if self._has_ended:
+            raise shutting_down("admit")
+        stream = record.stream = TokenStream(
+            request.request_id, card, self._settings.max_unsent_bytes, release
         )
-        record.request = request
-        record.targets = request.targets
-        charge = record.charge = self.limits.begin(tenant, terms, record.arrival)
-        with trace.stage("queue"):
-            place = await self._admission.admit(
-                len(request.prompts), first_deadline, tenant, terms.weight
-            )
-        with place:
-            with trace.stage("prepare"):
-                prompts = await self._prepare(served, card, request, first_deadline)
-            request = record.request = settle_constraint(request, card, prompts)
-            record.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
-            await self._find_worker(served, request.adapter, first_deadline)
-            self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
-            worker_id = self._named_worker(served, request)
-            routing = _routing(request, prompts, worker_id, card.pooling)
-            await self._pass_gate(served, record, prompts, routing, first_deadline)
-            if self._has_ended:
-                raise shutting_down("admit")
-            stream = record.stream = TokenStream(
-                request.request_id, card, self._settings.max_unsent_bytes, place.release
-            )
-            stream.trace_id = trace.trace_id
-            stream.model = resolved.name
-            stream.headers = self.limits.headers(tenant, loop.time())
-            record.waiter = None
-            timers = [loop.call_at(deadline, self._expire, stream, timeout_s)]
-            if first_s is not None:
-                timers.append(loop.call_at(first_deadline, self._expire_first, stream, first_s))
-            try:
-                stream.start(
-                    self._generations(
-                        served, record, prompts, routing, stream, deadline, first_deadline
-                    )
-                )
-                if record.ask is not None:
-                    served.latency_admission.gate.began(record.ask)
-                yield stream
-            finally:
-                for timer in timers:
-                    timer.cancel()
-                stream.close()
+        stream.trace_id = record.trace.trace_id
+        stream.model = resolved.name
+        stream.headers = self.limits.headers(_name(request.tenant), loop.time())
+        record.waiter = None
+        timers = [loop.call_at(record.deadline, _expire, record)]
+        if request.first_token_timeout_s is not None:
+            timers.append(loop.call_at(record.first_token_deadline, _expire_first, record))
+        try:
+            stream.start(self._generations(record, served, stream, prompts, routing))
+            if record.ask is not None:
+                served.latency_admission.gate.began(record.ask)
+            yield stream
+        finally:
+            for timer in timers:
+                timer.cancel()
+            stream.close()
 
     async def _find_worker(
         self, served: ServedModel, adapter: ResolvedAdapter | None, deadline: float
@@ -340,10 +350,11 @@ class RequestPipeline:
             take(record)
 
     async def _prepare(
-        self, served: ServedModel, card: ModelCard, request: GenerateRequest, deadline: float
+        self, record: RequestRecord, served: ServedModel, card: ModelCard
     ) -> list[PreparedPrompt]:
+        request = record.request
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(record.first_token_deadline):
                 return await served.preparer.prepare(
                     card, request.prompts, request.stopping, request.wants
                 )
@@ -366,13 +377,11 @@ class RequestPipeline:
 
     def _generations(
         self,
-        served: ServedModel,
         record: RequestRecord,
+        served: ServedModel,
+        stream: TokenStream,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
-        stream: TokenStream,
-        deadline: float,
-        first_token_deadline: float,
     ) -> list[Generation]:
         request = record.request
         limits = ResumeLimits(
@@ -396,8 +405,8 @@ class RequestPipeline:
                 metrics=self._metrics,
                 listener=stream,
                 arrival=record.arrival,
-                deadline=deadline,
-                first_token_deadline=first_token_deadline,
+                deadline=record.deadline,
+                first_token_deadline=record.first_token_deadline,
                 limits=limits,
                 trace=record.trace,
             )
@@ -406,11 +415,10 @@ class RequestPipeline:
 
     async def _pass_gate(
         self,
-        served: ServedModel,
         record: RequestRecord,
+        served: ServedModel,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
-        deadline: float,
     ) -> None:
         """Waits until the request may be sent, if targets are in force: its own, or others'."""
         if not record.targets and not self._tenants.has_targets:
@@ -425,7 +433,7 @@ class RequestPipeline:
             max_tokens=sum(prompt.max_tokens for prompt in prompts) * request.sampling.n,
         )
         with record.trace.stage("admit"):
-            await served.latency_admission.enter(ask, deadline)
+            await served.latency_admission.enter(ask, record.first_token_deadline)
         record.ask = ask
 
     def _judge(self, record: RequestRecord) -> None:
@@ -437,16 +445,6 @@ class RequestPipeline:
             )
         if outcome is not None:
             self._metrics.observe_targets(outcome)
-
-    def _expire(self, stream: TokenStream, timeout_s: float) -> None:
-        stream.fail(
-            DeadlineExceeded(f"the request took longer than {timeout_s:g} s", stage="decode")
-        )
-
-    def _expire_first(self, stream: TokenStream, timeout_s: float) -> None:
-        if not all(generation.has_tokens for generation in stream.generations):
-            message = f"the request had no token after {timeout_s:g} s"
-            stream.fail(DeadlineExceeded(message, stage="decode"))
 
     def _count(self, record: RequestRecord) -> None:
         metrics = self._metrics
@@ -463,6 +461,22 @@ class RequestPipeline:
             metrics.observe_prompt(generation.timeline, generation.num_prompt_tokens, num_generated)
             for sample in generation.samples:
                 metrics.observe_sample(sample)
+
+
+def _expire(record: RequestRecord) -> None:
+    """Fails a request that has not ended by its deadline."""
+    if record.stream is not None:
+        limit_s = record.deadline - record.arrival
+        message = f"the request took longer than {limit_s:g} s"
+        record.stream.fail(DeadlineExceeded(message, stage="decode"))
+
+
+def _expire_first(record: RequestRecord) -> None:
+    """Fails a request of which a prompt has no token by the deadline for first tokens."""
+    stream, limit_s = record.stream, record.request.first_token_timeout_s
+    if stream is not None and not all(one.has_tokens for one in stream.generations):
+        message = f"the request had no token after {limit_s:g} s"
+        stream.fail(DeadlineExceeded(message, stage="decode"))
 
 
 def _warn(request: GenerateRequest, error: WeftError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,10 @@ class RequestRecord:
     """The request as it is by now: at first as its dialect translated it."""
     arrival: float
     trace: RequestTrace
+    deadline: float = math.inf
+    """When it must have ended."""
+    first_token_deadline: float = math.inf
+    """When each of its prompts must have a token, if the client says so; else its deadline."""
     served: ServedModel | None = None
     """The model that serves it; None: the requested one does not exist, or is not known yet."""
     targets: Targets = NO_TARGETS

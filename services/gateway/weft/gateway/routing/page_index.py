@@ -31,16 +31,16 @@ class _Group:
         self.member = view.workers[positions[0]]
         self.mask = 0
         self.position_of_bit: dict[int, int] = {}
-        slots: list[int] = []
+        numbers: list[int] = []
         for position in positions:
-            slot = index.slot(view.workers[position])
-            if slot is not None:
-                self.mask |= 1 << slot
-                self.position_of_bit[1 << slot] = position
-                slots.append(slot)
+            number = index.number(view.workers[position])
+            if number is not None:
+                self.mask |= 1 << number
+                self.position_of_bit[1 << number] = position
+                numbers.append(number)
         self.known = np.array(list(self.position_of_bit.values()), np.int64)
-        self.slots = np.array(slots, np.int64)
-        self._num_bytes = max(slots, default=0) // 8 + 1
+        self.numbers = np.array(numbers, np.int64)
+        self._num_bytes = max(numbers, default=0) // 8 + 1
 
     def positions(self, mask: int) -> NDArray[np.int64] | int:
         """Positions, in the view, of the workers of a mask."""
@@ -49,7 +49,7 @@ class _Group:
             return single
         packed = np.frombuffer(mask.to_bytes(self._num_bytes, "little"), np.uint8)
         bits = np.unpackbits(packed, bitorder="little")
-        found: NDArray[np.int64] = self.known[bits[self.slots] != 0]
+        found: NDArray[np.int64] = self.known[bits[self.numbers] != 0]
         return found
 
 
@@ -64,12 +64,12 @@ class FleetPageIndex:
         self._max_pages = max_pages
         self._holders: dict[int, int] = {}
         self._held: dict[str, tuple[int, int, set[int]]] = {}
-        """Epoch, slot and keys by worker."""
-        self._free_slots: list[int] = []
+        """Epoch, number and keys by worker."""
+        self._free_numbers: list[int] = []
         self._sizes: Column = np.zeros(64, np.int64)
-        """Number of pages by slot."""
+        """Number of pages by number of the worker."""
         self._inflow: Rates = np.zeros(64)
-        """Recent inflow of new pages by slot."""
+        """Recent inflow of new pages by number of the worker."""
         self._num_unaged = 0
         """New pages over all workers since `inflow` was last read."""
         self._version = 0
@@ -88,7 +88,7 @@ class FleetPageIndex:
         """Pages remembered of each worker, by position in the view."""
         found: Column = np.zeros(len(view), np.int64)
         for group in self._groups_of(view):
-            found[group.known] = self._sizes[group.slots]
+            found[group.known] = self._sizes[group.numbers]
         return found
 
     def inflow(self, view: PoolView) -> Rates:
@@ -105,10 +105,10 @@ class FleetPageIndex:
             self._inflow *= math.exp(-self._num_unaged / window)
             self._num_unaged = 0
         for group in self._groups_of(view):
-            found[group.known] = self._inflow[group.slots]
+            found[group.known] = self._inflow[group.numbers]
         return found / np.maximum(view.total_pages, 1)
 
-    def slot(self, worker: WorkerView) -> int | None:
+    def number(self, worker: WorkerView) -> int | None:
         """Bit of this incarnation; None if the index does not know it."""
         held = self._held.get(worker.worker_id)
         return held[1] if held is not None and held[0] == worker.epoch else None
@@ -120,23 +120,23 @@ class FleetPageIndex:
 
     def add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
         """Adds pages to an incarnation; those of another incarnation are dropped."""
-        slot, count = self._add(worker_id, epoch, keys)
-        self._inflow[slot] += count
+        number, count = self._add(worker_id, epoch, keys)
+        self._inflow[number] += count
         self._num_unaged += count
 
     def _add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> tuple[int, int]:
-        """Adds pages; returns the worker's slot, and the number of pages that were new."""
+        """Adds pages; returns the worker's number, and the number of pages that were new."""
         held = self._held.get(worker_id)
         if held is None or held[0] != epoch:
             self.forget(worker_id)
-            slot = self._free_slots.pop() if self._free_slots else len(self._held)
-            held = self._held[worker_id] = (epoch, slot, set())
+            number = self._free_numbers.pop() if self._free_numbers else len(self._held)
+            held = self._held[worker_id] = (epoch, number, set())
             self._version += 1
-            if slot >= len(self._sizes):
+            if number >= len(self._sizes):
                 self._sizes = np.concatenate([self._sizes, np.zeros_like(self._sizes)])
                 self._inflow = np.concatenate([self._inflow, np.zeros_like(self._inflow)])
-        _, slot, known = held
-        bit, holders, room = 1 << slot, self._holders, self._max_pages - self.num_pages
+        _, number, known = held
+        bit, holders, room = 1 << number, self._holders, self._max_pages - self.num_pages
         before = len(known)
         for key in keys:
             if key in known:
@@ -149,34 +149,34 @@ class FleetPageIndex:
             others = holders.get(key)
             holders[key] = bit if others is None else others | bit
         self.num_pages += len(known) - before
-        self._sizes[slot] = len(known)
-        return slot, len(known) - before
+        self._sizes[number] = len(known)
+        return number, len(known) - before
 
     def remove(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
         """Removes pages of an incarnation."""
         held = self._held.get(worker_id)
         if held is None or held[0] != epoch:
             return
-        _, slot, known = held
+        _, number, known = held
         before = len(known)
         for key in keys:
             if key in known:
                 known.remove(key)
-                self._clear(key, 1 << slot)
+                self._clear(key, 1 << number)
         self.num_pages -= before - len(known)
-        self._sizes[slot] = len(known)
+        self._sizes[number] = len(known)
 
     def forget(self, worker_id: str) -> int:
         """Forgets a worker; returns the number of its pages."""
         held = self._held.pop(worker_id, None)
         if held is None:
             return 0
-        _, slot, known = held
+        _, number, known = held
         for key in known:
-            self._clear(key, 1 << slot)
-        self._free_slots.append(slot)
-        self._sizes[slot] = 0
-        self._inflow[slot] = 0
+            self._clear(key, 1 << number)
+        self._free_numbers.append(number)
+        self._sizes[number] = 0
+        self._inflow[number] = 0
         self._version += 1
         self.num_pages -= len(known)
         return len(known)
@@ -186,7 +186,7 @@ class FleetPageIndex:
         count, self.num_pages = self.num_pages, 0
         self._holders.clear()
         self._held.clear()
-        self._free_slots.clear()
+        self._free_numbers.clear()
         self._sizes[:] = 0
         self._inflow[:] = 0
         self._version += 1

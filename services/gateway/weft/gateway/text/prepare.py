@@ -110,12 +110,12 @@ class Preparer:
 
     async def _bounded(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        place = await self._bare.admit(1, loop.time() + self._timeout_s)
+        admitted = await self._bare.admit(1, loop.time() + self._timeout_s)
         job = self._pool.submit(work)
 
         def release(_: Future[T]) -> None:
             with contextlib.suppress(RuntimeError):  # the gateway has stopped
-                loop.call_soon_threadsafe(place.release)
+                loop.call_soon_threadsafe(admitted.release)
 
         # The place is released when the thread has ended, even if the caller has left before.
         job.add_done_callback(release)

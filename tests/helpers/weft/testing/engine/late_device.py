@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from weft.engine.base.pages import PageCopy
-from weft.engine.drawing.sampler import SampleOutput, Sampler
+from weft.engine.drawing.sampler import DrawnRows, Sampler
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.step_input import StepInput
@@ -34,10 +34,10 @@ class _Later:
 class _Samples:
     are_kept, rows = False, None
 
-    def __init__(self, device: LateDevice, tokens: _Later, outputs: list[SampleOutput]) -> None:
+    def __init__(self, device: LateDevice, tokens: _Later, outputs: list[DrawnRows]) -> None:
         self._device, self.tokens, self._outputs = device, tokens, outputs
 
-    def wait(self) -> SampleOutput:
+    def wait(self) -> DrawnRows:
         self._device.work()
         return self._outputs[0]
 
