@@ -57,6 +57,7 @@ _FAMILIES = {
     "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "HYV3ForCausalLM": ("hunyuan", "read_hy3"),
+    "HyperCLOVAXForCausalLM": ("granite", "read_hyperclovax"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
     "JambaForCausalLM": ("jamba", "read_jamba"),
     "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),

@@ -1,8 +1,11 @@
-"""Granite 3 and 4 dense: Llama's layers with factors on embedding, scores, additions and logits."""
+"""Granite 3 and 4 dense, and HyperCLOVA X: Llama's layers with factors on embedding, scores,
+additions and logits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
@@ -15,6 +18,20 @@ from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConf
 def read_granite(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Granite."""
     return _config(Family(raw, generation, where))
+
+
+def read_hyperclovax(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """HyperCLOVA X SEED Think: norms around both blocks; the factor of logits multiplies."""
+    family = Family(raw, generation, where)
+    fields, names = family.fields, NamesConfig(mixer_post="post_norm1", feed_post="post_norm2")
+    config = _config(family, names=names, scale=family.head_dim() ** -0.5)
+    assert config.decoder is not None
+    is_around = fields.flag("use_post_norm", True)
+    factor = fields.number("logits_scaling", 1.0)
+    order: Any = "around" if is_around else "before"
+    return replace(config, decoder=replace(config.decoder, order=order, logit_multiplier=factor))
 
 
 def read_granite_moe(
@@ -32,12 +49,16 @@ def read_granite_moe(
 
 
 def _config(
-    family: Family, moe: MoEConfig | None = None, names: NamesConfig | None = None
+    family: Family,
+    moe: MoEConfig | None = None,
+    names: NamesConfig | None = None,
+    *,
+    scale: float = 1.0,
 ) -> ModelConfig:
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
     layer = AttentionConfig(
         rope=family.rope(),
-        scale=fields.number("attention_multiplier", 1.0),
+        scale=fields.number("attention_multiplier", scale),
         qkv_bias=bias,
         o_bias=bias,
     )

@@ -161,6 +161,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16}),
+    "hyperclovax": (
+        "hyperclovax",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 0.25},
+    ),
     "granite": (
         "granite",
         {
