@@ -10,6 +10,7 @@ to be met, but not each pair, `@pytest.mark.each_of("name", "name")`, tests of t
 `@pytest.mark.whole_device`.
 """
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -150,11 +151,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Nothing that is imported and collected is garbage, and to look for some takes seconds."""
+    """Nothing that is imported and collected is garbage, and each look for some takes a second."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
         gc.enable()
 
 
