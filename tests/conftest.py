@@ -10,6 +10,8 @@ to be met, but not each pair, `@pytest.mark.each_of("name", "name")`, tests of t
 `@pytest.mark.whole_device`.
 """
 
+import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -145,6 +147,18 @@ def pytest_configure(config: pytest.Config) -> None:
     problems = [f"{name}: {why}" for name in required if (why := CAPABILITIES[name]())]
     if problems:
         raise pytest.UsageError("required by WEFT_REQUIRE, but missing: " + "; ".join(problems))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that is imported and collected is garbage, and each look for some takes a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from weft.kernels.build import cache_folder
 from weft.testing.models import loading_memory
 from weft.testing.models.tiny_models import make_tiny, tiny_config, tiny_weights
 
@@ -50,7 +51,7 @@ def test_no_more_than_one_file_is_in_memory(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=True,
-        env={"PYTHONPATH": ":".join(sys.path), "WEFT_CACHE_DIR": str(tmp_path / "cache")},
+        env={"PYTHONPATH": ":".join(sys.path), "WEFT_CACHE_DIR": str(cache_folder())},
     )
     found = json.loads(done.stdout)
     print(f"largest file {largest:,}: {found}")

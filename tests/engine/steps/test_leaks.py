@@ -31,7 +31,7 @@ PAGE = 8
 VOCAB = 517
 MAX_SAMPLES = 4
 NUM_NEW = 14
-NUM_REQUESTS = 300
+NUM_REQUESTS = 200
 MAX_OPEN = 24
 STAGING_PAGES = 20
 """Fewer than what is under way at times."""

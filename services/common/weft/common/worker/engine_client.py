@@ -103,7 +103,7 @@ class EngineClient:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "weft.common.worker.engine_main",
+                "weft.common.worker.engine_process",
                 str(theirs.fileno()),
                 str(their_orders.fileno()),
                 str(os.getpid()),

@@ -1,6 +1,6 @@
 """The engine process of a worker.
 
-`python -m weft.common.worker.engine_main FD ORDERS_FD PARENT_PID NAME LOG_LEVEL LOG_FORMAT [DIR]`
+`python -m weft.common.worker.engine_process FD ORDERS_FD PARENT_PID NAME LEVEL FORMAT [DIR]`
 
 It is spawned by the server process with one end of a socket pair, and of a second one for fault
 orders. It ends when the first one closes, and the kernel ends it when the server process dies in
@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -234,10 +233,3 @@ def main(argv: list[str]) -> int:
             black_box.failed()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    # `sys.exit` would wait for native threads of back ends.
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)
