@@ -72,7 +72,7 @@ COPIED = {
         GroupsShape(*shape, splits, is_rounded, True)
         for *shape, is_rounded in (
             (128, 128, 0, 8, 4, False), (128, 128, 0, 8, 4, True), (128, 128, 0, 4, 3, True),
-            (256, 128, 0, 8, 3, True), (128, 256, 0, 8, 4, True),
+            (256, 128, 0, 8, 2, True), (128, 256, 0, 8, 4, True),
         )
         for splits in (1, 2, 4)
     ),

@@ -60,6 +60,8 @@ _TOGETHER = 4
 """Tiles of rows whose programs follow one another for each tile of columns."""
 _FEW_COLUMNS = 8192
 """Columns up to which few programs would have a tile each."""
+_FEWER_COLUMNS = 4096
+"""Columns up to which up to 16 rows want wider tiles, and more programs for each."""
 MAX_SLICED_ROWS = 16
 """Most rows of which warps take slices of K."""
 MAX_GATED_ROWS = 128
@@ -84,13 +86,16 @@ def product_shape(
         few = 8 if rows <= 8 else 16
         if is_short and not can_split:
             return GroupsShape(few, 32, 4, 4, 4) if few == 8 else GroupsShape(few, 128, 0, 4, 3)
+        if is_gated and few == 16:
+            return GroupsShape(16, 64, 4, 4, 3) if is_short else GroupsShape(16, 32, 2, 2, 3)
         if is_gated:
-            few_shape = (16, 4, 4, 6 if is_short else 4) if few == 8 else (64, 4, 4, 3)
-            return GroupsShape(few, *few_shape)
+            return GroupsShape(8, 16, 4, 4, 6 if is_short else 4)
         if is_short:
             return GroupsShape(few, 16, 4, 4, 6, 4) if splits else GroupsShape(few, 16, 8, 8, 4)
         if few == 8:
             return GroupsShape(8, 16, 4, 4, 6)
+        if splits and columns <= _FEWER_COLUMNS:
+            return GroupsShape(16, 64, 2, 2, 3, 8)
         return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
     if rows <= 64 and splits and not is_gated:
         return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
