@@ -48,7 +48,7 @@ class Load(NamedTuple):
 
 LOADS = {
     "engine": Load(256, 512, 64, 32, ("bfloat16", "FP8")),
-    "long": Load(64, 8192, 64, 8, ("bfloat16", "KV in FP8", "KV in int8")),
+    "long": Load(64, 8192, 192, 8, ("bfloat16", "KV in FP8", "KV in int8")),
 }
 
 
