@@ -38,7 +38,7 @@ class DevicePeers:
 
     Args:
         group: The ranks' processes.
-        device: GPU of this rank; no other rank uses it.
+        device: GPU of this rank; ranks that share one, as in tests, use it in turns.
         ranks: The process group that torch knows the ranks by; see `join`.
         width: Numbers of a row of the residual stream.
         dtype: Their dtype.

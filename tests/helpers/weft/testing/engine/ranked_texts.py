@@ -137,7 +137,8 @@ def ranked(
     **settings: Any,
 ) -> dict[str, Any]:
     """Starts the process; its results."""
-    settings.setdefault("device", gpus_of_ranks(settings.get("tp", 1)))
+    if "device" not in settings:
+        settings["device"] = gpus_of_ranks(settings.get("tp", 1))
     command = [sys.executable, "-m", __name__, what, str(folder)]
     command += [json.dumps(settings, default=str), json.dumps(prompts)]
     command += [json.dumps([str(path) for path in adapters])]
