@@ -24,7 +24,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from draft_training.training import Trainer, TrainingSettings
 from draft_training.trees import NUM_NODES
 from draft_training.vocabulary import choose, coverage
 from draft_training.writing import Writer, answer_held_out, write_held_out, write_round
+from parts import missing_parts
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,21 +85,21 @@ def open_target(arguments: argparse.Namespace, model: Path) -> Target:
 
 def generate(arguments: argparse.Namespace, model: Path) -> None:
     """Rounds of texts until there are enough or the time is over; rounds that are there stay."""
-    end = time.monotonic() + arguments.max_seconds
+    parts = missing_parts(
+        arguments.out / "texts.npz",
+        arguments.rounds,
+        worker=arguments.worker,
+        seed=arguments.seed,
+        end_s=time.monotonic() + arguments.max_seconds,
+    )
     with open_llm(arguments, model) as llm:
         tokenizer = AutoTokenizer.from_pretrained(model)
         writer = Writer(llm, tokenizer, arguments.max_answer_tokens)
         if arguments.held_out:
             save_texts(arguments.out / "held-out.npz", answer_held_out(writer, HELD_OUT))
             return
-        for number in range(arguments.rounds):
-            path = arguments.out / f"texts-{arguments.worker:02d}-{number:04d}.npz"
-            if path.exists():
-                continue
-            if time.monotonic() > end:
-                break
+        for path, seed in parts:
             began = time.monotonic()
-            seed = (arguments.seed << 32) + (arguments.worker << 16) + number
             texts = write_round(writer, arguments.answers, seed)
             save_texts(path, texts)
             written = sum(len(text.tokens) - text.num_prompt for text in texts)
@@ -131,6 +132,21 @@ def draft_vocabulary(arguments: argparse.Namespace, model: Path, target: Target)
     return choose(counts, arguments.vocabulary, special).to(target.device)
 
 
+def train_to_end(
+    trainer: Trainer, held_out: list[Text], checkpoint_steps: int, keep: Callable[[], None]
+) -> None:
+    """Trains to the end; at each checkpoint tells what the head gains and has it written."""
+
+    def evaluate() -> dict[str, Any]:
+        gained = measure_head(trainer.head, trainer.target, held_out)
+        console.print(f"step {trainer.step}: {trainer.log[-1]} {gained}")
+        keep()
+        return {"tokens_per_step": gained}
+
+    trainer.run(checkpoint_steps, evaluate)
+    keep()  # also of a run that had ended before
+
+
 def train(arguments: argparse.Namespace, model: Path) -> None:
     """Trains a head and writes it with its curves."""
     held_out = read_texts(arguments.held_out, arguments.max_length)
@@ -155,16 +171,11 @@ def train(arguments: argparse.Namespace, model: Path) -> None:
     console.print(f"{len(texts)} texts, {written} tokens of answers; {settings}")
     trainer = Trainer(head, target, texts, settings, arguments.run)
 
-    def evaluate() -> dict[str, Any]:
-        gained = measure_head(head, target, held_out)
-        console.print(f"step {trainer.step}: {trainer.log[-1]} {gained}")
+    def keep() -> None:
         save_head(head, target, arguments.out)
         draw(trainer.log, arguments.out / "curves.png")
-        return {"tokens_per_step": gained}
 
-    trainer.run(arguments.checkpoint_steps, evaluate)
-    save_head(head, target, arguments.out)  # also of a run that had ended before
-    draw(trainer.log, arguments.out / "curves.png")
+    train_to_end(trainer, held_out, arguments.checkpoint_steps, keep)
     (arguments.out / "log.json").write_text(json.dumps(trainer.log))
 
 
@@ -199,15 +210,12 @@ def adapt(arguments: argparse.Namespace, model: Path) -> None:
         seed=arguments.seed,
     )
     trainer = Trainer(head, target, texts, settings, arguments.run)
-
-    def evaluate() -> dict[str, Any]:
-        gained = measure_head(head, target, held_out)
-        console.print(f"step {trainer.step}: {trainer.log[-1]} {gained}")
-        save_lora(added, arguments.alpha, arguments.out)
-        return {"tokens_per_step": gained}
-
-    trainer.run(arguments.checkpoint_steps, evaluate)
-    save_lora(added, arguments.alpha, arguments.out)  # also of a run that had ended before
+    train_to_end(
+        trainer,
+        held_out,
+        arguments.checkpoint_steps,
+        lambda: save_lora(added, arguments.alpha, arguments.out),
+    )
     if arguments.json:
         content = {"before": before, "depths": list(DEPTHS), "log": trainer.log}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")

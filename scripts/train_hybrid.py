@@ -29,6 +29,7 @@ from hybrid_training.model import HybridLM, Shape
 from hybrid_training.texts import load_split, load_turns, prepare, save_turns
 from hybrid_training.training import Settings, Trainer, held_out_losses
 from hybrid_training.writing import Script, chat, is_held_out, write
+from parts import missing_parts
 from transformers import AutoTokenizer
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.resolve import resolve_model
@@ -47,7 +48,13 @@ def tell(text: str) -> None:
 
 def generate(arguments: argparse.Namespace) -> None:
     """Writes shards of turns until there are enough or the time is over; those there stay."""
-    end = time.monotonic() + arguments.max_seconds
+    parts = missing_parts(
+        arguments.out / "turns.jsonl",
+        arguments.shards,
+        worker=arguments.worker,
+        seed=arguments.seed,
+        end_s=time.monotonic() + arguments.max_seconds,
+    )
     model = resolve_model(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     with LLM(
@@ -62,14 +69,8 @@ def generate(arguments: argparse.Namespace) -> None:
         num_threads=arguments.threads,
         cuda_graphs=not arguments.eager,
     ) as llm:
-        for number in range(arguments.shards):
-            path = arguments.out / f"turns-{arguments.worker:02d}-{number:04d}.jsonl"
-            if path.exists():
-                continue
-            if time.monotonic() > end:
-                break
+        for path, seed in parts:
             began = time.monotonic()
-            seed = (arguments.seed << 32) + (arguments.worker << 16) + number
             script = Script(seed)
             prompts = [script.prompt() for _ in range(arguments.turns)]
             turns = write(llm, tokenizer, prompts, seed, arguments.max_tokens, arguments.batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ POOLING = ("cohere_sdk", "langchain_embeddings", "llama_index_embeddings")
 """Scripts that ask for vectors: they get a mesh with small models for that."""
 ABOVE_OTHERS = (
     *("langchain_chat.py", "litellm_completion.py", "openai_agents.py"),
-    "pydantic_ai_agent.py",
+    *("pydantic_ai_agent.py", "langchain_embeddings.py", "llama_index_embeddings.py"),
+    "openai_agents.mjs",
 )
 """Scripts whose packages call Weft by the same requests as those of other scripts."""
 LOAD_TOOLS = ("aiperf_profile", "guidellm_benchmark")
@@ -64,10 +65,13 @@ def pooling_mesh(
 
 def scripts(folder: str, suffix: str, without: Collection[str] = ()) -> list[Any]:
     found = sorted(path.stem for path in (HERE / folder).glob(f"*{suffix}"))
+    return marked([name for name in found if name not in ("settings", *without)], suffix)
+
+
+def marked(names: Iterable[str], suffix: str) -> list[Any]:
     return [
         pytest.param(name, marks=[pytest.mark.full] if name + suffix in ABOVE_OTHERS else ())
-        for name in found
-        if name not in ("settings", *without)
+        for name in names
     ]
 
 
@@ -99,7 +103,7 @@ def run(mesh: LocalMesh, *command: str) -> None:
 
 
 @pytest.mark.needs("python-clients")
-@pytest.mark.parametrize("name", POOLING)
+@pytest.mark.parametrize("name", marked(POOLING, ".py"))
 def test_a_client_that_asks_for_vectors_works(pooling_mesh: LocalMesh, name: str) -> None:
     run(pooling_mesh, str(PYTHON), f"python/{name}.py")
 

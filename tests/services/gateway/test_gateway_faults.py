@@ -454,7 +454,7 @@ async def test_overload_and_drain(tmp_path: Path) -> None:
         assert not draining.done()
         queued.cancel()
         running[1].cancel()
-        await asyncio.wait_for(draining, 10)
+        await asyncio.wait_for(draining, 60)
 
 
 async def test_load_is_spread(tmp_path: Path) -> None:
