@@ -29,7 +29,7 @@ _PRECISION = "tf32x3"
 """Blocks are in float32; rounded to TF32 they would lose more than models in bfloat16 do."""
 _REGISTERS = 128
 """Registers of a thread: with more, fewer programs would load at the same time."""
-_CHANNELS = 256
+_CHANNELS = 1024
 """Channels of a program."""
 
 
