@@ -42,10 +42,8 @@ MANY, MANY_IN, MANY_OUT = 384, 1024, 128
 """Requests sent at once, and their tokens."""
 MANY_STEP = 2304
 """Rows of a step in which 256 decodes and the prompts that follow them take as many steps."""
-STEP_TILES = (((16, 1), True), ((32, 4), False), ((32, 4), True), ((32, 2), True), ((16, 1), False))
-"""Values of a program of decode steps, its warps, and whether a launch before finds what all
-programs of a head need.
-"""
+STEP_TILES = ((16, 1), (32, 2), (32, 4))
+"""Values of a program of decode steps, and its warps."""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
     "device": "cuda",
@@ -93,9 +91,9 @@ def delta_form() -> HeadForm:
 
 
 def bench_steps(rates: Rates) -> list[dict[str, Any]]:
-    """Decode steps of one layer of gated delta net, in the middle of a page."""
+    """Decode steps of one layer of gated delta net, in a page and at its end, and with drafts."""
     found, form = [], delta_form()
-    chosen = slot_states._TILES, slot_states._MIN_SHARED
+    chosen = slot_states._TILES
     channels = form.conv.shape[1]
     for batch in (1, 64, 256):
         blocks = (
@@ -112,30 +110,30 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
         )
         memory = LayerMemory(blocks, rings, kept)
         inputs = (
-            torch.randn(batch, channels, device="cuda", dtype=BF16),
-            -torch.rand(batch, 32, device="cuda"),
-            torch.rand(batch, 32, device="cuda"),
+            torch.randn(3 * batch, channels, device="cuda", dtype=BF16),
+            -torch.rand(3 * batch, 32, device="cuda"),
+            torch.rand(3 * batch, 32, device="cuda"),
         )
         slots = torch.arange(batch, device="cuda")
-        bounds = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         table = (slots + 1)[:, None].expand(-1, 3).contiguous()
-        for (tile, shared), behind in itertools.product(STEP_TILES, (0, 14)):
+        for tile, (behind, count) in itertools.product(STEP_TILES, ((14, 1), (15, 1), (10, 3))):
             slot_states._TILES = dict.fromkeys(slot_states._TILES, tile)
-            slot_states._MIN_SHARED = 1 if shared else batch + 1
             borders = torch.full((batch + 1,), 4 * PAGE, device="cuda")
-            positions = torch.full((batch,), 4 * PAGE + behind, device="cuda")
+            bounds = count * torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+            positions = 4 * PAGE + behind + torch.arange(count * batch, device="cuda") % count
+            of_rows = tuple(part[: count * batch] for part in inputs)
             ends = torch.full_like(borders, 4 * PAGE + behind)
             rows = plan_slots(slots, bounds, positions, borders, ends, table, PAGE)
-            took = graph_seconds(lambda: step_heads(form, rows, memory, inputs))  # noqa: B023
+            took = graph_seconds(lambda: step_heads(form, rows, memory, of_rows))  # noqa: B023
             roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
-            row = {"tile": tile, "shared": shared, "batch": batch, "behind": behind}
+            row = {"tile": tile, "batch": batch, "behind": behind, "rows": count}
             found.append(row | {"us": 1e6 * took, "share": roof / took})
             print(
-                f"step of {batch:3}, {tile} {shared:1}, {behind:2} behind: {1e6 * took:7.1f} us, "
+                f"step of {batch:3}, {tile}, {count} behind {behind:2}: {1e6 * took:7.1f} us, "
                 f"{roof / took:6.1%} of the bytes' roof",
                 flush=True,
             )
-    slot_states._TILES, slot_states._MIN_SHARED = chosen
+    slot_states._TILES = chosen
     return found
 
 
@@ -297,7 +295,7 @@ def tell_kernels(taken: profile, what: str, steps: int) -> None:
         )
 
 
-def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
+def bench_engine(name: str, rates: Rates, profiled: list[int], budget_s: float) -> dict[str, Any]:
     """All measurements of one model that fit into the time."""
     began, found = time.perf_counter(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
@@ -336,7 +334,7 @@ def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
                     f"{run.num_steps} steps",
                     flush=True,
                 )
-                if batch >= 64:
+                if batch in profiled:
                     told_kernels(partial(run_batch, llm, batch, 32, 20), f"decode {batch}", 20)
             for length in (1024, 4096):
                 if time.perf_counter() - began > budget_s:
@@ -364,7 +362,7 @@ def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
                     flush=True,
                 )
             llm.engine.scheduler._limits = limits
-            if time.perf_counter() - began < budget_s:
+            if profiled and time.perf_counter() - began < budget_s:
                 told_kernels(partial(run_batch, llm, 8, 1024, 2), "prefill 8 x 1,024", 1)
     return found
 
@@ -438,6 +436,7 @@ def bench_mtp(name: str, depths: list[int], budget_s: float) -> dict[str, Any]:
                             f"{rate:8.1f} tok/s, step {1e3 * took:.2f} ms",
                             flush=True,
                         )
+            del llm  # Two do not fit.
         finally:
             StaticChains.run = run_of  # type: ignore[method-assign]
     return found
@@ -452,6 +451,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each model")
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 0, 1, 3], help="of drafts")
+    parser.add_argument("--profiled", nargs="*", type=int, default=[64], help="batches")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
     setup, rates = describe_gpu(), measure_rates()
@@ -470,7 +470,8 @@ def main() -> None:
         parts["beside"] = partial(bench_prompt, rates, beside=True)
     for name in arguments.models:
         if "engine" in arguments.parts:
-            parts[name] = partial(bench_engine, name, rates, arguments.budget)
+            engine = partial(bench_engine, name, rates, arguments.profiled, arguments.budget)
+            parts[name] = engine
         if "mtp" in arguments.parts:
             parts[f"{name} mtp"] = partial(bench_mtp, name, arguments.depths, arguments.budget)
     for name, measure in parts.items():

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 
 PAGE, DRAFTS, SLOTS, LENGTH = 4, 2, 2, 11
 RING_ROWS = PAGE + 2 * (1 + DRAFTS)
+LONG_PAGE = 20
+"""More rows than are taken at once."""
 HEADS, SHARED, KEYS, VALUES = 2, 2, 6, 40
 GROUPS = HEADS // SHARED
 
@@ -24,8 +26,10 @@ GROUPS = HEADS // SHARED
 class Case:
     """One layer: its memory, and what it makes of whole sequences."""
 
-    def __init__(self, kind: str, taps: int) -> None:
+    def __init__(self, kind: str, taps: int, page: int) -> None:
         self.kind = kind
+        self.length = 2 * page + 3
+        ring_rows = page + 2 * (1 + DRAFTS)
         step = 2 * KEYS + SHARED * VALUES
         self.channels = GROUPS * step
         self.conv = torch.randn(taps, self.channels)
@@ -49,17 +53,17 @@ class Case:
         for pool in blocks:
             pool[0] = 0.0
         widths = ((self.channels,), *gates)
-        rings = [torch.full((SLOTS + 1, RING_ROWS, *width), torch.nan) for width in widths]
+        rings = [torch.full((SLOTS + 1, ring_rows, *width), torch.nan) for width in widths]
         found = [
-            torch.full((SLOTS + 1, RING_ROWS, *shape), torch.nan)
+            torch.full((SLOTS + 1, ring_rows, *shape), torch.nan)
             for shape in ((GROUPS, KEYS), (HEADS, VALUES))
         ]
         self.memory = LayerMemory(tuple(blocks), tuple(rings), tuple(found))
         self.gates = gates
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        rows = torch.randn(LENGTH, self.channels)
-        gates = [torch.rand(LENGTH, *shape) for shape in self.gates]
+        rows = torch.randn(self.length, self.channels)
+        gates = [torch.rand(self.length, *shape) for shape in self.gates]
         if self.kind != "mamba2":
             gates[0] = -gates[0]
         return rows, *gates
@@ -79,29 +83,35 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("kind", "taps"),
+    ("kind", "taps", "page"),
     [
-        ("one", 4),
-        pytest.param("by element", 2, marks=pytest.mark.full),
-        pytest.param("mamba2", 3, marks=pytest.mark.full),
+        ("one", 4, PAGE),
+        pytest.param("by element", 2, PAGE, marks=pytest.mark.full),
+        pytest.param("mamba2", 3, PAGE, marks=pytest.mark.full),
+        pytest.param("one", 4, LONG_PAGE, marks=pytest.mark.full),
+        pytest.param("by element", 3, LONG_PAGE, marks=pytest.mark.full),
     ],
 )
-def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> None:
+def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int, page: int) -> None:
     """Requests bring a row and drafts, of which some are wrong; blocks come from a table that is
     ahead of what the device knows.
     """
     fresh_seed()
-    case = Case(kind, taps)
+    case = Case(kind, taps, page)
     texts = [case.inputs() for _ in range(SLOTS)]
     wholes = [case.whole(text) for text in texts]
     known = [0] * SLOTS
     borders, ends = torch.zeros(2, SLOTS + 1, dtype=torch.int64)
     shadows = torch.zeros(2, SLOTS + 1, dtype=torch.int64)
     table = torch.arange(3 * SLOTS).view(SLOTS, 3) + 1
-    for _ in range(5):
-        slots = [slot for slot in range(SLOTS) if known[slot] < LENGTH and random.random() < 0.9]
+    for _ in range(5 if page == PAGE else 30):
+        slots = [
+            slot for slot in range(SLOTS) if known[slot] < case.length and random.random() < 0.9
+        ]
         random.shuffle(slots)
-        counts = [min(1 + random.randrange(1 + DRAFTS), LENGTH - known[slot]) for slot in slots]
+        counts = [
+            min(1 + random.randrange(1 + DRAFTS), case.length - known[slot]) for slot in slots
+        ]
         good = [random.randrange(1, count + 1) for count in counts]
         rows: list[list[torch.Tensor]] = [[] for _ in texts[0]]
         positions = list[int]()
@@ -119,8 +129,8 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> Non
         of_slots = torch.tensor([*slots, SLOTS])
         blocks = torch.cat([table[torch.tensor(slots)], torch.zeros(1, 3, dtype=torch.int64)])
         given = of_slots, bounds, torch.tensor(positions)
-        plan = gpu.plan(*given, borders, ends, blocks, PAGE)
-        expected = plan_slots(*given, *shadows, blocks, PAGE).plan
+        plan = gpu.plan(*given, borders, ends, blocks, page)
+        expected = plan_slots(*given, *shadows, blocks, page).plan
         written = expected[:, 6] >= 0
         assert torch.equal(plan[:, :7], expected[:, :7])
         assert torch.equal(plan[written, 7], expected[written, 7])
