@@ -34,8 +34,8 @@ class Peers(Protocol):
 
 
 @runtime_checkable
-class CpuPeers(Peers, Protocol):
-    """Ranks that native operations meet in shared memory."""
+class CpuPeers(Protocol):
+    """Ranks that native operations meet in shared memory; they are `Peers` too."""
 
     def native(self) -> cpu.PeersStruct:
         """The group in the form for native operations, valid while this object lives."""

@@ -248,7 +248,7 @@ def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = Non
         taps: Gets what enters some of these layers, or None.
         peers: See `Stream`.
     """
-    if not hidden.is_cuda or not isinstance(peers, GpuPeers | None):
+    if not hidden.is_cuda or not (peers is None or isinstance(peers, GpuPeers)):
         return Stream(hidden, taps, peers)
     from weft.kernels.gpu import stream as gpu
 

@@ -37,7 +37,7 @@ class Run:
         if (
             self._dense is None
             or not self._dense.fits(pool)
-            or not isinstance(peers, CpuPeers | None)
+            or not (peers is None or isinstance(peers, CpuPeers))
         ):
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()
