@@ -12,7 +12,7 @@ PREEMPTED_TOKENS = 36
 """Length of answers that are to be pre-empted."""
 DRAFTED_TOKENS = 36
 """Length of answers in which drafts are looked at."""
-_FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(256 << 20))
+_FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
 PATIENT = "--fill-progress-timeout-s 30"
 """For decode workers whose prompts a test wants to be shipped: on a busy machine a step can take
