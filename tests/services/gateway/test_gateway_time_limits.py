@@ -165,7 +165,7 @@ async def test_limits_that_are_none(tmp_path: Path, given: Any, param: str) -> N
 
 async def test_vectors_have_no_first_token(tmp_path: Path) -> None:
     """A batch that is half done would end in a 504: dialects and the typed API refuse the limit."""
-    given = (("x-first-token-timeout-ms", "200"),)
+    given = (("x-first-token-timeout-ms", "60000"),)
     body = HttpBody(data=json.dumps({"model": "tiny", "input": ["a", "b"]}).encode())
     inputs = [gateway_pb2.EmbedInput(text="a")]
     async with gateway(tmp_path, endless) as mesh:
