@@ -113,7 +113,7 @@ def called(flag: Path, notes: Path, work: Callable[[], None]) -> dict[str, list[
         ]
         arguments = " ".join(told["argv"])
         for process, mark in (
-            ("engine", "engine_main"),
+            ("engine", "engine_process"),
             ("gateway", "serve gateway"),
             ("decode server", "serve decode"),
         ):

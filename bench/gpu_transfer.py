@@ -228,12 +228,12 @@ def bench_shipping(mesh: Mesh, system: str, vocab: int, prompt_tokens: int, link
 
 
 def fills_of(sent: Sent, prompt_tokens: int) -> list[Any]:
-    """A request's fills, which brought all of its full pages."""
+    """A request's fills, which brought all of its full pages; it has more than one."""
     assert sent.finished is not None
     fills = sent.finished.timeline.fills
     assert [fill.failure for fill in fills] == [""] * len(fills), fills
     accepted = sum(fill.accepted_tokens for fill in fills)
-    assert accepted == (prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE, fills
+    assert accepted == prompt_tokens // PAGE_SIZE * PAGE_SIZE, fills
     return list(fills)
 
 

@@ -35,7 +35,7 @@ def _watch(flag: Path, folder: Path) -> None:
             _is_on = True
         elif _is_on and not flag.exists():
             _is_on = False
-            calls = [(one.co_filename, one.co_qualname, one.co_firstlineno) for one in _seen]
+            calls = [(one.co_filename, one.co_qualname, one.co_firstlineno) for one in list(_seen)]
             told = {"argv": sys.argv, "calls": calls}
             # Renamed when it is whole, since a reader looks for `.json`.
             written = folder / f"{os.getpid()}-{number}.part"

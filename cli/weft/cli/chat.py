@@ -102,10 +102,18 @@ def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
         first_s = timeline.first_token_time.ToTimedelta().total_seconds()
         parts.append(f"first after {first_s:.2f} s")
     parts.append(f"prompt {last.usage.prompt_tokens}: {timeline.matched_tokens} cached here")
+    known = timeline.matched_tokens
     for fill in timeline.fills:
         if fill.accepted_tokens:
+            known += fill.accepted_tokens
             parts.append(f"{fill.accepted_tokens} from {fill.worker_id}")
-    parts.append(f"{timeline.local_prefill_tokens} computed by {timeline.worker_id}")
+    here = timeline.local_prefill_tokens
+    # The last token of a prompt that was filled whole, or what a preemption cost.
+    again = max(0, min(here, known + here - last.usage.prompt_tokens))
+    if here > again:
+        parts.append(f"{here - again} computed by {timeline.worker_id}")
+    if again:
+        parts.append(f"{again} run again by {timeline.worker_id}")
     return ", ".join(parts)
 
 

@@ -104,10 +104,12 @@ def test_tokens_hits_and_bytes_at_every_border(
             end = (length - 1) // PAGE * PAGE
             exact = min(_num_cached(prompt, earlier), length - 1)
             full = exact // PAGE * PAGE
+            if is_shipped and end > full:
+                end = length // PAGE * PAGE
             shipped = end - full if is_shipped else 0
             hit = full if shipped else exact
             assert timeline.matched_tokens == answer.cached_prompt_tokens == hit, (length, shared)
-            assert timeline.local_prefill_tokens == length - hit - shipped
+            assert timeline.local_prefill_tokens == max(length - hit - shipped, 1)
             after = pair.owner.counters()
             assert (
                 after["accepted_bytes"] - before["accepted_bytes"] == shipped // PAGE * page_bytes

@@ -19,7 +19,7 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.engine.base.errors import PeerUnavailable
 from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.local_mesh import wait_until
-from weft.testing.meshes.mesh_calls import Answer, Ask, Caller, new_salt, num_fillable
+from weft.testing.meshes.mesh_calls import Answer, Ask, Caller, new_salt, num_shipped
 from weft.testing.meshes.mesh_kinds import NUM_TOKENS, on
 from weft.testing.meshes.mesh_prompts import MeshPrompt
 from weft.testing.meshes.tiny_mesh import VOCAB, Greedy, TinyMesh
@@ -119,9 +119,9 @@ def check_refilled(greedy: Greedy, answer: Answer, killed: str) -> None:
     assert (first.worker_id, second.worker_id) == (killed, other)
     assert first.failure
     assert not second.failure
-    assert 0 < first.accepted_tokens < num_fillable(answer.prompt_tokens)
+    assert 0 < first.accepted_tokens < num_shipped(answer.prompt_tokens)
     assert second.start_token == first.accepted_tokens
-    assert first.accepted_tokens + second.accepted_tokens == num_fillable(answer.prompt_tokens)
+    assert first.accepted_tokens + second.accepted_tokens == num_shipped(answer.prompt_tokens)
 
 
 async def test_a_killed_prefill_server_takes_its_engine_with_it(

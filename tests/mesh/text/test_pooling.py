@@ -240,6 +240,12 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
         gateway_pb2.ScoreRequest(model="ranker", first=[query], second=TEXTS)
     ).scores
     assert np.allclose(list(paired), wanted, atol=1e-5)
+    # Typed requests carry the header, as others do; this gateway lets nobody choose.
+    with pytest.raises(grpc.RpcError, match="--allow-worker-choice"):
+        stub.Embed(
+            gateway_pb2.EmbedRequest(model="embedder", inputs=inputs),
+            metadata=(("x-worker-id", "decode-0"),),
+        )
     channel.close()
 
 

@@ -93,7 +93,7 @@ def ways() -> pytest.MarkDecorator:
     each = [
         pytest.param(
             way,
-            # By default its pages travel in bfloat16: see below.
+            # The default run has `data` in `test_bfloat16_differs_at_near_ties_only`.
             marks=[on(KIND_OF_WAY[way]), *([pytest.mark.full] if way == "data" else [])],
         )
         for way in WAYS

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from weft.cli import main as cli_main
+from weft.cli.chat import summary
 from weft.cli.status import StateUsage, WorkerStatus, describe_states, show
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
@@ -81,6 +82,21 @@ async def test_chat_streams_and_remembers(tmp_path: Path) -> None:
     assert [text.count(echo.text) for text in said] == [0, 1, 0]
     assert all("Be kind." in text for text in said)
     assert "third" in said[2]
+
+
+def test_the_parts_of_a_prompt_are_no_more_than_it() -> None:
+    last = gateway_pb2.ChatResponse()
+    last.usage.prompt_tokens = 96
+    last.timeline.worker_id = "decode-0"
+    last.timeline.fills.add(worker_id="prefill-0", accepted_tokens=80)
+    last.timeline.local_prefill_tokens = 16
+    assert summary(last, 1.0).endswith("80 from prefill-0, 16 computed by decode-0")
+    last.timeline.fills[0].accepted_tokens = 96
+    last.timeline.local_prefill_tokens = 1
+    assert summary(last, 1.0).endswith("96 from prefill-0, 1 run again by decode-0")
+    del last.timeline.fills[:]
+    last.timeline.local_prefill_tokens = 100
+    assert summary(last, 1.0).endswith("96 computed by decode-0, 4 run again by decode-0")
 
 
 async def test_what_is_typed_in_another_encoding_is_asked_as_it_can_be(tmp_path: Path) -> None:

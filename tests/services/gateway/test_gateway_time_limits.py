@@ -15,7 +15,7 @@ from weft.engine.base.errors import Cancelled, DeadlineExceeded, InvalidRequest,
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
-from weft.v1 import decode_pb2, openai_pb2
+from weft.v1 import decode_pb2, dialects_pb2_grpc, gateway_pb2, openai_pb2
 
 USER = [{"role": "user", "content": "hi"}]
 Metadata = tuple[tuple[str, str], ...]
@@ -161,3 +161,18 @@ async def test_limits_that_are_none(tmp_path: Path, given: Any, param: str) -> N
         error = await failure(read(ask(mesh, **given)))
         assert isinstance(error, InvalidRequest)
         assert error.param == param
+
+
+async def test_vectors_have_no_first_token(tmp_path: Path) -> None:
+    """A batch that is half done would end in a 504: dialects and the typed API refuse the limit."""
+    given = (("x-first-token-timeout-ms", "60000"),)
+    body = HttpBody(data=json.dumps({"model": "tiny", "input": ["a", "b"]}).encode())
+    inputs = [gateway_pb2.EmbedInput(text="a")]
+    async with gateway(tmp_path, endless) as mesh:
+        embeddings = dialects_pb2_grpc.PoolingServiceStub(mesh.channel).CreateEmbeddings
+        typed = mesh.typed.Embed(gateway_pb2.EmbedRequest(inputs=inputs), metadata=given)
+        for call in (read(embeddings(body, metadata=given)), typed):
+            error = await failure(call)
+            assert isinstance(error, InvalidRequest)
+            assert error.param == "x-first-token-timeout-ms"
+            assert "x-request-timeout-ms" in error.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,36 @@ async def test_requests_run_where_they_say(tmp_path: Path) -> None:
             assert len(mesh.workers[number].submits) == before + 2
 
 
-async def test_other_dialects_take_the_headers_too(tmp_path: Path) -> None:
-    body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+@pytest.mark.parametrize(
+    ("stub", "method", "fields"),
+    [
+        (
+            dialects_pb2_grpc.AnthropicServiceStub,
+            "CreateMessage",
+            {"max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]},
+        ),
+        (
+            dialects_pb2_grpc.ResponsesServiceStub,
+            "CreateResponse",
+            {"max_output_tokens": 16, "input": "hello"},
+        ),
+        (
+            dialects_pb2_grpc.OllamaServiceStub,
+            "Generate",
+            {"options": {"num_predict": 2}, "prompt": "hello"},
+        ),
+    ],
+    ids=["anthropic", "responses", "ollama"],
+)
+async def test_other_dialects_take_the_headers_too(
+    tmp_path: Path, stub: Callable[[Any], Any], method: str, fields: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", **fields}
     async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
         await all_known(mesh)
-        messages = dialects_pb2_grpc.AnthropicServiceStub(mesh.channel)
+        call = getattr(stub(mesh.channel), method)
         given = ((RANK, "1"), ("x-first-token-timeout-ms", "2000"))
-        async for _ in messages.CreateMessage(
-            HttpBody(data=json.dumps(body).encode()), metadata=given
-        ):
+        async for _ in call(HttpBody(data=json.dumps(body).encode()), metadata=given):
             pass
         (submit,) = mesh.workers[1].submits
         assert submit.first_token_timeout.ToNanoseconds() <= 2e9

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import IO, cast
 
 from rich.console import Console
@@ -191,7 +192,7 @@ def _tell_kv_dtype(
     """Says for which models --kv-dtype has no meaning.
 
     Raises:
-        ConfigError: For none it has.
+        ConfigError: No model keeps KV.
     """
     without = ", ".join(model.name for model in models if not model.keeps_kv)
     if settings.kv_dtype == "auto" or not without:
@@ -211,7 +212,7 @@ def _show_failure(console: Console, error: ExitedEarly, log: Path) -> None:
     head = f"[bold red]{escape(str(error))}[/]; the end of {escape(str(log))}:"
     console.print(head, highlight=False, soft_wrap=True)
     for line in tail:
-        console.print(f"  {_readable(line)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(indent(_readable(line), "  "), markup=False, highlight=False, soft_wrap=True)
 
 
 def _readable(line: str) -> str:

@@ -340,8 +340,10 @@ class OwnerFills:
     def _end_token(self, request: Request) -> int:
         """End of the range for the first candidate; the owner runs a prompt's last token.
 
-        If a prefill worker computes most of a prompt of whole pages, it ships the last page too,
-        and the owner runs one token instead of a page.
+        If a prefill worker fills pages of a prompt of whole pages, it ships the last one too, and
+        the owner runs one token instead of a page. Not so if the last page alone is missing: it is
+        computed here. Nor with recurrent layers, whose state behind the last token cannot be taken
+        back to run that token again.
         """
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size

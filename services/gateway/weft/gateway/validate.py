@@ -78,6 +78,11 @@ def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) 
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise invalid("timeout", f"must be above 0 seconds, not {request.timeout_s:g}")
     first_s = request.first_token_timeout_s
+    if first_s is not None and request.wants is not None:
+        raise invalid(
+            "x-first-token-timeout-ms",
+            "vectors and scores have no first token; limit the request by x-request-timeout-ms",
+        )
     if first_s is not None and not first_s > 0:
         raise invalid("ttft_timeout", f"must be above 0 seconds, not {first_s:g}")
     _check_targets(request.targets)

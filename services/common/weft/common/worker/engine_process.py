@@ -1,7 +1,7 @@
 """Starts the engine process: `python -m weft.common.worker.engine_process`, see `engine_main`.
 
 The garbage collector is off while modules are imported. Nothing of theirs is garbage, and it would
-visit what torch makes again and again: a tenth of the time until an engine loads its model.
+visit what torch makes again and again.
 """
 
 from __future__ import annotations
