@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import torch
 from weft.kernels import cpu
 from weft.kernels.norm import Norm
 
 
-class Peers(Protocol):
+class _Peers(Protocol):
     """All ranks of a tensor-parallel group, as one of them sees it.
 
     Its calls are collective: every rank makes the same ones, in the same order and with the same
@@ -33,9 +33,10 @@ class Peers(Protocol):
         ...
 
 
-@runtime_checkable
-class CpuPeers(Protocol):
-    """Ranks that native operations meet in shared memory; they are `Peers` too."""
+class CpuPeers(_Peers, Protocol):
+    """Ranks that native operations meet in shared memory."""
+
+    device_type: Literal["cpu"]
 
     def native(self) -> cpu.PeersStruct:
         """The group in the form for native operations, valid while this object lives."""
@@ -46,9 +47,10 @@ class CpuPeers(Protocol):
         ...
 
 
-@runtime_checkable
-class GpuPeers(Peers, Protocol):
+class GpuPeers(_Peers, Protocol):
     """Ranks whose sum and the norm behind it are one launch."""
+
+    device_type: Literal["cuda"]
 
     def add_norm(
         self,
@@ -69,3 +71,7 @@ class GpuPeers(Peers, Protocol):
             [T, H]: the stream, normalised; None without a norm.
         """
         ...
+
+
+Peers = CpuPeers | GpuPeers
+"""Told apart by `device_type`: a check of a runtime protocol takes too long for a step."""

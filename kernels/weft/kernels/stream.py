@@ -17,7 +17,7 @@ from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.lora import LoraAddition, LoraStep, addition_to, experts_addition
 from weft.kernels.moe import SparseMlpWeight, by_pair, moe, route
 from weft.kernels.norm import AnyNorm
-from weft.kernels.peers import GpuPeers, Peers
+from weft.kernels.peers import Peers
 
 
 class Normed:
@@ -248,7 +248,7 @@ def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = Non
         taps: Gets what enters some of these layers, or None.
         peers: See `Stream`.
     """
-    if not hidden.is_cuda or not (peers is None or isinstance(peers, GpuPeers)):
+    if not hidden.is_cuda or (peers is not None and peers.device_type != "cuda"):
         return Stream(hidden, taps, peers)
     from weft.kernels.gpu import stream as gpu
 

@@ -49,7 +49,7 @@ def test_adapters_and_none_in_one_batch(
     kind: str, size: int, ep: int, tmp_path: Path, seed: int
 ) -> None:
     """More adapters than fit, so that some are written over others; with fewer KV heads than ranks
-    if there are four, and one whole expert on each with `ep`.
+    if there are four, and one or two whole experts on each with `ep`.
     """
     sizes = {"num_attention_heads": 8} | ({} if ep == 1 else {"num_experts": max(4, ep)})
     folder = make_tiny(kind, tmp_path / "model", seed, vocab_size=VOCAB, **sizes)

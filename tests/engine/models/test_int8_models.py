@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from weft.cli import model as command
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.executor.device import wider_experts
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.testing.models.families import make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.quantised_models import CHANNELS, dequantised_copy, quantised_copy
 from weft.testing.models.threads import one_thread
@@ -64,6 +66,17 @@ def test_weights_made_at_load(kind: str, fields: dict[str, Any], tmp_path: Path)
     loaded = load_model(source, "float32", quantization="int8")
     assert (loaded.dtype, loaded.weight_format) == ("float32", "int8")
     check_greedy(loaded.model, dequantised_copy(source, tmp_path / "floats"))
+
+
+def test_experts_that_a_gpu_keeps_in_floats_are_told(tmp_path: Path) -> None:
+    source = make_family("nemotron_h-experts", tmp_path, random.randrange(10**6))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    plain = load_model(source, "float32", dummy=True)
+    assert wider_experts(plain, gpu) == []
+    loaded = load_model(source, "float32", quantization="int8", dummy=True)
+    assert wider_experts(loaded, cpu) == []
+    (notice,) = wider_experts(loaded, gpu)
+    assert notice == "experts without gates are kept in float32 on GPUs, other weights in int8"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from weft.testing.engine.eagle3_cases import HeadReference, PublishedEntries
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench
 from weft.testing.models.tiny_drafts import make_tiny_draft
@@ -44,11 +45,20 @@ def test_shipped_pages_hold_the_entries_of_a_draft_head_and_of_layers_with_exper
     folder = make_tiny("qwen3_moe", tmp_path / "model", seed, **sizes)
     head = {"draft_dir": make_tiny_draft(tmp_path / "head", folder, seed + 1)}
     of_owner, of_filler = ({"tp": tp, "ep": ep, **head} for tp, ep in (owner, filler))
-    check_shipped(folder, {**of_owner, "drafter": "eagle3", "draft_gate": "fixed"}, of_filler)
+    reference = HeadReference(folder, head["draft_dir"])
+    of_owner |= {"drafter": "eagle3", "draft_gate": "fixed"}
+    check_shipped(folder, of_owner, of_filler, reference)
 
 
-def check_shipped(model_dir: Path, owner: dict[str, Any], filler: dict[str, Any]) -> None:
-    """Prompts have the same text whether a filler with these settings computes them or not."""
+def check_shipped(
+    model_dir: Path,
+    owner: dict[str, Any],
+    filler: dict[str, Any],
+    reference: HeadReference | None = None,
+) -> None:
+    """Prompts have the same text whether a filler with these settings computes them or not, and
+    the owner's pages hold the entries of a head, if there is one.
+    """
     clock, one = ManualClock(), {"num_threads": 1}
     pair = EnginePair(
         make_engine(model_dir, "decode", clock, **owner, **one),
@@ -56,6 +66,7 @@ def check_shipped(model_dir: Path, owner: dict[str, Any], filler: dict[str, Any]
         clock,
     )
     try:
+        published = PublishedEntries(pair.owner)
         for _ in range(3):
             prompt = new_prompt(6)
             pair.owner.memory.flush_cache()
@@ -65,8 +76,10 @@ def check_shipped(model_dir: Path, owner: dict[str, Any], filler: dict[str, Any]
             assert pair.finish(request_id) == [alone]
             (fill,) = pair.answers[request_id].finished[0].timeline.fills
             assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+            if reference is not None:
+                assert published.check(prompt, reference) == 6
             pair.settle()
-        if "drafter" in owner:
+        if reference is not None:
             assert pair.owner.counters()["drafted_tokens"] > 0
     finally:
         pair.close()

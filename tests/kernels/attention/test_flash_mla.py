@@ -113,7 +113,7 @@ def test_what_it_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash_mla.lacking(dtype, 576, spec, 16) is None
     monkeypatch.setattr(flash_mla, "_is_hopper", lambda: True)
     assert flash_mla.lacking(dtype, 576, spec, 64) is None
-    assert flash_mla.lacking(dtype, 576, spec, 16) == "set page_size to 64"
+    assert flash_mla.lacking(dtype, 576, spec, 16) == "take --page-size 64"
     assert flash_mla.lacking(dtype, 576, spec._replace(heads=16), 16) is None
     monkeypatch.setattr(flash_mla, "_operations", lambda: None)
     assert flash_mla.lacking(dtype, 576, spec, 64) == "install sgl-flash-mla"

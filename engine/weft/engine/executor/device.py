@@ -119,6 +119,14 @@ def slower_latents(config: EngineConfig, loaded: LoadedModel, device: torch.devi
     return [] if advice is None else [f"attention to latents can be 3 times as fast: {advice}"]
 
 
+def wider_experts(loaded: LoadedModel, device: torch.device) -> list[str]:
+    """Describes experts without gates that a GPU keeps in floats beside quantised weights."""
+    moe, kept = loaded.config.moe, loaded.weight_format
+    if device.type != "cuda" or moe is None or moe.is_gated or kept == loaded.dtype:
+        return []
+    return [f"experts without gates are kept in {loaded.dtype} on GPUs, other weights in {kept}"]
+
+
 def sampling_device(vocab_size: int, device: torch.device) -> tuple[torch.device | None, list[str]]:
     """The device that draws tokens, and the reason if it is not the GPU."""
     if device.type != "cuda":

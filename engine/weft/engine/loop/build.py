@@ -26,6 +26,7 @@ from weft.engine.executor.device import (
     promise_determinism,
     sampling_device,
     slower_latents,
+    wider_experts,
 )
 from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import (
@@ -246,8 +247,10 @@ def _load_parts(
     shared = None if ranks is None or peers is None else SharedMemory(ranks, peers)
     lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
-    way = "" if peers is None else peers.way
-    pools = _size_pools(config, models, device, lora, ranks, way)
+    pools = _size_pools(config, models, device, lora, ranks)
+    shards: list[str] = []
+    if ranks is not None and peers is not None:
+        shards = [describe_shards(loaded.config, ranks.pids, config.ep, peers.sums)]
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
@@ -305,9 +308,10 @@ def _load_parts(
     sizes = layout.page_bytes, num_block_pages(layout)
     tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
-        *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
+        *(*plane.notices, *pools.notices, *shards),
+        *([] if lora is None else [lora.limits.describe()]),
         *(*faults, *missing_native(device), *slower_latents(config, loaded, device)),
-        *(*describe_drafts(config, layout), *promise),
+        *(*wider_experts(loaded, device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),
@@ -407,10 +411,9 @@ def _size_pools(
     device: torch.device,
     lora: LoraPool | None,
     ranks: Ranks | None,
-    way: str,
 ) -> _Pools:
     """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free, on the
-    rank that has the least. `way`: how ranks add up their sums, in words.
+    rank that has the least.
     """
     if models.loaded.config.is_encoder:
         pages = -(-models.max_context_tokens // config.page_size)
@@ -477,7 +480,6 @@ def _size_pools(
         plan.append(draft.describe(num_draft_pages))
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
-        plan.append(describe_shards(models.loaded.config, ranks.pids, config.ep, way))
     plan += describe_windows(layout, (num_pages, *of_windows))
     if len(layout.groups) == 1 and models.loaded.config.has_mixed_windows:
         why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"

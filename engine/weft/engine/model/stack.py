@@ -15,7 +15,7 @@ from weft.engine.model.step import Step
 from weft.kernels.dense_run import DenseLayer, DenseRun
 from weft.kernels.lora import add_embedding_lora, addition_to
 from weft.kernels.norm import AnyNorm, Norm
-from weft.kernels.peers import CpuPeers, Peers
+from weft.kernels.peers import Peers
 from weft.kernels.replaced import replace_embeddings
 from weft.kernels.stream import Stream, Taps, stream_of
 
@@ -37,7 +37,7 @@ class Run:
         if (
             self._dense is None
             or not self._dense.fits(pool)
-            or not (peers is None or isinstance(peers, CpuPeers))
+            or (peers is not None and peers.device_type != "cpu")
         ):
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()

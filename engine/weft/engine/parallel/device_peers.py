@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory as symmetric
 from weft.engine.base.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
@@ -49,6 +48,8 @@ class DevicePeers:
         ConfigError: The GPUs cannot map each other's memory.
     """
 
+    device_type: Literal["cuda"] = "cuda"
+
     def __init__(
         self,
         group: SharedGroup,
@@ -60,7 +61,7 @@ class DevicePeers:
         agree: Callable[[str], object],
     ) -> None:
         self.rank, self.size = group.rank, group.size
-        self.way = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
+        self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
         """How partial sums are added up, in words."""
         self._agree = agree
         self._group, self._device, self._ranks = group, device, ranks
@@ -199,7 +200,7 @@ def join(rank: int, size: int, store_path: str) -> dist.ProcessGroup:
     # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    store = c10d.FileStore(store_path, size)
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
@@ -223,10 +224,13 @@ def link_of(devices: Sequence[int]) -> str:
     pairs = list(permutations(set(devices), 2))
     if not pairs:
         return "which is one GPU's"
-    detect: Any = c10d._detect_dma_connectivity  # type: ignore[attr-defined]
     try:
+        from torch._C import _distributed_c10d as c10d
+
+        detect: Any = c10d._detect_dma_connectivity  # type: ignore[attr-defined]
         links = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
-    except RuntimeError:  # NVML does not tell.
+    except (RuntimeError, AttributeError, ImportError):
+        # NVML does not tell, or torch no longer has this private function.
         return "over a link that is not known"
     return "over NVLink" if all(links[one][other] for one, other in pairs) else "over PCIe"
 

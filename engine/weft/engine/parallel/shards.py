@@ -228,7 +228,7 @@ def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, sums: str
         config: The model's.
         pids: Process ids of the ranks.
         ep: As in `check_divides`.
-        sums: By which way partial sums are added up.
+        sums: How partial sums are added up, in words.
     """
     size, heads = len(pids), config.num_kv_heads
     shared = f", each on {size // heads} ranks" if size > heads else ""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -56,7 +57,8 @@ class SharedGroup:
     One thread uses it; any thread may call `stop`.
     """
 
-    way = "in shared memory"
+    device_type: Literal["cpu"] = "cpu"
+    sums = "in shared memory"
     """How partial sums are added up, in words."""
 
     def __init__(self, segment: Segment, rank: int, size: int, limit_s: float) -> None:

@@ -74,7 +74,7 @@ def lacking(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> s
         return None
     if _operations() is None:
         return "install sgl-flash-mla"
-    return None if page_size == PAGE_SIZE else f"set page_size to {PAGE_SIZE}"
+    return None if page_size == PAGE_SIZE else f"take --page-size {PAGE_SIZE}"
 
 
 def plan_latents(step: GroupStep, rows: int, heads: int) -> LatentPlan:

@@ -106,19 +106,19 @@ def shrink_rows(
     """
     depth, rows = x.shape[1], x.shape[0] * x_top_k
     most = max(max_rows(part) for part in parts)
-    places = max(1, min(most, _PROGRAMS // (rows * len(parts))))
-    splits = splits_of(rows * len(parts) * places, depth, _MIN_SPLIT_K, _MAX_SPLITS)
+    programs = max(1, min(most, _PROGRAMS // (rows * len(parts))))
+    splits = splits_of(rows * len(parts) * programs, depth, _MIN_SPLIT_K, _MAX_SPLITS)
     if is_fixed:
-        places, splits = 1, 1
+        programs, splits = 1, 1
     if norm is not None:
         splits = 1
     ranks = new_ranks(rows, parts, splits, x.device, are_zero=are_zero)
-    _shrink_kernel[(rows, len(parts) * places, splits)](
+    _shrink_kernel[(rows, len(parts) * programs, splits)](
         ranks, entries, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), layer, parts[0].table.shape[1], ranks.shape[2],
         0 if entries is None else entries.shape[2], *(norm or (None, 0.0)), K=depth,
         EXPERTS=slots.experts, TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k,
-        SPLITS=splits, PLACES=places, IS_EARLY=is_early,
+        SPLITS=splits, PROGRAMS=programs, IS_EARLY=is_early,
         TILE=min(_TILE, triton.next_power_of_2(triton.cdiv(depth, splits))),
         num_warps=4, **options,
     )  # fmt: skip
@@ -226,7 +226,7 @@ def _shrink_kernel(
     ARE_EQUAL: tl.constexpr,
     X_TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    PLACES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     IS_EARLY: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -235,7 +235,7 @@ def _shrink_kernel(
     if not IS_EARLY:
         wait_for_last(IS_DEPENDENT)
     token, split = tl.program_id(0), tl.program_id(2)
-    part, place = tl.program_id(1) // PLACES, tl.program_id(1) % PLACES
+    part, first = tl.program_id(1) // PROGRAMS, tl.program_id(1) % PROGRAMS
     slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
     at = layer * slots + slot
     table = pick(part, table0, table1, table2)
@@ -247,10 +247,10 @@ def _shrink_kernel(
     to = ranks + (split * tl.num_programs(0) + token) * width
     to += 8 * before(part, max_rows0, max_rows1)
     count = tl.load(pick(part, counts0, counts1, counts2) + at, mask=slot > 0, other=0)
-    one = tl.load(table + place, mask=count > place, other=0)
+    one = tl.load(table + first, mask=count > first, other=0)
     a = pick(part, a0, a1, a2)
     column = split * PART + step
-    tile = _tile_of_a(a, one, rank, column, K, count > place)
+    tile = _tile_of_a(a, one, rank, column, K, count > first)
     if IS_EARLY:
         # Only what was there before the step is read ahead, and nothing is written.
         wait_for_last(IS_DEPENDENT)
@@ -260,8 +260,8 @@ def _shrink_kernel(
     scale = 1.0
     if gain is not None:
         scale = _scale_of(given_at, eps, K, TILE)
-    for index in range(place, count, PLACES):
-        if index > place:
+    for index in range(first, count, PROGRAMS):
+        if index > first:
             one = tl.load(table + index)
             tile = _tile_of_a(a, one, rank, column, K, count > index)
         if entries is not None:

@@ -197,6 +197,6 @@ class RankedExecutor(LocalExecutor):
         slots, firsts, ends = slots[new], firsts[new], ends[new]
         rows = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
         parts = [self.page_table.pages[slot, first:end] for slot, first, end in rows]
-        pages = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        pages = np.concatenate(parts)
         self._num_sent[slots] = ends
         return NewPages(slots, firsts, ends, pages.astype(np.int64))
