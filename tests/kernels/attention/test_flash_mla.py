@@ -110,6 +110,7 @@ def test_of_cold_prompts_requests_of_one_row_alone_have_something_before() -> No
 
 def test_what_it_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, dtype = LatentSpec(128, 512, 0.1), torch.bfloat16
+    monkeypatch.setattr(flash_mla, "_is_hopper", lambda: False)
     assert flash_mla.lacking(dtype, 576, spec, 16) is None
     monkeypatch.setattr(flash_mla, "_is_hopper", lambda: True)
     assert flash_mla.lacking(dtype, 576, spec, 64) is None

@@ -54,7 +54,8 @@ MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
 """Target number of programs per multiprocessor, whose loads keep the memory busy."""
 _PAIRS_PER_SM = 1.9
-"""Pairs of request and head per multiprocessor from which splitting costs more than it gains."""
+"""Pairs of request and head per multiprocessor from which splitting costs more than it gains: on an
+H100, of 132, 64 requests of four KV heads take 52 us in one part and 60 in two at 1,000 tokens."""
 
 
 def decode_attention(
