@@ -145,8 +145,10 @@ def test_two_hundred_random_walks_are_valid(overlap: bool) -> None:
 def test_random_walks_through_combinations_are_valid(schema: Any) -> None:
     fresh_seed()
     rng, grammar = random.Random(random.random()), compiled(schema)
+    # JSON Schema's \w is ASCII, Python's is not.
+    judged = json.loads(json.dumps(schema).replace("\\\\w", "0-9A-Za-z_"))
     for _ in range(5):
-        Draft202012Validator(schema).validate(json.loads(random_text(grammar, rng)))
+        Draft202012Validator(judged).validate(json.loads(random_text(grammar, rng)))
 
 
 @pytest.mark.parametrize(
