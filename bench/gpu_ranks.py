@@ -245,7 +245,7 @@ def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
     count = len(spans) // TRACED_STEPS
     steps = [parts_of(spans[at : at + count]) for at in range(0, count * TRACED_STEPS, count)]
     names = {name for step in steps for name in step}
-    # Where the trace begins and ends, ranks wait for this one.
+    # The median, since the other ranks wait for this one in the first and the last traced step.
     times = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
     found = {name: us for name, us in times.items() if not name.startswith("_: ")}
     launches = Counter(name[:34] for *_, name in spans)

@@ -1,5 +1,5 @@
-"""K and V in 8 bits: what is written and what attention makes of it, on CPUs and by Triton's
-interpreter.
+"""K and V in 8 bits on CPUs and in Triton's interpreter: the numbers that are written to pages, and
+attention over them.
 """
 
 from __future__ import annotations

@@ -51,10 +51,10 @@ class LatentPlan(NamedTuple):
     """How FlashMLA computes a step's attention."""
 
     seen: RowsPlan
-    """All rows, to what they see."""
+    """Each row's attention to all positions that it may see."""
     before: RowsPlan | None = None
-    """Rows to the positions before the step: all rows, or of a step whose requests of several rows
-    have no such positions each request's last row; None: each request has one row.
+    """Attention to the positions before the step alone; None where each request has one row. It has
+    all rows, or each request's last row where no request of several rows has such positions.
     """
 
 

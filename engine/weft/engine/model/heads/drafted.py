@@ -44,10 +44,10 @@ def load_drafted(
 
 
 def check_width(head: DraftHead, target: DecoderOnlyLM, draft_dir: Path) -> None:
-    """Refuses a head whose hidden states ranks on GPUs cannot add up.
+    """Refuses a head of another width than the model where ranks on GPUs add up hidden states.
 
     Raises:
-        ModelError: There are such ranks, and the head is of another width than the model.
+        ModelError: There are such ranks, and the widths differ.
     """
     stack, width = target.model, target.config.hidden_size
     if stack.peers is None or not stack.embed_tokens.is_cuda or head.hidden_size == width:

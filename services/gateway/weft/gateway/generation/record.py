@@ -44,7 +44,7 @@ class RequestRecord:
     num_scores: int = 0
     """Number of prompt log-probabilities for which the request has room."""
     stream: TokenStream | None = None
-    """The request's stream; None: it was refused, or waits."""
+    """The request's stream; None while the request waits for one, and if it was refused."""
     waiter: asyncio.Task[object] | None = None
     """The task that waits until the request has a stream; None: nothing waits."""
     is_cancelled: bool = False
