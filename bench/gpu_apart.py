@@ -9,10 +9,12 @@
 
 | system | `weft up` |
 | --- | --- |
-| `apart` | `--prefill 1 --decode 1 --local-prefill-max-tokens 0`, one GPU each |
-| `whole` | `--prefill 0 --decode 2`, one GPU each |
-| `auto` | `--prefill 1 --decode 1`, one GPU each: the cost rule decides |
-| `whole1` | `--prefill 0 --decode 1` on one GPU |
+| `apart` | `--prefill 1 --decode 1 --local-prefill-max-tokens 0` |
+| `whole` | `--prefill 0 --decode 2` |
+| `auto` | `--prefill 1 --decode 1`: the cost rule decides |
+| `whole1` | `--prefill 0 --decode 1` on the first GPU |
+
+Each worker has one GPU of `--device`; with four, there are twice as many workers of each role.
 
 Random weights in the model's real shape, the demo model's tokenizer, prompts of random tokens.
 Correctness comes first: the same prompts greedily on every system; answers that differ are judged
@@ -62,10 +64,10 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.resolve import resolve_model
 
 SYSTEMS = {
-    "apart": "--prefill 1 --decode 1 --local-prefill-max-tokens 0 --device {0},{1}",
-    "whole": "--prefill 0 --decode 2 --device {0},{1}",
-    "auto": "--prefill 1 --decode 1 --device {0},{1}",
-    "whole1": "--prefill 0 --decode 1 --device {0}",
+    "apart": "--prefill {half} --decode {half} --local-prefill-max-tokens 0 --device {devices}",
+    "whole": "--prefill 0 --decode {count} --device {devices}",
+    "auto": "--prefill {half} --decode {half} --device {devices}",
+    "whole1": "--prefill 0 --decode 1 --device {first}",
 }
 SECTIONS = ("handover", "rate", "mixed", "burst", "goodput", "agents")
 CHECKED = (40, 512, 2000)
@@ -134,11 +136,15 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 def mesh_of(system: str, model: Path, options: argparse.Namespace) -> Iterator[MeshProcess]:
     """A mesh that starts."""
     devices = options.device.split(",")
+    count = len(devices)
+    system_flags = SYSTEMS[system].format(
+        half=count // 2, count=count, devices=options.device, first=devices[0]
+    )
     worker = "--dummy-weights"
     if "agents" not in options.sections_of[system]:
         worker += " --no-prefix-cache"
     flags = [
-        SYSTEMS[system].format(devices[0], devices[-1]),
+        system_flags,
         "--prefill-args",
         shlex.quote(f"{worker} {options.prefill_args}".strip()),
         "--decode-args",
@@ -236,9 +242,10 @@ def loads_of(section: str, system: str, options: argparse.Namespace) -> list[lis
             [
                 *("--name", f"{system} {prompt} + {tokens}", *seconds),
                 *("--prompt", str(prompt), "--tokens", str(tokens)),
-                *("--rate", *map(str, rates or options.rates)),
+                *("--rate", str(rate)),
             ]
             for prompt, tokens, rates in options.shapes
+            for rate in rates or options.rates
         ]
     if section == "agents":
         sessions = ["--sessions", str(options.sessions), "--session-rate", "1"]
