@@ -13,6 +13,7 @@ from weft.engine.protocol.timeline import FillCandidate, FillRecord, Timeline
 from weft.engine.sources.cost import (
     MAX_TRIES,
     MIN_RESTS,
+    NUM_BEHIND,
     TRIED_SHARE,
     FillCosts,
     FillDecision,
@@ -71,8 +72,8 @@ def fill(costs: FillCosts, num_tokens: int, rest_s: float, num_steps: int = 1) -
     costs.observe(record, num_tokens / RATE + moved_s / num_steps + rest_s)
 
 
-def known(rest_s: float) -> FillCosts:
-    costs = FillCosts(None, PAGE)
+def known(rest_s: float, weight: float = 1.0) -> FillCosts:
+    costs = FillCosts(None, PAGE, weight)
     for _ in range(MIN_RESTS):
         fill(costs, 64, rest_s)
     costs.observe_local(64, 64 / RATE)
@@ -157,6 +158,26 @@ def test_running_requests_slow_local_prompts() -> None:
     costs.observe_beside(64, 0.05 + 64 / RATE)
     costs.local_load = lambda: LocalLoad(num_running=3, step_tokens=128)
     assert decide(costs, 1_024).local_s == pytest.approx(1_024 / RATE + 8 * 0.05)
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0, 3.0])
+def test_the_delay_of_running_requests_counts_against_a_local_prompt(weight: float) -> None:
+    """A prompt of a second, beside eight requests that would wait for it."""
+    costs = known(rest_s=0.01, weight=weight)
+    costs.local_load = lambda: LocalLoad(num_running=8, step_tokens=10**6)
+    costs.observe_beside(64, 64 / RATE)
+    delay_s = 8 * 0.96 / (weight * NUM_BEHIND)
+    for queued_s, is_remote in ((0.0, True), (0.9 * delay_s, True), (1.1 * delay_s + 0.1, False)):
+        found = decide(costs, 960, queued=round(queued_s * RATE))
+        assert found.is_remote is is_remote, (queued_s, delay_s, found)
+        assert found.local_s == pytest.approx(0.96, rel=0.01), "the forecast of its first token"
+
+
+def test_first_tokens_of_no_worth_never_delay_running_requests() -> None:
+    costs = known(rest_s=0.01, weight=0.0)
+    assert not decide(costs, 960, queued=100_000).is_remote
+    costs.local_load = lambda: LocalLoad(num_running=1, step_tokens=10**6)
+    assert decide(costs, 960, queued=100_000).is_remote
 
 
 def test_local_first_tokens_correct_the_forecast() -> None:

@@ -193,7 +193,8 @@ class EngineConfig:
     """
     first_token_weight: float = 1.0
     """Worth of a second of delay of a first token, in seconds of delay of next tokens
-    (`weft.engine.scheduler.prompt_budget`). 0: prompts always keep to the target.
+    (`weft.engine.scheduler.prompt_budget`, `weft.engine.sources.cost`). 0: prompts always keep to
+    the target, and are shipped while requests run.
     """
     step_lead_s: float = 0.002
     """On a GPU worker that exchanges pages with other workers: seconds before the expected end of

@@ -97,7 +97,9 @@ class Engine:
         else:
             parts.memory.on_published.append(lambda _, key, parent: stored(key, parent))
             parts.memory.on_evicted.append(removed)
-        self.costs = FillCosts(config.local_prefill_max_tokens, config.page_size)
+        self.costs = FillCosts(
+            config.local_prefill_max_tokens, config.page_size, config.first_token_weight
+        )
         self.fills = OwnerFills(
             config,
             parts.info.epoch,

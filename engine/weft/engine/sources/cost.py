@@ -41,6 +41,10 @@ MIN_RESTS = 3
 connecting.
 """
 
+NUM_BEHIND = 6
+"""First tokens that wait while a filler computes a prompt, its own included. A queue at load r has
+1 / (1 - r) in the mean; fillers queue from about 0.8 on.
+"""
 MIN_ADDED_SHARE = 0.2
 """Least share of a step with prompts and decodes that is attributed to prompts, however long
 decodes took before.
@@ -48,11 +52,12 @@ decodes took before.
 
 
 class FillDecision(NamedTuple):
-    """Both sides of the inequality; None if a rate is not known yet."""
+    """The choice, and the time to the first token on each side; None if a rate is not known yet."""
 
     is_remote: bool
     remote_s: float | None
     local_s: float | None
+    """Without the delay of running requests."""
 
 
 class LocalLoad(NamedTuple):
@@ -86,7 +91,8 @@ class _Trials:
 
 class FillCosts:
     """Ships if `(queue + end - filler's match) / rate + exposed bytes / bandwidth + rest + tail <
-    (local queue + remainder) / local rate + steps * time of the decodes beside + local rest`.
+    (local queue + remainder) / local rate + steps * time of the decodes beside + local rest +
+    delay of the running requests / (first_token_weight * NUM_BEHIND)`.
 
     The candidate states the filler's queue, match and rate. A filler ships the pages of each step
     while it computes the next one, so only the bytes of the last step are exposed. Bandwidth and
@@ -96,15 +102,27 @@ class FillCosts:
     is unknown, the engine tries that side to measure it: the remote side first, the local side only
     with remainders that are not too long.
 
+    A local prompt delays the next token of every running request by the time that it adds to their
+    steps. This is weighed against the first tokens that wait if it ships: its own, and those of the
+    prompts behind it.
+
     Args:
         local_prefill_max_tokens: With N the rule is off: remainders of at most N tokens run
             locally, longer ones ship. None: the rule decides.
         page_size: Token positions per page.
+        first_token_weight: Worth of a second of delay of a first token, in seconds of delay of
+            next tokens. 0: what delays running requests always ships.
     """
 
-    def __init__(self, local_prefill_max_tokens: int | None, page_size: int) -> None:
+    def __init__(
+        self,
+        local_prefill_max_tokens: int | None,
+        page_size: int,
+        first_token_weight: float = 1.0,
+    ) -> None:
         self._local_max = local_prefill_max_tokens
         self._page_size = page_size
+        self._worth = first_token_weight * NUM_BEHIND
         self.local_load: Callable[[], LocalLoad] = LocalLoad
         """What this engine has to do before and beside a new remainder."""
         self._bytes_per_s = 0.0
@@ -139,11 +157,12 @@ class FillCosts:
         load = self.local_load()
         local_s = self._computing_s(num_local, load) + self._local_rest_s
         remote_s = work_s + _known(self._rests) + _known(self._tails)
-        is_remote = remote_s < local_s
+        weighed_s = local_s + self._weighed_delay_s(num_local, load)
+        is_remote = remote_s < weighed_s
         may_try_local = num_local <= MAX_TRIED_TOKENS or not load.num_running
         if may_try_local if is_remote else to_compute <= MAX_WASTED * num_local:
             other = self._local if is_remote else self._remote
-            is_remote ^= other.is_due(min(remote_s, local_s), abs(remote_s - local_s))
+            is_remote ^= other.is_due(min(remote_s, weighed_s), abs(remote_s - weighed_s))
         return FillDecision(is_remote, remote_s, local_s)
 
     def _computing_s(self, num_tokens: int, load: LocalLoad) -> float:
@@ -153,6 +172,14 @@ class FillCosts:
             return num_tokens / self._local_tokens_per_s
         num_steps = math.ceil(num_tokens / load.step_tokens)
         return num_tokens / self._tokens_per_s_beside + num_steps * self._decode_s
+
+    def _weighed_delay_s(self, num_tokens: int, load: LocalLoad) -> float:
+        """Delay of all running requests by a remainder, in seconds of delay of its first token."""
+        if not load.num_running:
+            return 0.0
+        rate = self._tokens_per_s_beside or self._local_tokens_per_s
+        delay_s = load.num_running * num_tokens / rate
+        return delay_s / self._worth if self._worth else math.inf
 
     def _exposed_bytes(self, num_bytes: int, to_compute: int) -> int:
         """Bytes that are still to be moved when the last of them is computed."""

@@ -166,7 +166,7 @@ class WorkerSettings(PageSettings):
         "first_token_weight",
         1.0,
         "worth of a second of delay of a first token, in seconds of delay of next tokens; 0 = "
-        "prompts always keep to inter_token_target_s",
+        "prompts always keep to inter_token_target_s, and ship while requests run",
     )
     step_lead_s: float = engine_field(
         "step_lead_s",
