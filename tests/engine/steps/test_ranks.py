@@ -265,35 +265,6 @@ def test_a_rank_that_is_lost_ends_the_engine_in_time(
     assert not any(rank.is_running() for rank in ranks)
 
 
-def lose_a_rank(folder: Path, size: int, how: signal.Signals) -> None:
-    """Kills or stops a rank at some moment, under load."""
-    began = set(psutil.Process().children())
-    lost_at = 0.0
-
-    def strike() -> None:
-        nonlocal lost_at
-        ranks = [one for one in psutil.Process().children() if one not in began]
-        lost_at = time.monotonic()
-        ranks[random.randrange(size - 1)].send_signal(how)
-
-    with make_llm(folder, tp=size) as llm:
-        timer = threading.Timer(random.uniform(0.0, 1.0), strike)
-        timer.start()
-        with pytest.raises(RanksLost, match=r"rank [1-3] .*(signal 9|has not come)"):
-            generate_on_and_on(llm)
-        timer.join()
-        assert time.monotonic() - lost_at < LIMIT_S + 5
-    assert set(psutil.Process().children()) <= began
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_ranks_that_are_lost_at_any_moment_end_the_engine(tmp_path: Path, seed: int) -> None:
-    folder = make_model("llama", tmp_path / "model", seed)
-    for size in random.choices((2, 4), k=100):
-        lose_a_rank(folder, size, random.choice((signal.SIGKILL, signal.SIGSTOP)))
-
-
 def test_a_rank_that_does_not_answer_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

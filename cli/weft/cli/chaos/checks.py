@@ -7,8 +7,9 @@ import secrets
 import signal
 from collections.abc import Sequence
 
+from weft.cli.chaos.inject import Injection
 from weft.cli.chaos.load import Violation
-from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
+from weft.cli.chaos.mesh import Absence, ChaosMesh, MeshNotReady
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 
 IDLE_TIMEOUT_S = 45.0
@@ -20,6 +21,20 @@ for a moment, so that one or two of six prompts miss.
 """
 _POLL_S = 0.2
 _NUM_PROBES, _MAX_PROBE_TOKENS = 6, 300
+
+
+def check_ends(absences: Sequence[Absence], injections: Sequence[Injection]) -> list[Violation]:
+    """Checks that no service has ended by itself: of a fault, or of a quarantine that faults have
+    filled.
+    """
+    return [
+        Violation(invariant=1, what=f"{absence.name} {absence.how} without a fault of its own")
+        for absence in absences
+        if not absence.is_last_fence
+        and not any(
+            each.overlaps((absence.name,), absence.since_s, absence.since_s) for each in injections
+        )
+    ]
 
 
 async def check_pages(mesh: ChaosMesh) -> list[Violation]:

@@ -19,6 +19,7 @@ from weft.cli.chaos.mesh import MeshNotReady
 from weft.cli.chaos.report import show, write
 from weft.cli.chaos.run import ChaosPlan, ChaosResult, run_chaos
 from weft.cli.chaos.sabotage import SABOTAGES
+from weft.cli.chaos.schedule import RANK_TIMEOUT_S
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.cli.numbers import number, whole_number
 from weft.cli.up.ports import free_run
@@ -31,6 +32,7 @@ _FILLS = "--lease-s 4 --renew-interval-s 1 --fill-progress-timeout-s 1.5 --poiso
 _WORKERS = f"--max-step-tokens 256 --max-running-requests 32 {_FILLS}"
 _TINY_WORKERS = f"--num-pages 160 --prefill-chunk-tokens 64 --num-threads 1 {_WORKERS}"
 _DEMO_WORKERS = f"--num-pages 200 --prefill-chunk-tokens 64 {_WORKERS}"
+_RANKS = f" --rank-timeout-s {RANK_TIMEOUT_S:g}"
 
 ALL = "all"
 _MOST = 100_000
@@ -38,7 +40,10 @@ _MOST = 100_000
 
 def main(argv: Sequence[str]) -> int:
     """Runs `weft chaos`; returns 0 when all invariants held, 1 when not, 2 when it broke down."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.only == "ranks" and arguments.tp == 1:
+        parser.error("--only ranks needs workers of several ranks: add --tp 2")
     console = Console()
     if arguments.sabotage == ALL:
         return _sabotage_all(argv, console)
@@ -99,6 +104,7 @@ def _run(
         stores=arguments.kvstore,
         draft_dir=arguments.draft_dir,
         device=arguments.device,
+        tp=arguments.tp,
     )
 
     def tell(line: str) -> None:
@@ -118,6 +124,7 @@ def mesh_settings(
     stores: int = 2,
     draft_dir: Path | None = None,
     device: Sequence[str] = ("cpu",),
+    tp: int = 1,
 ) -> UpSettings:
     """Settings of a mesh in which faults have many effects: few pages, short leases, every prompt
     shipped.
@@ -131,8 +138,11 @@ def mesh_settings(
         stores: Number of KV stores.
         draft_dir: Directory of an EAGLE-3 head; without one drafts come from the text so far.
         device: See `weft up`.
+        tp: Number of ranks of each worker.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
+    if tp > 1:
+        flags += _RANKS
     return UpSettings.model_validate(
         {
             "prefill": workers,
@@ -140,6 +150,7 @@ def mesh_settings(
             "gateways": gateways,
             "kvstore": stores,
             "dtype": "float32",
+            "tp": tp,
             "device": list(device),
             "rest": False,
             "grpc_port": free_run("127.0.0.1", gateways),
@@ -181,7 +192,8 @@ def _plan(arguments: argparse.Namespace) -> ChaosPlan:
         max_prompt_tokens=500 if is_tiny else 300,
         max_new_tokens=80 if is_tiny else 32,
         sabotage=arguments.sabotage,
-        is_transfer_only=arguments.only == "transfer",
+        only=arguments.only,
+        num_ranks=arguments.tp,
         checks_hit_rate=arguments.hit_rate,
     )
 
@@ -209,6 +221,9 @@ def _parser() -> argparse.ArgumentParser:
         default=["cpu"],
         metavar="A,B,...",
         help="of the workers, as of `weft up` (default cpu)",
+    )
+    parser.add_argument(
+        "--tp", type=whole_number(1, 64), default=1, help="ranks of each worker (default 1)"
     )
     parser.add_argument(
         "--transport", choices=("auto", "nixl", "data"), default="auto", help="how pages travel"
@@ -244,8 +259,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only",
-        choices=("transfer",),
-        help="disturb the hand-over of pages alone: workers, stores and the links between them",
+        choices=("transfer", "ranks"),
+        help="disturb the hand-over of pages alone: workers, stores and the links between them; or "
+        "kill and stop single ranks of workers (with --tp)",
     )
     parser.add_argument(
         "--hit-rate",

@@ -7,11 +7,9 @@ import signal
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from weft.cli.chaos.mesh import RECOVERY_TIMEOUT_S, ChaosMesh, MeshNotReady
+from weft.cli.chaos.mesh import AFTERMATH_S, RECOVERY_TIMEOUT_S, ChaosMesh, MeshNotReady
 from weft.cli.chaos.schedule import Planned
 
-AFTERMATH_S = 3.0
-"""Time after a fault's end until Sessions and channels are open again."""
 _REACHED_TIMEOUT_S = 1.2
 _POLL_S = 0.1
 
@@ -65,7 +63,7 @@ class Injector:
             planned=planned,
             names=frozenset(names),
             started_s=loop.time(),
-            num_deaths=self.mesh.num_deaths.get(planned.target, 0),
+            num_deaths=self.mesh.num_deaths(planned.target),
         )
         self.done.append(injection)
         if planned.kind == "kill":
@@ -76,6 +74,8 @@ class Injector:
         elif planned.kind == "stop":
             injection.has_happened = await self._stop(planned)
             injection.ended_s = loop.time()
+            if planned.part == "rank" and not await self._has_survived(injection):
+                self._follow(injection)
         elif planned.kind == "link":
             assert planned.link is not None
             async with self.mesh.proxies[planned.link].misbehaving(planned.mode, 0.3):
@@ -109,7 +109,7 @@ class Injector:
     async def _kill(self, planned: Planned) -> bool:
         mesh, target = self.mesh, planned.target
         old = mesh.ready(target)
-        if not mesh.send(target, planned.part, signal.SIGKILL):
+        if not mesh.send(target, planned.part, signal.SIGKILL, planned.rank):
             return False
         # Until its end is noticed, the service counts as running and could be killed again.
         await mesh.until(
@@ -118,13 +118,22 @@ class Injector:
         return True
 
     async def _stop(self, planned: Planned) -> bool:
-        if not self.mesh.send(planned.target, planned.part, signal.SIGSTOP):
+        if not self.mesh.send(planned.target, planned.part, signal.SIGSTOP, planned.rank):
             return False
         try:
             await asyncio.sleep(planned.hold_s)
         finally:
-            self.mesh.send(planned.target, planned.part, signal.SIGCONT)
+            self.mesh.send(planned.target, planned.part, signal.SIGCONT, planned.rank)
         return True
+
+    async def _has_survived(self, injection: Injection) -> bool:
+        """Whether an engine still runs steps after one of its ranks stood still."""
+        target = injection.planned.target
+        try:
+            await self.mesh.dump(target)
+        except MeshNotReady:
+            return False
+        return self.mesh.num_deaths(target) == injection.num_deaths
 
     async def _at_point(self, injection: Injection) -> bool:
         planned, mesh, loop = injection.planned, self.mesh, asyncio.get_running_loop()
@@ -150,7 +159,7 @@ class Injector:
             has_happened = True
         injection.ended_s = loop.time()
         is_back = mesh.ready(target) is not None
-        if not is_back or mesh.num_deaths.get(target, 0) != injection.num_deaths:
+        if not is_back or mesh.num_deaths(target) != injection.num_deaths:
             self._follow(injection)
         return has_happened
 
@@ -164,7 +173,7 @@ class Injector:
         # A process whose end was not noticed yet still counts as ready, so wait for its end first.
         await self.mesh.until(
             lambda: (
-                self.mesh.num_deaths.get(target, 0) > injection.num_deaths
+                self.mesh.num_deaths(target) > injection.num_deaths
                 and self.mesh.ready(target) is not None
             ),
             f"{target} is not back",

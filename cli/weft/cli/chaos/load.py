@@ -149,12 +149,21 @@ class ChaosLoad:
         return found
 
     def _well_since(self, reply: Reply, seconds: float) -> list[str]:
-        """Decode workers that no fault affected in the last seconds of a request, so that it should
-        have continued there.
+        """Decode workers that were there and that no fault affected in the last seconds of a
+        request, so that it should have continued there.
+
+        A worker may end because others' faults have filled its quarantine.
         """
         since_s = reply.ended_s - seconds
-        workers = self._injector.mesh.named("decode")
-        return [name for name in workers if not self._is_afflicted((name,), reply, since_s)]
+        mesh = self._injector.mesh
+        away = {
+            absence.name for absence in mesh.absences if absence.overlaps(since_s, reply.ended_s)
+        }
+        return [
+            name
+            for name in mesh.named("decode")
+            if name not in away and not self._is_afflicted((name,), reply, since_s)
+        ]
 
     def _is_afflicted(
         self, names: Sequence[str], reply: Reply, since_s: float | None = None

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +19,14 @@ from weft.cli.chaos.pages import ServicePages, read_pages
 from weft.cli.chaos.proxy import FaultProxy
 from weft.cli.up.exits import report_exit
 from weft.cli.up.plan import ModelFolder, plan_mesh
-from weft.cli.up.process import ReadyFile
+from weft.cli.up.process import ReadyFile, describe_status
 from weft.cli.up.readiness import wait_for_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import locked_state_folder
 from weft.cli.up.supervisor import RestartBackoff, Supervisor
 from weft.common.admin import read_token
 from weft.common.faults import spec_to_proto
+from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.engine.base.faults import FaultSpec
 from weft.v1 import (
     admin_pb2,
@@ -33,18 +35,42 @@ from weft.v1 import (
     gateway_pb2_grpc,
 )
 
-Part = Literal["whole", "server", "engine"]
-"""The processes of a service to attack."""
+Part = Literal["whole", "server", "engine", "rank"]
+"""The processes of a service to attack; `rank` is one rank of its engine."""
 Link = tuple[str, str]
 """A connection: the dialling role (gateway, decode or worker), and the service that it dials."""
 RECOVERY_TIMEOUT_S = 600.0
 """Limit of a recovery, which takes seconds on an idle machine."""
+AFTERMATH_S = 3.0
+"""Time after a fault's end until Sessions and channels are open again."""
 _CALL_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 2.0
 
 
 class MeshNotReady(Exception):
     """A service is not there, or does not answer in time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Absence:
+    """Time in which a service was not there, in event loop times."""
+
+    name: str
+    how: str
+    """How it ended."""
+    since_s: float
+    until_s: float | None = None
+    """When it was ready again; None: it is not."""
+
+    def overlaps(self, start_s: float, end_s: float) -> bool:
+        """Whether the service was away, or just back, between two times."""
+        is_over_s = float("inf") if self.until_s is None else self.until_s + AFTERMATH_S
+        return self.since_s <= end_s and start_s <= is_over_s
+
+    @property
+    def is_last_fence(self) -> bool:
+        """Whether it ended because of its quarantine, which faults of others may fill."""
+        return self.how == describe_status(QUARANTINE_STATUS)
 
 
 class ChaosMesh:
@@ -70,8 +96,8 @@ class ChaosMesh:
         """host:port by name; clients dial them directly."""
         self.logs = logs
         self._metadata = (("authorization", f"Bearer {token}"),)
-        self.num_deaths: dict[str, int] = {}
-        """Number of deaths of each service, intended or not."""
+        self.absences: list[Absence] = []
+        """Of all services, intended or not."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -115,7 +141,7 @@ class ChaosMesh:
                 read_token(state.admin_token),
                 state.logs,
             )
-            mesh.num_deaths = listener.num_deaths
+            mesh.absences = listener.absences
             watch: asyncio.Task[None] | None = None
             try:
                 for proxy in proxies.values():
@@ -167,16 +193,33 @@ class ChaosMesh:
                 raise MeshNotReady(f"{problem} after {timeout_s:g} s")
             await asyncio.sleep(0.02)
 
-    def send(self, name: str, part: Part, number: signal.Signals) -> bool:
-        """Sends a signal to processes of a service; False when it is not there."""
+    def num_deaths(self, name: str) -> int:
+        """Number of deaths of a service, intended or not."""
+        return sum(absence.name == name for absence in self.absences)
+
+    def send(self, name: str, part: Part, number: signal.Signals, rank: int = 0) -> bool:
+        """Sends a signal to processes of a service; False when they are not there.
+
+        Args:
+            name: The service.
+            part: Its processes.
+            number: The signal.
+            rank: Which of the engine's ranks, if they are the part.
+        """
         ready = self.ready(name)
         if ready is None:
             return False
-        pids = {
-            "whole": (ready.engine_pid, ready.pid),
-            "engine": (ready.engine_pid,),
-            "server": (ready.pid,),
-        }[part]
+        pids: tuple[int | None, ...]
+        if part == "rank":
+            if (pid := _pid_of_rank(ready.engine_pid, rank)) is None:
+                return False
+            pids = (pid,)
+        else:
+            pids = {
+                "whole": (ready.engine_pid, ready.pid),
+                "engine": (ready.engine_pid,),
+                "server": (ready.pid,),
+            }[part]
         for pid in pids:
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -270,11 +313,22 @@ class ChaosMesh:
                 await asyncio.sleep(0.1)
 
 
+def _pid_of_rank(engine_pid: int | None, rank: int) -> int | None:
+    """Rank 0 is the engine's process; the others are its children, in their order."""
+    if not rank or engine_pid is None:
+        return engine_pid
+    try:
+        children = Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split()
+    except OSError:  # The engine has ended.
+        return None
+    return int(children[rank - 1]) if len(children) >= rank else None
+
+
 class _Listener:
-    """Implements `Reporter`: counts deaths."""
+    """Implements `Reporter`: remembers when services were not there."""
 
     def __init__(self) -> None:
-        self.num_deaths: dict[str, int] = {}
+        self.absences: list[Absence] = []
 
     def starting(self, name: str) -> None:
         """See `Reporter`."""
@@ -284,10 +338,15 @@ class _Listener:
 
     def ready(self, name: str, seconds: float) -> None:
         """See `Reporter`."""
+        now = asyncio.get_running_loop().time()
+        for absence in self.absences:
+            if absence.name == name and absence.until_s is None:
+                absence.until_s = now
 
     def died(self, name: str, how: str) -> None:
         """See `Reporter`."""
-        self.num_deaths[name] = self.num_deaths.get(name, 0) + 1
+        now = asyncio.get_running_loop().time()
+        self.absences.append(Absence(name=name, how=how, since_s=now))
 
     def stalled(self, name: str, seconds: float) -> None:
         """See `Reporter`."""

@@ -10,15 +10,18 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from weft.cli.chaos.checks import check_content, check_hit_rate, check_pages
+from weft.cli.chaos.checks import check_content, check_ends, check_hit_rate, check_pages
 from weft.cli.chaos.inject import Injection, Injector
 from weft.cli.chaos.load import ChaosLoad, Known, LoadResult, Violation, text_problem
 from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
 from weft.cli.chaos.sabotage import SABOTAGES, Sabotage, disarm, keep_armed
 from weft.cli.chaos.schedule import (
+    PARTS,
     POINTS,
+    RANK_WEIGHTS,
     TRANSFER_POINTS,
     WEIGHTS,
     Planned,
@@ -43,6 +46,12 @@ _PEACE_TIMEOUT_S = 300.0
 """Longest duration of the phases without faults, which only a busy machine delays."""
 
 
+Only = Literal["transfer", "ranks"]
+"""`transfer`: the hand-over of pages, that is workers, stores and the links between them; `ranks`:
+single ranks of workers.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
     """Plan of a chaos run."""
@@ -56,8 +65,10 @@ class ChaosPlan:
     max_new_tokens: int
     sabotage: str | None = None
     """Name of a sabotage; None: none."""
-    is_transfer_only: bool = False
-    """Whether only the hand-over of pages is disturbed: workers, stores and links between them."""
+    only: Only | None = None
+    """What is disturbed; None: everything."""
+    num_ranks: int = 1
+    """Number of ranks of each worker."""
     checks_hit_rate: bool = True
 
 
@@ -136,12 +147,14 @@ async def run_on(
     injector = Injector(mesh)
     load = ChaosLoad(mesh.gateways, known, injector, plan.seed)
     result = ChaosResult(load.result, injector.done)
+    num_before = len(mesh.absences)
     async with _sabotaged(mesh, sabotage):
         try:
             async with _running(load, plan.num_clients):
                 await _inject(plan, sabotage, injector, result, tell)
             await injector.settle()
             await mesh.wait_healthy()
+            result.violations += check_ends(mesh.absences[num_before:], injector.done)
             result.violations += await _look_again(plan, mesh, known)
             result.speculated_steps = await _speculated_steps(mesh)
         except MeshNotReady as error:
@@ -149,7 +162,7 @@ async def run_on(
         finally:
             await injector.close()
     result.violations += load.result.violations
-    result.deaths = dict(mesh.num_deaths)
+    result.deaths = dict(Counter(absence.name for absence in mesh.absences[num_before:]))
     result.standstills = mesh.standstills()
     return result
 
@@ -190,10 +203,14 @@ async def _inject(
     targets = sabotage.targets if sabotage is not None else ()
     names = [name for name in mesh.names if not targets or name.partition("-")[0] in targets]
     links, points = list(mesh.proxies), POINTS
-    if plan.is_transfer_only:
+    parts = PARTS if plan.num_ranks == 1 else (*PARTS, "rank")
+    if plan.only == "transfer":
         names = [name for name in names if name.partition("-")[0] in TRANSFER_POINTS]
         links, points = transfer_links(links), TRANSFER_POINTS
-    schedule = make_schedule(plan.seed, names, links, weights, points)
+    elif plan.only == "ranks":
+        names = [*mesh.named("prefill"), *mesh.named("decode")]
+        weights, parts = RANK_WEIGHTS, ("rank",)
+    schedule = make_schedule(plan.seed, names, links, weights, points, parts, plan.num_ranks)
     postponed: list[Planned] = []
     for number in itertools.count(1):
         is_late = until is not None and time.monotonic() >= until

@@ -13,11 +13,17 @@ from weft.engine.base.faults import FaultSpec
 
 FaultClass = Literal["kill", "stop", "link", "point"]
 WEIGHTS: Mapping[FaultClass, float] = {"kill": 0.5, "stop": 2, "link": 3, "point": 6}
+RANK_WEIGHTS: Mapping[FaultClass, float] = {"kill": 1, "stop": 1}
+"""The same where only ranks are attacked."""
 GATEWAY_STOP = 4.0
 """Factor on the length of a gateway's stops, so that some outlast the silence that workers
 tolerate.
 """
-_PARTS: tuple[Part, ...] = ("whole", "server", "engine")
+RANK_TIMEOUT_S = 2.5
+"""Longest wait of a rank for another."""
+RANK_STOP = 3.0
+"""Factor on the length of a rank's stops, so that some outlast that wait."""
+PARTS: tuple[Part, ...] = ("whole", "server", "engine")
 _MODES = tuple(mode for mode in Mode if mode is not Mode.PASS)
 
 _FILLS_OWNED: dict[str, tuple[str, ...]] = {
@@ -73,6 +79,8 @@ class Planned:
     hold_s: float
     """Duration of the fault; for a fault point, how long to wait until it fires."""
     part: Part = "whole"
+    rank: int = 0
+    """Number of the rank, if the part is one."""
     link: Link | None = None
     mode: Mode = Mode.PASS
     spec: FaultSpec | None = None
@@ -86,7 +94,8 @@ class Planned:
         if self.spec is not None:
             return f"{self.target} {self.spec.point} {self.spec.kind} x{self.spec.count}"
         held = f" {self.hold_s:.1f} s" if self.kind == "stop" else ""
-        return f"{self.target} {self.kind} {self.part}{held}"
+        part = f"rank {self.rank}" if self.part == "rank" else self.part
+        return f"{self.target} {self.kind} {part}{held}"
 
 
 def transfer_links(links: Sequence[Link]) -> list[Link]:
@@ -101,6 +110,8 @@ def make_schedule(
     links: Sequence[Link],
     weights: Mapping[FaultClass, float] = WEIGHTS,
     points: Mapping[str, Mapping[str, tuple[str, ...]]] = POINTS,
+    parts: Sequence[Part] = PARTS,
+    num_ranks: int = 1,
 ) -> Iterator[Planned]:
     """Generates faults without end.
 
@@ -110,6 +121,8 @@ def make_schedule(
         links: Links with a proxy.
         weights: Relative frequency of each class.
         points: Fault points by role.
+        parts: Parts of workers that are killed or stopped.
+        num_ranks: Number of ranks of each engine.
     """
     draw = random.Random(seed)
     number = 0
@@ -135,9 +148,18 @@ def make_schedule(
             if kind == "stop" and target.startswith("gateway"):
                 hold_s *= GATEWAY_STOP
             has_engine = target.partition("-")[0] in ("decode", "prefill")
-            part = draw.choice(_PARTS) if has_engine else "server"
+            part = draw.choice(parts) if has_engine else "server"
+            at_rank = draw.randrange(num_ranks) if part == "rank" else 0
+            if part == "rank":
+                hold_s *= RANK_STOP
             yield Planned(
-                number=number, gap_s=gap_s, kind=kind, target=target, hold_s=hold_s, part=part
+                number=number,
+                gap_s=gap_s,
+                kind=kind,
+                target=target,
+                hold_s=hold_s,
+                part=part,
+                rank=at_rank,
             )
 
 

@@ -31,6 +31,10 @@ MAX_MESSAGE_BYTES = 1024
 the details. A call with more than 8 KiB of metadata may lose both, and with them the error's type.
 """
 _MAX_PARAM_BYTES = 256
+_STATUS_LOST = "Internal error from Core"
+"""Details that grpc.aio makes up if a write fails because the stream has ended, even where the peer
+has told why (grpc/grpc#36066).
+"""
 _BY_CODE: dict[grpc.StatusCode, type[WeftError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -127,6 +131,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> WeftError:
             found = _from_status(value)
             if found is not None:
                 return found
+    if error.code() is grpc.StatusCode.INTERNAL and error.details() == _STATUS_LOST:
+        return PeerUnavailable(
+            "the peer or its connection ended the stream while a message was being sent to it, and "
+            "gRPC lost the reason, which the peer's log has; send the request again"
+        )
     cls = _BY_CODE.get(error.code(), Internal)
     return cls(f"{error.code().name}: {error.details() or 'no details'}")
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 from weft.common.rpc.channel import ServiceChannel, open_channel
+from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.streams import WRITE_AFTER_END
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import start_logged
@@ -188,7 +189,7 @@ class FillClient:
             last = FillEvent(kind="broken", message=why)
             self.unanswered(command.address, command.kind)
         except grpc.aio.AioRpcError as error:
-            last = FillEvent(kind="broken", message=f"{error.code().name}: {error.details()}")
+            last = FillEvent(kind="broken", message=from_rpc_error(error).message)
         except WRITE_AFTER_END as error:
             last = FillEvent(kind="broken", message=str(error))
         except InjectedFault as error:
