@@ -429,13 +429,25 @@ def check_attention(
     q_shape: Sequence[int], dtype: torch.dtype, pool: torch.Tensor, step: GroupStep
 ) -> None:
     """Raises ValueError unless shapes and dtypes are as `paged_attention` says."""
-    _, heads, dim = q_shape
+    check_attention_pool(q_shape[1:], dtype, pool)
+    check_tables(step)
+
+
+def check_attention_pool(heads_dim: Sequence[int], dtype: torch.dtype, pool: torch.Tensor) -> None:
+    """The part of `check_attention` that is the same in every step: [Hq, D], their dtype and the
+    pool.
+    """
+    heads, dim = heads_dim
     if dim != head_dim(pool) or heads % pool.shape[1] or not holds(pool, dtype):
         raise ValueError(
-            f"q {tuple(q_shape)} {dtype} does not fit a pool {tuple(pool.shape)} {pool.dtype}"
+            f"q [T, {heads}, {dim}] {dtype} does not fit a pool {tuple(pool.shape)} {pool.dtype}"
         )
     if not has_dense_pages(pool):
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
+
+
+def check_tables(step: GroupStep) -> None:
+    """The other part of `check_attention`: the page table and the requests' lengths."""
     page_table, requests = step.page_table, step.page_table.shape[0]
     if page_table.dtype != torch.int32 or page_table.stride(1) != 1:
         raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")

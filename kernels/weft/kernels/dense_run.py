@@ -7,6 +7,7 @@ the start of a thread team. So a run makes one call a step instead of seven a la
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,14 +18,15 @@ from weft.kernels.attention import (
     AttentionSpec,
     GroupStep,
     check_ancestors,
-    check_attention,
+    check_attention_pool,
+    check_tables,
     fits_native,
 )
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import Group, LoraStep, NativeLora, check_addition, describe_lora
 from weft.kernels.norm import Norm
 from weft.kernels.peers import CpuPeers
-from weft.kernels.rope import check_rope
+from weft.kernels.rope import check_rope_pool, check_rows
 from weft.kernels.stream import Taps
 
 
@@ -58,11 +60,26 @@ class DenseLayer:
         return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
 
 
+class _Pools(NamedTuple):
+    """Pools that were found to fit; every step has the same ones."""
+
+    of_groups: tuple[weakref.ref[torch.Tensor], ...]
+    first: int
+    """Number of the run's first layer."""
+    described: tuple[cpu.PoolStruct, ...]
+    """Of each group."""
+
+    def are_of(self, groups: Sequence[torch.Tensor], first: int) -> bool:
+        """Whether these are the pools of some groups, for a run that begins at this layer."""
+        if first != self.first or len(groups) != len(self.of_groups):
+            return False
+        return all(own() is pool for own, pool in zip(self.of_groups, groups, strict=True))
+
+
 class _Described(NamedTuple):
     """A step described to the native operation."""
 
     batch: cpu.BatchStruct
-    pool: cpu.PoolStruct
     scratch: torch.Tensor
     """Scratch memory of the layers."""
     lora: NativeLora | None
@@ -83,6 +100,8 @@ class DenseRun:
         self._addresses = (ctypes.c_void_p * len(layers))(*addresses)
         self._in_pools: dict[int, tuple[int, int]] = {}
         """By page group, the least and the largest index in its pool, less the first layer's."""
+        self._pools: _Pools | None = None
+        """Pools of the last step."""
         for index, layer in enumerate(layers):
             at = index + layer.pool_shift
             lowest, highest = self._in_pools.get(layer.group, (at, at))
@@ -103,6 +122,8 @@ class DenseRun:
 
     def fits(self, pool: torch.Tensor) -> bool:
         """Whether the native operation handles these heads."""
+        if self._pools is not None and self._pools.of_groups[0]() is pool:
+            return True
         return fits_native(self._native, self._layers[0].spec.heads, pool)
 
     def __call__(
@@ -137,25 +158,19 @@ class DenseRun:
             ValueError: An argument does not fit.
             IndexError: A position, place, length, page or row of an adapter points outside.
         """
-        whole = self._describe(positions, step, pool, lora, further)  # Kept until the call ends.
-        batch, described, of_lora = whole.batch, whole.pool, whole.lora
+        described = self._describe_pools(pool, first, further)
+        whole = self._describe(positions, step, described, lora, further)  # Kept until the end.
+        batch, of_lora = whole.batch, whole.lora
         count, qkv = len(self._layers), self._layers[0].qkv
-        sizes = [described.layers, *(group.pool_of(pool).shape[2] for group in further)]
         if (
             hidden.shape != (batch.rows, qkv.in_features)
             or hidden.dtype != qkv.dtype
             or not hidden.is_contiguous()
-            or first < 0
-            or any(
-                group >= len(sizes) or first + lowest < 0 or first + highest >= sizes[group]
-                for group, (lowest, highest) in self._in_pools.items()
-            )
             or (of_lora is not None and first > of_lora.num_layers - count)
         ):
             raise ValueError(
                 f"hidden {tuple(hidden.shape)} {hidden.dtype} contiguous={hidden.is_contiguous()} "
-                f"at layers {first} to {first + count - 1} does not fit the step ({batch.rows} "
-                f"rows, {described.layers} layers)"
+                f"does not fit the step: {batch.rows} rows, {count} layers from {first} on"
             )
         if peers is not None:
             partial = torch.empty(hidden.shape, dtype=torch.float32)
@@ -167,7 +182,7 @@ class DenseRun:
             first,
             count,
             ctypes.byref(batch),
-            ctypes.byref(described),
+            ctypes.byref(described[0]),
             hidden.data_ptr(),
             None if taps is None else ctypes.byref(taps.native(hidden)),
             None if after is None else ctypes.byref(after),
@@ -180,25 +195,52 @@ class DenseRun:
             follower.done()
         return hidden
 
+    def _describe_pools(
+        self, pool: torch.Tensor, first: int, further: Sequence[GroupStep]
+    ) -> tuple[cpu.PoolStruct, ...]:
+        """Checks the pools of all groups and describes them for the native operation."""
+        pools = (pool, *[group.pool_of(pool) for group in further])
+        if self._pools is not None and self._pools.are_of(pools, first):
+            return self._pools.described
+        layer, count = self._layers[0], len(self._layers)
+        spec, dtype = layer.spec, layer.qkv.dtype
+        heads = (spec.heads, spec.kv_heads)
+        for own in pools:
+            check_rope_pool(layer.qkv.out_features, dtype, layer.cos_sin, own, heads)
+            check_attention_pool((spec.heads, spec.dim), dtype, own)
+            if own.shape[-2] != pool.shape[-2]:
+                raise ValueError(f"pages of {own.shape[-2]} positions beside {pool.shape[-2]}")
+        sizes = [own.shape[2] for own in pools]
+        for group, (lowest, highest) in self._in_pools.items():
+            if (
+                first < 0
+                or group >= len(sizes)
+                or first + lowest < 0
+                or first + highest >= sizes[group]
+            ):
+                raise ValueError(
+                    f"a run of layers {first} to {first + count - 1} does not fit the step's pools "
+                    f"of {sizes} layers"
+                )
+        described = tuple(cpu.describe_pool(own, dtype) for own in pools)
+        self._pools = _Pools(tuple(map(weakref.ref, pools)), first, described)
+        return described
+
     def _describe(
         self,
         positions: torch.Tensor,
         step: GroupStep,
-        pool: torch.Tensor,
+        pools: Sequence[cpu.PoolStruct],
         lora: LoraStep | None,
         further: Sequence[GroupStep],
     ) -> _Described:
         """Checks a step and describes it for the native operation."""
         layer, native = self._layers[0], self._native
         spec, table, rows = layer.spec, step.page_table, positions.shape[0]
-        shape, dtype = (rows, layer.qkv.out_features), layer.qkv.dtype
-        heads = (spec.heads, spec.kv_heads)
+        dtype = layer.qkv.dtype
         for group in (step, *further):
-            own = group.pool_of(pool)
-            check_rope(shape, dtype, positions, layer.cos_sin, own, group.places, heads)
-            check_attention((rows, spec.heads, spec.dim), dtype, own, group)
-            if own.shape[-2] != pool.shape[-2]:
-                raise ValueError(f"pages of {own.shape[-2]} positions beside {pool.shape[-2]}")
+            check_rows(rows, positions, group.places)
+            check_tables(group)
         if step.ancestors is not None:
             for one in self._layers:
                 check_ancestors(step.ancestors, rows, one.spec.window, step.max_q_len)
@@ -220,9 +262,7 @@ class DenseRun:
         of_lora = None
         if lora is not None:
             of_lora = self._describe_lora(lora, rows)
-        pages = (cpu.PagesStruct * len(further))(
-            *(_describe_pages(group, pool, dtype) for group in further)
-        )
+        pages = (cpu.PagesStruct * len(further))(*map(_describe_pages, further, pools[1:]))
         batch = cpu.BatchStruct(
             attention,
             positions.data_ptr(),
@@ -235,11 +275,10 @@ class DenseRun:
             ctypes.addressof(pages) if further else None,
             len(further),
         )
-        described = cpu.describe_pool(pool, dtype)
-        status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
+        status = native.check_batch(ctypes.byref(batch), ctypes.byref(pools[0]))
         if status:
             cpu.check_status(status, "check_batch")
-        return _Described(batch, described, scratch, of_lora, pages)
+        return _Described(batch, scratch, of_lora, pages)
 
     def _describe_lora(self, lora: LoraStep, rows: int) -> NativeLora | None:
         """Checks and describes the adapters; None if they do not change these layers."""
@@ -295,13 +334,9 @@ def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:
     )
 
 
-def _describe_pages(group: GroupStep, pool: torch.Tensor, dtype: torch.dtype) -> cpu.PagesStruct:
+def _describe_pages(group: GroupStep, pool: cpu.PoolStruct) -> cpu.PagesStruct:
     """Describes a further page group."""
     table = group.page_table
     return cpu.PagesStruct(
-        cpu.describe_pool(group.pool_of(pool), dtype),
-        table.data_ptr(),
-        table.shape[1],
-        table.stride(0),
-        group.places.data_ptr(),
+        pool, table.data_ptr(), table.shape[1], table.stride(0), group.places.data_ptr()
     )

@@ -217,17 +217,33 @@ def check_rope(
     `heads` are those of q and of K.
     """
     rows, width = qkv_shape
+    check_rope_pool(width, dtype, cos_sin, pool, heads)
+    check_rows(rows, positions, slots)
+
+
+def check_rope_pool(
+    width: int,
+    dtype: torch.dtype,
+    cos_sin: torch.Tensor,
+    pool: torch.Tensor,
+    heads: tuple[int, int],
+) -> None:
+    """The part of `check_rope` that is the same in every step; `width` is that of a row of qkv."""
     dim = head_dim(pool)
     fits = width == (heads[0] + 2 * heads[1]) * dim and pool.shape[1] == heads[1]
     if not fits or not holds(pool, dtype):
         raise ValueError(
-            f"qkv {tuple(qkv_shape)} {dtype} does not fit {heads[0]} + 2 * {heads[1]} heads and "
+            f"qkv [T, {width}] {dtype} does not fit {heads[0]} + 2 * {heads[1]} heads and "
             f"a pool {tuple(pool.shape)} {pool.dtype}"
         )
     if not has_dense_pages(pool):
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
     if cos_sin.dtype != torch.float32 or cos_sin.shape[1] != dim or not cos_sin.is_contiguous():
         raise ValueError(f"cos_sin must be contiguous [max_positions, {dim}] float32")
+
+
+def check_rows(rows: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    """The other part of `check_rope`: the positions and places of the rows."""
     for name, index in (("positions", positions), ("slots", slots)):
         if index.shape != (rows,) or index.dtype != torch.int64 or not index.is_contiguous():
             raise ValueError(f"{name} must be contiguous [{rows}] int64")

@@ -296,7 +296,7 @@ class Drawer:
             is_late: Whether `begin` follows at once.
         """
         self._prepared = slots = self._slots(requests) if slots is None else slots
-        for row in np.flatnonzero(~self._has_row[slots]).tolist():
+        for row in (~self._has_row[slots]).nonzero()[0].tolist():
             self._take_slot(requests[row])
         if self._awaits_drafts(plan):
             begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)

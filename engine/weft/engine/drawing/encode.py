@@ -105,16 +105,17 @@ def _ones(count: int) -> Int64Array:
 def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     """Makes the input of a plan of decodes alone, at positions that the host knows."""
     slots, columns = plan.slots, plan.starts // page_size
-    pages = None
-    if table.is_short(slots, columns).any():
-        rows = np.flatnonzero(table.ends_at(slots, columns))
+    pages, is_short = None, table.is_short(slots, columns)
+    if is_short.any():
+        (rows,) = table.ends_at(slots, columns).nonzero()
         pages, own = np.full(len(columns), -1, np.int64), columns[rows]
         pages[rows] = [
             plan.decodes[row].pages[column]
             for row, column in zip(rows.tolist(), own.tolist(), strict=True)
         ]
         table.append(slots[rows], own, pages[rows])
-        _enter_pages(plan, table, page_size)  # Rows that lack more than one page.
+        if np.count_nonzero(is_short) > len(rows):
+            _enter_pages(plan, table, page_size)  # Rows that lack more than one page.
     adapters = plan.adapter_slots
     return StepInput(
         slots=slots,
@@ -122,6 +123,9 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
         bounds=plan.starts,
         counts=_ones(len(slots)),
         num_decodes=len(slots),
+        draws=NO_NUMBERS,
+        leads=NO_NUMBERS,
+        tokens=NO_NUMBERS,
         pages=pages,
         adapters=None if adapters is None else adapters.astype(np.int32),
     )
@@ -129,7 +133,8 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
 
 def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
     """Enters new pages of a plan's decodes into the table."""
-    for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
+    (rows,) = table.is_short(plan.slots, plan.starts // page_size).nonzero()
+    for index in rows.tolist():
         table.extend(int(plan.slots[index]), plan.decodes[index].pages)
 
 

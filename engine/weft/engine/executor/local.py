@@ -158,7 +158,7 @@ class LocalExecutor:
             self.states = StateMemory(plane, *sizes, device, blocks)
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
-        is_cuda = device.type == "cuda"
+        self._is_asynchronous = is_cuda = device.type == "cuda"
         num_rows = max(1 + max_drafts, *tree_rows) if tree_rows else 1 + max_drafts
         nothing = torch.zeros((num_rows + 1, max_requests + 1), dtype=torch.int64, device=device)
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
@@ -168,21 +168,22 @@ class LocalExecutor:
         self._draws: DrawGraphs | None = None
         self._drawing_slots = self.known.starts[:0]
         self._step: StepRows | None = None
-        self._page_table, *self._window_tables = (
+        self.page_table, *self.window_tables = (
             PageTable(max_requests, max_pages, keeps_changes=is_cuda) for _ in layout.groups
         )
+        """The host's page table of each page group; changes reach the device with the next step."""
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
         """The captured steps; None if there are none."""
         if is_cuda:
             self._inputs = DeviceInputs(
-                self._page_table,
+                self.page_table,
                 self.page_size,
                 max_requests,
                 self.known,
                 lora,
                 max_step_tokens,
-                list(zip(self._window_tables, self._pools[1:], strict=True)),
+                list(zip(self.window_tables, self._pools[1:], strict=True)),
                 self._device_states(max_requests),
             )
             if cuda_graphs:
@@ -206,23 +207,13 @@ class LocalExecutor:
         return DeviceStates(self.states, self.page_size, max_requests, self.device)
 
     @property
-    def page_table(self) -> PageTable:
-        """The page table on the host; changes reach the device with the next step."""
-        return self._page_table
-
-    @property
-    def window_tables(self) -> Sequence[PageTable]:
-        """The same of each further page group."""
-        return self._window_tables
-
-    @property
     def own_pool(self) -> torch.Tensor:
         """This rank's heads of the first page group's pool."""
         return self._own_pool
 
     def chains(self, model: DraftedModel) -> Chains:
         """Makes chains of a head's drafts, without graphs."""
-        return EagerChains(model, self._own_pool, self._page_table, self.page_size)
+        return EagerChains(model, self._own_pool, self.page_table, self.page_size)
 
     @property
     def step_sizes(self) -> Sequence[int]:
@@ -237,7 +228,7 @@ class LocalExecutor:
     @property
     def is_asynchronous(self) -> bool:
         """Whether the device works while the host continues."""
-        return self.device.type == "cuda"
+        return self._is_asynchronous
 
     @property
     def works_behind_draws(self) -> bool:
@@ -275,7 +266,7 @@ class LocalExecutor:
 
     def reset_slot(self, slot: int) -> None:
         """Clears the slot's page table row for its next request."""
-        self._page_table.clear(slot)
+        self.page_table.clear(slot)
 
     def launch(self, step: StepInput) -> Launched:
         """Starts one step; on a GPU without waiting for it."""
@@ -288,9 +279,9 @@ class LocalExecutor:
             with torch.inference_mode():
                 step.drafts.begin()
         if step.pages is not None:
-            new = np.flatnonzero(step.pages >= 0)
-            self._page_table.note(step.slots[new], step.bounds[new] // self.page_size)
-        arrays = StepArrays.of_step(step, self._page_table, self.page_size)
+            (new,) = (step.pages >= 0).nonzero()
+            self.page_table.note(step.slots[new], step.bounds[new] // self.page_size)
+        arrays = StepArrays.of_step(step, self.page_table, self.page_size)
         scores, vectors = None, None
         if step.scores or step.pooled:
             (hidden, scores, vectors), bucket = self._with_more_rows(step, arrays), None
@@ -589,11 +580,11 @@ class LocalExecutor:
             torch.from_numpy(arrays.sources),
             torch.from_numpy(arrays.owners),
             self.known,
-            torch.from_numpy(self._page_table.pages),
+            torch.from_numpy(self.page_table.pages),
             self.page_size,
         )
         group = GroupStep(
-            page_table=torch.from_numpy(self._page_table.pages[arrays.slots, :num_columns]),
+            page_table=torch.from_numpy(self.page_table.pages[arrays.slots, :num_columns]),
             places=step.places,
             cu_q_lens=step.cu_q_lens,
             kv_lens=step.kv_lens,
@@ -602,7 +593,7 @@ class LocalExecutor:
             ancestors=step.ancestors,
         )
         groups = [group]
-        for host_table, pool in zip(self._window_tables, self._pools[1:], strict=True):
+        for host_table, pool in zip(self.window_tables, self._pools[1:], strict=True):
             table = torch.from_numpy(host_table.pages[arrays.slots, :num_columns])
             groups.append(group_step(group, table, pool, step.positions, self.page_size))
         states = None

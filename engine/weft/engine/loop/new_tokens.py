@@ -141,7 +141,7 @@ class NewTokens:
         self._emit(columns, (positions - columns.first_positions).tolist(), tokens, logprobs)
         for request, token in zip(requests, tokens, strict=True):
             request.tokens.append(token)
-        ending = set(np.flatnonzero(positions >= columns.ends).tolist())
+        ending = set((positions >= columns.ends).nonzero()[0].tolist())
         end_token_ids = columns.end_token_ids
         if not end_token_ids.isdisjoint(tokens):
             ending.update(row for row, token in enumerate(tokens) if token in end_token_ids)

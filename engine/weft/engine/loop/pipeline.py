@@ -162,7 +162,8 @@ class StepPipeline:
         """
         if self._behind is not None:
             return False
-        return self._flying is None or self._begins_in_s(self._flying) <= 0.0
+        step = self._flying
+        return step is None or not self.leaves or self._begins_in_s(step) <= 0.0
 
     def rest_s(self) -> float:
         """Seconds that the caller may wait after a turn that left a step under way. It may return
@@ -181,7 +182,7 @@ class StepPipeline:
     def _begins_in_s(self, step: _Step) -> float:
         """Seconds until the step behind this one is to begin; at most 0: now."""
         lead_s = self._lead_s + 2 * self._start_s
-        if not (self.leaves and step.is_plain) or self._plain_s <= lead_s:
+        if not step.is_plain or self._plain_s <= lead_s:
             return 0.0
         return self._expected_end(step) - lead_s - self._clock()
 
@@ -198,7 +199,7 @@ class StepPipeline:
 
     def _is_left(self, step: _Step) -> bool:
         """Whether this turn leaves a step under way instead of waiting for it."""
-        if not self.leaves or step.end is None or step.end.is_reached():
+        if step.end is None or step.end.is_reached():
             return False
         return self.rest_s() > 0.0
 
@@ -225,7 +226,7 @@ class StepPipeline:
             self._behind = self._start(plan, is_ready=self._flying is None)
         before = self._flying
         if before is not None:
-            if self._is_left(before):
+            if self.leaves and self._is_left(before):
                 return False
             self._flying = None
             self._end(before)
@@ -248,11 +249,12 @@ class StepPipeline:
         if plan.verifies or plan.chunks:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
             drawing += [item.request for item in plan.drawing_chunks]
-        started_at = self._clock()
+        started_at = self._clock() if self.leaves else 0.0
         # Without overlap a step also costs the time since the step before, and gates compare that.
         began_at = self._last_ended_at if self._goes_on else self._clock()
         step = _Step(self._scheduler.launch(plan), plan, began_at, drawing, is_ready=is_ready)
-        step.is_plain = not plan.verifies and plan.num_chunk_tokens <= MAX_PLAIN_TOKENS
+        if self.leaves:
+            step.is_plain = not plan.verifies and plan.num_chunk_tokens <= MAX_PLAIN_TOKENS
         if self.flight is not None:
             self.flight.begin(plan)
         try:
@@ -266,10 +268,9 @@ class StepPipeline:
                 began_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
                 plan.drafting_s = self._clock() - began_at
-            for window, table in zip(
-                self._scheduler.pages.windows, self._executor.window_tables, strict=True
-            ):
-                window.enter(table)
+            if windows := self._scheduler.pages.windows:
+                for window, table in zip(windows, self._executor.window_tables, strict=True):
+                    window.enter(table)
             made = step_input(plan, self._executor.page_table, self._executor.page_size)
             if self._scheduler.pages.states is not None:
                 made.states = self._scheduler.pages.states.begin(plan)
@@ -277,7 +278,8 @@ class StepPipeline:
             step.drawable, plan.scores, plan.vectors = launched
         except Exception as error:
             self._fail(step, error)
-        self._start_s = max(0.9 * self._start_s, self._clock() - started_at)
+        if self.leaves:
+            self._start_s = max(0.9 * self._start_s, self._clock() - started_at)
         return step
 
     def _draw(self, step: _Step, *, is_ready: bool) -> None:
@@ -328,7 +330,8 @@ class StepPipeline:
         lost_s = self._drawer.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
-        self._learn(step, duration_s)
+        if self.leaves:
+            self._learn(step, duration_s)
         self._owner.step_done(step.plan, drawn, duration_s)
 
     def _fail(self, step: _Step, error: Exception) -> None:

@@ -202,7 +202,7 @@ class Plan:
     @property
     def num_chunk_tokens(self) -> int:
         """Number of new tokens in the chunks."""
-        return sum(item.num_tokens for item in self.chunks)
+        return sum([item.num_tokens for item in self.chunks]) if self.chunks else 0
 
     @property
     def num_tokens(self) -> int:

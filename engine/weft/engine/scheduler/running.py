@@ -112,7 +112,7 @@ class RunningPlans:
                 shape = DraftShape.chain(max(0, min(shape.depth, self._max_chain, most)))
             if not self.drafts_on_device:
                 chosen &= _can_go_on(requests, is_drafting=shape.num_drafts > 0)
-        lacking = np.flatnonzero(chosen & (starts >= columns.limits)).tolist()
+        lacking = (chosen & (starts >= columns.limits)).nonzero()[0].tolist()
         if lacking and self._grow_at_once(columns, lacking):
             lacking = []
         for index in lacking:

@@ -216,6 +216,19 @@ class Scheduler:
         has_prompts = self.prefilling or (self.waiting and self._free_slots)
         room = self._limits.page_size if has_prompts else 0
         plan = self.running_plans.plan(self.running, room) if self.running else Plan()
+        self._start_waiting_fills()
+        chunks: list[PlanItem] = []
+        if self.prefilling or self.waiting:
+            self._plan_prompts(plan, now, chunks)
+        self.running_plans.add_prompts(plan, chunks)
+        for chunk in chunks:
+            timeline = chunk.request.timeline
+            if timeline.local_prefill_began_s is None:
+                timeline.local_prefill_began_s = now - timeline.submitted_at
+        return plan
+
+    def _plan_prompts(self, plan: Plan, now: float, chunks: list[PlanItem]) -> None:
+        """Chooses the chunks of prompts that a step brings beside its running requests."""
         has_running = len(plan) > 0
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
         budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
@@ -223,8 +236,6 @@ class Scheduler:
             num_waiting = len(self.prefilling) + len(self.waiting)
             wanted = self._prompt_budget(len(self.running), num_waiting)
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
-        self._start_waiting_fills()
-        chunks: list[PlanItem] = []
         for request in self.prefilling:
             if not request.num_pending:
                 continue  # All of it is under way, and nothing is drawn behind it.
@@ -234,12 +245,6 @@ class Scheduler:
             budget = self._budget_behind(budget, taken, chunks) if taken else 0
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
-        self.running_plans.add_prompts(plan, chunks)
-        for chunk in chunks:
-            timeline = chunk.request.timeline
-            if timeline.local_prefill_began_s is None:
-                timeline.local_prefill_began_s = now - timeline.submitted_at
-        return plan
 
     def admit(self, now: float) -> None:
         """Admits requests between two plans, so that prefill workers and stores begin to fill their
@@ -368,7 +373,7 @@ class Scheduler:
             if request.state is running:  # Otherwise the request has lost its pages meanwhile.
                 request.num_computed += 1
         page_size = self._limits.page_size
-        for index in np.flatnonzero((plan.starts + 1) % page_size == 0).tolist():
+        for index in ((plan.starts + 1) % page_size == 0).nonzero()[0].tolist():
             if plan.decodes[index].state is State.RUNNING:
                 self._publish_computed(plan.decodes[index])
         if plan.is_late is not None:

@@ -135,7 +135,7 @@ class LateDevice:
 
     def launch(self, step: StepInput) -> Launched:
         """See `Executor.launch`; what the host knows is taken along."""
-        table = self._executor._page_table
+        table = self._executor.page_table
         arrays = StepArrays.of_step(step, table, self._executor.page_size)
         tables = (table, *self._executor.window_tables)
         copies = [one.pages.copy() for one in tables]
