@@ -19,7 +19,7 @@ from weft.engine.protocol.store import (
 )
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
-from weft.engine.sources.store import MAX_OPEN_PUTS, RETRY_S, StoredBlocks, StoreLink
+from weft.engine.sources.store import GATHER_S, MAX_OPEN_PUTS, RETRY_S, StoredBlocks, StoreLink
 from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.services.fill_commands import nixl_target
@@ -98,7 +98,7 @@ class Bench:
 
     def puts(self) -> list[StorePut]:
         """Digests what was asked for; the puts that went out since the last call."""
-        self.link.tick()
+        self.link.tick(is_computing=False)
         asked, self.plane.asked = self.plane.asked, []
         for tag, pages in asked:
             exposed = [page + OFFSET for page in pages]
@@ -169,6 +169,27 @@ def test_pages_are_held_until_the_answer_and_put_once(bench: Bench) -> None:
     assert bench.link.num_open_pages == 0
     assert bench.plane.exposed == []
     assert bench.puts() == []
+
+
+def test_pages_of_running_steps_wait_for_others(bench: Bench) -> None:
+    most, bench.now = bench.plane.max_put_pages, random.uniform(0.0, 1e6)
+    bench.link.offer(bench.request(2), 0, 2)
+    for late_s in (0.0, GATHER_S / 2):
+        bench.now += late_s
+        bench.link.tick(is_computing=True)
+    assert not bench.plane.asked
+    bench.link.offer(bench.request(1), 0, 1)
+    bench.now += 0.51 * GATHER_S
+    bench.link.tick(is_computing=True)  # The first ones have waited long enough for all.
+    assert [len(pages) for _, pages in bench.plane.asked] == [3]
+    bench.link.offer(bench.request(most), 0, most)
+    bench.link.tick(is_computing=True)
+    assert [len(pages) for _, pages in bench.plane.asked] == [3, most]
+    bench.put_all()
+    bench.link.offer(bench.request(1), 0, 1)
+    bench.link.tick(is_computing=True)
+    assert not bench.plane.asked
+    assert len(bench.put_all()) == 1  # Without steps nothing waits.
 
 
 def test_a_put_waits_for_room_and_keeps_its_order(bench: Bench) -> None:

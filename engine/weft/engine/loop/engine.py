@@ -342,7 +342,7 @@ class Engine:
             self._read_early(plan)
         self.adapters.turn()
         if self.store is not None:
-            self.store.tick()
+            self.store.tick(is_computing=self.ran_step or self.pipeline.num_steps > 0)
         if self.tiers is not None:
             self.tiers.tick()
         if self.config.poison_free_pages:

@@ -28,6 +28,10 @@ from weft.engine.sources.fill import OwnerTransport
 LOOKUP_TIMEOUT_S = 0.1
 """Seconds after which a request is admitted without the store's answer."""
 MAX_OPEN_PUTS = 2
+GATHER_S = 0.25
+"""Seconds for which pages wait for others while steps run: a put costs milliseconds of processor
+time in three processes however few pages it has, and on a CPU it takes them from the steps.
+"""
 MAX_REMEMBERED_KEYS = 1 << 16
 RETRY_S = 2.0
 """Seconds after an unanswered put during which dropped pages are not offered again."""
@@ -119,6 +123,8 @@ class StoreLink:
         self._ids = itertools.count(1)
         self._asked: dict[int, Request] = {}
         self._queue: deque[_Offer] = deque()
+        self._put_at = 0.0
+        """Time from which queued pages do not wait for others."""
         self._open: dict[int, _Put] = {}
         self._epochs: dict[str, int] = {}
         self._sends_data = False
@@ -228,7 +234,7 @@ class StoreLink:
         self._due.pop(keys[0], None)
         self._note_known(keys[0])
         for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
-            self._queue.append(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
+            self._enqueue(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
 
     def offer_again(self, request: Request, end_page: int) -> None:
         """Queues again those of a request's first pages that an earlier put dropped."""
@@ -253,9 +259,14 @@ class StoreLink:
             # With recurrent layers all pages of a prompt are on one replica, as its block is.
             shard = keys[shard_start(index) if self._blocks is None else 0]
             page = request.pages[index]
-            self._queue.append(_Offer(request.namespace, key, parent, shard, page, key))
+            self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
         self.counters.store_dropped_pages += len(new[room:])
         self._make_due(keys[index] for index in new[room:])
+
+    def _enqueue(self, offer: _Offer) -> None:
+        if not self._queue:
+            self._put_at = self._clock() + GATHER_S
+        self._queue.append(offer)
 
     def _note_known(self, key: bytes) -> None:
         self._known[key] = None
@@ -268,8 +279,16 @@ class StoreLink:
             if len(self._due) > MAX_REMEMBERED_KEYS:
                 self._due.popitem(last=False)
 
-    def tick(self) -> None:
-        """Starts puts while few are open."""
+    def tick(self, *, is_computing: bool) -> None:
+        """Starts puts while few are open.
+
+        Args:
+            is_computing: Whether steps run. Pages then wait, for a short time, until they fill a
+                put.
+        """
+        is_full = len(self._queue) >= self._transport.port.max_put_pages
+        if is_computing and not is_full and self._clock() < self._put_at:
+            return
         while self._queue and len(self._open) < MAX_OPEN_PUTS:
             namespace = self._queue[0].namespace
             offers: list[_Offer] = []

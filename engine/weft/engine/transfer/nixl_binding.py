@@ -87,15 +87,19 @@ class Binding:
         self._lock = threading.Lock()
         self._log = _UcxLog()
 
-    def create_agent(self, name: str, *, has_device: bool) -> Any:
+    def create_agent(self, name: str, *, has_device: bool, has_thread: bool = True) -> Any:
         """A UCX agent whose progress thread sleeps.
 
         Args:
             name: Unique, without spaces.
             has_device: Whether a device of this process computes and copies.
+            has_thread: Whether it has a progress thread; one without makes progress only while its
+                transfers are polled. While a post copies bytes, a thread that wakes spins for the
+                lock on the agent that the post holds.
         """
         config = self._api.nixl_agent_config(
-            sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            enable_prog_thread=has_thread,
+            sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         delay_us = DEVICE_PROGRESS_DELAY_US if has_device else PROGRESS_DELAY_US
         with self._lock, self._log.capturing(), self._sleeping_progress_threads(delay_us):

@@ -53,14 +53,22 @@ class _PeerAgent:
     """A NIXL agent connected to one target, with both pools described once."""
 
     def __init__(
-        self, binding: Binding, name: str, region: PoolRegion, target: NixlTargetInfo
+        self,
+        binding: Binding,
+        name: str,
+        region: PoolRegion,
+        target: NixlTargetInfo,
+        operation: Operation,
     ) -> None:
         self.target = target
         self.region = region
         self.reads_one_sided = False
         """Whether reads are known to be one-sided; see ONE_SIDED_READ_LANES."""
         self.name = new_agent_name(name)
-        self.agent: Any = binding.create_agent(self.name, has_device=region.has_device)
+        # Reads go over one-sided lanes and are polled to their end, so they need no thread.
+        self.agent: Any = binding.create_agent(
+            self.name, has_device=region.has_device, has_thread=operation == "WRITE"
+        )
         agent = self.agent
         agent.register_memory(
             [(region.address, region.num_bytes, region.device_id, "")], region.memory_type
@@ -314,7 +322,7 @@ class Peer:
             agent = None
         if agent is None:
             with self._binding.calls(f"connecting to {self.key[0]}"):
-                agent = _PeerAgent(self._binding, self._name, self._region, target)
+                agent = _PeerAgent(self._binding, self._name, self._region, target, self._operation)
             self._agent, self._is_broken = agent, False
         return agent
 

@@ -324,7 +324,7 @@ class System:
             self._flying = None
             self._end(step)
         self.others.turn()
-        self.store.tick()
+        self.store.tick(is_computing=step is not None)
         self.tiers.tick()
         for page in self.memory.take_freed():
             self.rows[page] = 255
