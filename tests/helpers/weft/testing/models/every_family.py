@@ -19,17 +19,25 @@ _BASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
     ),
 }  # fmt: skip
-_OF_REFERENCES = _BASES | MOE_FAMILIES
-EVERY_FAMILY = (*_OF_REFERENCES, *FAMILIES)
+OF_REFERENCES = _BASES | MOE_FAMILIES
+"""Model types and fields for `make_reference`."""
+EVERY_FAMILY = (*OF_REFERENCES, *FAMILIES)
 """Names for `write_model`."""
 
 
-def write_model(name: str, path: Path, seed: int) -> Any:
-    """Writes a model directory; returns the same in transformers, float32."""
-    if name in _OF_REFERENCES:
-        kind, overrides = _OF_REFERENCES[name]
-        return make_reference(kind, path, seed, **overrides)
-    return load_reference(make_family(name, path, seed))
+def write_model(name: str, path: Path, seed: int, **fields: Any) -> Any:
+    """Writes a model directory; returns the same in transformers, float32.
+
+    Args:
+        name: One of `EVERY_FAMILY`.
+        path: Directory to create.
+        seed: Of the weights.
+        **fields: Further fields of the configuration.
+    """
+    if name in OF_REFERENCES:
+        kind, overrides = OF_REFERENCES[name]
+        return make_reference(kind, path, seed, **(overrides | fields))
+    return load_reference(make_family(name, path, seed, **fields))
 
 
 def load_reference(path: Path) -> Any:
