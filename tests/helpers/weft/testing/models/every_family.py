@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.ling import is_ling, load_ling, to_ling
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.reference_models import make_reference
 
@@ -36,7 +37,10 @@ def write_model(name: str, path: Path, seed: int, **fields: Any) -> Any:
     """
     if name in OF_REFERENCES:
         kind, overrides = OF_REFERENCES[name]
-        return make_reference(kind, path, seed, **(overrides | fields))
+        reference = make_reference(kind, path, seed, **(overrides | fields))
+        if name == "ling2":
+            to_ling(path)
+        return reference
     return load_reference(make_family(name, path, seed, **fields))
 
 
@@ -44,6 +48,8 @@ def load_reference(path: Path) -> Any:
     """A model directory in transformers, float32."""
     import transformers
 
+    if is_ling(path):
+        return load_ling(path)
     config = transformers.AutoConfig.from_pretrained(path)
     build: Any = transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):
