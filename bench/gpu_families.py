@@ -199,10 +199,10 @@ def latent_layer() -> LatentAttention:
 
 def prompt_row(length: int, before: int, rates: Rates) -> Row:
     """One prompt's rows, some positions behind its beginning: with the projections between latents
-    and heads, whose products are not counted.
+    and heads, whose products are counted where the row says so.
     """
     layer, total = latent_layer(), before + length
-    step = latent_step(length, 1, total)._replace(is_cold=before == 0)
+    step = latent_step(length, 1, total)._replace(is_cold=before == 0, num_earlier=before)
     positions = torch.arange(before, total, device="cuda")
     step = step._replace(
         places=step.page_table[0].long()[positions // PAGE] * PAGE + positions % PAGE
@@ -224,13 +224,19 @@ def prompt_row(length: int, before: int, rates: Rates) -> Row:
     if layer._takes_heads(q, made):
         latents = layer._own_heads(read_latents(pool, 0, step.places))
         found["heads"] = lambda: layer._by_heads(q, made, pool)
+        if before:
+            own = planned(step._replace(num_earlier=None), q.dtype, layer.spec, length, pool)
+            found["own_heads"] = lambda: layer._by_heads(q, own, pool)
         found["attention"] = lambda: own_attention(q, *latents, step.cu_q_lens, 0.07)[0]
         found["projections"] = lambda: layer._own_heads(read_latents(pool, 0, step.places))[0]
     exact = found["absorbed"]().float()
     for name, call in found.items():
         seconds = captured_s(lambda _, call=call: call(), 1)
         row |= {f"{name}_us": 1e6 * seconds, f"{name}_share": flop / seconds / rates.flop_per_s}
-        if name in ("flash_mla", "heads"):
+        if name == "heads":
+            both = flop + 2 * total * HEADS * RANK * (NOPE + VALUE)
+            row["heads_and_projections_share"] = both / seconds / rates.flop_per_s
+        if name in ("flash_mla", "heads", "own_heads"):
             difference = (call().float() - exact).abs().max()
             row[f"{name}_differs"] = float(difference / exact.abs().max())
     if before:

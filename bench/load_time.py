@@ -5,11 +5,12 @@
 
 It writes layers of Llama 3.1 8B's shape in bfloat16 to a temporary folder, reads the files so that
 they are in the page cache, and takes in turns, each in a process of its own: Weft's loader as a
-first start (which computes the files' digests) and as a later one, safetensors, and fastsafetensors
-where it is installed. Weft's time includes the packing of products for the device. Once it takes
-what the machine can do: reads by one thread and by eight, writes of new files, copies from pinned
-memory to the device, and on a CPU the first write of as much new memory. `pull` fetches the files
-from a hub on loopback to a new cache beside them, as `weft model pull` does.
+first start (which computes the files' digests), as a later one and with nothing in the page cache,
+safetensors, and fastsafetensors where it is installed. All keep what they load; Weft's time
+includes the packing of products for the device. Once it takes what the machine can do: reads by one
+thread and by eight, also from disk, writes of new files, copies from pinned memory to the device,
+and on a CPU the first write of as much new memory. `pull` fetches the files from a hub on loopback
+to a new cache beside them, as `weft model pull` does.
 """
 
 from __future__ import annotations
@@ -127,6 +128,14 @@ def read_by_several(folder: Path, device: str) -> None:
             list(threads.map(read_plainly, repeat(path), range(_THREADS), repeat(_THREADS)))
 
 
+def forget(folder: Path) -> None:
+    """Drops the files' pages from the page cache."""
+    for path in weight_paths(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # Pages that are not yet written would stay.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def write_as_much(folder: Path, device: str) -> None:
     """Writes new files of the same sizes, by one thread."""
     piece = memoryview(os.urandom(_READ_BYTES))
@@ -171,10 +180,8 @@ def load_with_safetensors(folder: Path, device: str) -> None:
     """safetensors, without any packing."""
     kept = [load_file(path, device) for path in weight_paths(folder)]
     if torch.device(device).type == "cpu":
-        # They are mapped until somebody needs them.
-        for tensors in kept:
-            for tensor in tensors.values():
-                tensor.clone()
+        # They are mapped until somebody needs them, and all are kept, as by the other loaders.
+        kept = [{name: one.clone() for name, one in tensors.items()} for tensors in kept]
 
 
 def load_with_fastsafetensors(folder: Path, device: str) -> None:
@@ -190,6 +197,7 @@ def load_with_fastsafetensors(folder: Path, device: str) -> None:
 RATES: dict[str, Callable[[Path, str], None]] = {
     "read, 1 thread": read_by_one,
     "read, 8 threads": read_by_several,
+    "read, 8 threads, from disk": read_by_several,
     "write, 1 thread": write_as_much,
     "copy to new memory": copy_as_much,
     "pull": pull_from_mirror,
@@ -197,10 +205,13 @@ RATES: dict[str, Callable[[Path, str], None]] = {
 LOADERS: dict[str, Callable[[Path, str], None]] = {
     "weft, first start": load_first,
     "weft": load_with_weft,
+    "weft, from disk": load_with_weft,
     "safetensors": load_with_safetensors,
     "fastsafetensors": load_with_fastsafetensors,
 }
 WAYS = RATES | LOADERS
+FROM_DISK = ", from disk"
+"""Ends the names of ways before which the page cache forgets the files."""
 
 
 def seconds_of(way: str, folder: Path, device: str) -> float:
@@ -211,6 +222,8 @@ def seconds_of(way: str, folder: Path, device: str) -> float:
         hub = {"HF_ENDPOINT": mirror.url, "HF_HUB_CACHE": cache, "HF_HUB_OFFLINE": "0"}
         if way == "pull":
             mirror.commit(_REPOSITORY)  # Computes the files' hashes.
+        if way.endswith(FROM_DISK):
+            forget(folder)
         environment = {**os.environ, **hub}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -236,8 +249,9 @@ def measure(options: argparse.Namespace, report: Callable[[str, Sequence[float]]
     """Seconds by way, in turns."""
     ways = [way for way in options.ways if way != "fastsafetensors" or fastsafetensors is not None]
     with tempfile.TemporaryDirectory(dir=options.at) as name:
-        folder = Path(name)
-        write_model(folder, int(options.gib * GIB))
+        folder = options.folder or Path(name)
+        if options.folder is None:
+            write_model(folder, int(options.gib * GIB))
         size = sum(path.stat().st_size for path in weight_paths(folder))
         read_by_one(folder, options.device)
         seconds_of("weft", folder, options.device)  # So that libraries are in the page cache too.
@@ -270,7 +284,7 @@ def main() -> None:
     parser.add_argument("--at", type=Path, help="where to write it; else the temporary folder")
     parser.add_argument("--save", type=Path, help="file for the figures")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="checkpoint to load; else one is written")
     options = parser.parse_args()
     if options.one:
         print(time_one(options.one, options.folder, options.device))

@@ -15,6 +15,7 @@ from weft.kernels.scaled_kv import SCALED_MULTIPLE, dequantised, head_dim, holds
 if TYPE_CHECKING:
     from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
     from weft.kernels.gpu.flash_mla import LatentPlan
+    from weft.kernels.latent_attention import EarlierLatents
 
 MAX_TREE_ROWS = 32
 """Most rows of a request whose rows form a tree, including those of earlier steps; a sliding window
@@ -83,6 +84,10 @@ class GroupStep(NamedTuple):
     """
     is_cold: bool = False
     """Whether requests of several rows are known to have no positions before the step."""
+    num_earlier: int | None = None
+    """Positions before the step of all requests of several rows, where it would pay to compute
+    latents' heads of them; None: it would not, or their number is not known.
+    """
     is_settled: bool = False
     """Set by `settled` for consecutive layers in which all rows attend. The step is checked, and
     kernels may read the step and the pool's earlier positions before the preceding launches end.
@@ -91,6 +96,10 @@ class GroupStep(NamedTuple):
     """In a settled step, the rows that FlashAttention-3 computes."""
     latents: LatentPlan | None = None
     """Of latents in pages: how FlashMLA computes the rows; None: it does not."""
+    earlier: EarlierLatents | None = None
+    """Of latents in pages: where those `num_earlier` positions are; None: heads of them are not
+    computed.
+    """
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool that the step runs on.

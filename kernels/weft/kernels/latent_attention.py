@@ -3,7 +3,8 @@
 `latent_attention` computes with the latents themselves, which suits few rows. Of a prompt's many
 rows it is less work to compute the heads' keys and values of their own positions, as
 `own_attention` takes them, and to merge the result with `attention_before`, to the positions before
-the step (`merged`).
+the step (`merged`). Of many rows it is even less to compute the heads of those positions too
+(`earlier_attention`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,17 @@ _MAX_SCORES = 1 << 24
 """Scores that are held at once."""
 NOTHING = -1e38
 """The logarithm of the sum of no weight."""
+
+
+class EarlierLatents(NamedTuple):
+    """The positions before a step of its requests of several rows, request by request."""
+
+    places: torch.Tensor
+    """[N] int64, as of `write_latents`."""
+    parts: tuple[tuple[slice, torch.Tensor], ...]
+    """Of parts of them: which they are, and as [R + 1] int32 where in the part each request's
+    begin and the last one's end. No part has more positions than the step has rows.
+    """
 
 
 class LatentSpec(NamedTuple):
@@ -69,6 +81,8 @@ def planned(
     step: GroupStep, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
 ) -> GroupStep:
     """A step for consecutive layers of equal constants in which all of so many rows attend."""
+    if step.num_earlier and step.earlier is None and step.ancestors is None:
+        step = step._replace(earlier=_earlier_latents(step, step.num_earlier, rows, pool.shape[-2]))
     if not pool.is_cuda or step.latents is not None or step.ancestors is not None:
         return step
     from weft.kernels.gpu import flash_mla
@@ -78,6 +92,22 @@ def planned(
     if step.max_q_len <= 1 and rows != step.page_table.shape[0]:
         return step
     return step._replace(latents=flash_mla.plan_latents(step, rows, spec.heads))
+
+
+def _earlier_latents(step: GroupStep, total: int, rows: int, page_size: int) -> EarlierLatents:
+    counts = step.cu_q_lens.diff()
+    before = torch.where(counts > 1, step.kv_lens - counts, 0)
+    ends = before.cumsum(0)
+    number = torch.arange(total, device=ends.device)
+    request = torch.searchsorted(ends, number, right=True)
+    position = number - (ends - before).index_select(0, request)
+    places = step.page_table[request, position // page_size].long() * page_size
+    bounds = torch.cat([ends.new_zeros(1), ends])
+    parts = []
+    for first in range(0, total, rows):
+        end = min(first + rows, total)
+        parts.append((slice(first, end), (bounds - first).clamp(0, end - first).int()))
+    return EarlierLatents(places + position % page_size, tuple(parts))
 
 
 def attention_before(
@@ -140,6 +170,56 @@ def own_attention_reference(
         scores.masked_fill_(hidden, float("-inf"))
         sums[first:end] = scores.logsumexp(dim=-1).t()
         out[first:end] = torch.einsum("hts,shv->thv", scores.softmax(-1), v[first:end].float())
+    return out, sums
+
+
+def earlier_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each request's rows to all of its given keys.
+
+    Args:
+        q: [T, H, D].
+        k: [N, H, D].
+        v: [N, H, V].
+        cu_q_lens: [R + 1] int32: request r has the rows cu_q_lens[r] to cu_q_lens[r + 1].
+        cu_kv_lens: [R + 1] int32, its keys and values likewise, none for some.
+        scale: Factor on the scores.
+
+    Returns:
+        [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum; of rows
+        without keys zeros and a very negative number.
+    """
+    if q.is_cuda:
+        from weft.kernels.gpu import flash_attention
+
+        return flash_attention.earlier_attention(q, k, v, cu_q_lens, cu_kv_lens, scale)
+    return earlier_attention_reference(q, k, v, cu_q_lens, cu_kv_lens, scale)
+
+
+def earlier_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`earlier_attention` in eager torch, any device."""
+    out = v.new_zeros((*q.shape[:2], v.shape[2]))
+    sums = q.new_full(q.shape[:2], NOTHING, dtype=torch.float32)
+    keys = pairwise(cu_kv_lens.tolist())
+    for (first, end), (begin, stop) in zip(pairwise(cu_q_lens.tolist()), keys, strict=True):
+        if first == end or begin == stop:
+            continue
+        scores = torch.einsum("thd,shd->hts", q[first:end].float(), k[begin:stop].float()) * scale
+        sums[first:end] = scores.logsumexp(dim=-1).t()
+        out[first:end] = torch.einsum("hts,shv->thv", scores.softmax(-1), v[begin:stop].float())
     return out, sums
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.executor import graphs
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.executor.graphs import (
@@ -159,6 +161,33 @@ def test_a_long_cold_prompt_within_windows_has_no_graph_of_its_own(
     bucket = buckets.of(arrays)
     assert bucket is not None
     assert bucket.kind == ("cold" if is_cold else "ragged")
+
+
+def test_chunks_of_latents_behind_many_positions_have_no_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where their rows are many enough for heads of those positions, which a graph cannot count."""
+    monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens >= 2048)
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    sizes = LatentConfig(q_rank=None, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16)
+    config = replace(config, latent=sizes)
+    buckets = GraphBuckets(config, step_buckets(config, torch.bfloat16, 8, 4096))
+    table = np.zeros((3, 8192 // PAGE_SIZE), np.int32)
+    for q_lens, kv_lens, kind in (
+        ([1, 2100], [4000, 2100], "prompts"),
+        ([1, 2100, 40], [4000, 6000, 40], None),
+        ([1, 1500], [4000, 6000], "ragged"),
+        ([1, 2100, 40], [4000, 2100, 8000], "ragged"),
+    ):
+        arrays = make_arrays(table, q_lens, kv_lens)
+        bucket = buckets.of(arrays)
+        assert (bucket and bucket.kind) == kind
+        own = [(kv - q) * (q > 1) for q, kv in zip(q_lens, kv_lens, strict=True)]
+        if kind is None:
+            assert arrays.num_earlier == sum(own)
+            # The host does not know where a request with drafts begins.
+            arrays.owners = np.array([1])
+        assert kind == "ragged" or arrays.num_earlier is None
 
 
 def test_prompts_with_adapters_have_no_graph_that_reads_rows_of_others(

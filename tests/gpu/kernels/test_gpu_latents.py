@@ -91,16 +91,20 @@ def test_rows(lengths: list[tuple[int, int]], page: int) -> None:
 @pytest.mark.needs("fa3")
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize(
-    ("lengths", "is_cold"),
+    ("lengths", "num_earlier"),
     [
-        ([(1, 300), (2100, 2100), (50, 50), (1, 1)], True),
-        ([(1, 300), (2000, 2700), (90, 90)], False),
+        ([(1, 300), (2100, 2100), (50, 50), (1, 1)], 0),
+        ([(1, 300), (2000, 2700), (90, 90)], None),
+        ([(1, 300), (2000, 2700), (90, 90)], 700),
+        ([(40, 3000), (1, 300), (2000, 2700), (1, 1), (90, 90)], 3660),
     ],
 )
-def test_prompts_by_heads(lengths: list[tuple[int, int]], is_cold: bool, page: int) -> None:
+def test_prompts_by_heads(
+    lengths: list[tuple[int, int]], num_earlier: int | None, page: int
+) -> None:
     fresh_seed()
     step, pool = make_step(lengths, page)
-    step = step._replace(is_cold=is_cold)
+    step = step._replace(is_cold=num_earlier == 0, num_earlier=num_earlier)
     rows = len(step.places)
     to_keys = torch.randn(HEADS, SIZES.nope_dim, SIZES.kv_rank, device="cuda").bfloat16() / 20
     to_values = torch.randn(HEADS, SIZES.kv_rank, SIZES.value_dim, device="cuda").bfloat16() / 20

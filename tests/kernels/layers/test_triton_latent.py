@@ -15,7 +15,7 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all
-from weft.kernels.latent_attention import own_attention_reference
+from weft.kernels.latent_attention import earlier_attention_reference, own_attention_reference
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.moe import ExpertWeights, RouterForm, SparseMlpWeight
 from weft.kernels.norm import Norm
@@ -110,15 +110,22 @@ def test_layers_of_latent_attention(lengths: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "is_cold"),
-    [([(1, 30), (12, 20), (9, 9)], False), ([(1, 30), (12, 12), (9, 9), (1, 1)], True)],
+    ("lengths", "num_earlier"),
+    [
+        ([(1, 30), (12, 20), (9, 9)], None),
+        ([(1, 30), (12, 12), (9, 9), (1, 1)], 0),
+        ([(1, 30), (12, 30), (9, 9), (1, 1), (5, 30)], 43),
+    ],
 )
 def test_prompts_by_heads(
-    lengths: list[tuple[int, int]], is_cold: bool, monkeypatch: pytest.MonkeyPatch
+    lengths: list[tuple[int, int]], num_earlier: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own rows by keys and values of their heads: the same, on a CPU and by the GPU's kernels."""
+    """Rows by keys and values of heads, also of what is before: the same, on a CPU and by the GPU's
+    kernels.
+    """
     fresh_seed()
     monkeypatch.setattr(latent, "own_attention", own_attention_reference)
+    monkeypatch.setattr(latent, "earlier_attention", earlier_attention_reference)
     weights, rows = Weights(), sum(q for q, _ in lengths)
     pool = torch.randn(len(lengths) * 4, 1, 2, 1, PAGE_SIZE, SIZES.kv_rank + SIZES.rope_dim)
     hidden = torch.randn(rows, HIDDEN)
@@ -134,7 +141,8 @@ def test_prompts_by_heads(
             page_table=torch.cat([group.page_table, group.page_table[:1]]),
             cu_q_lens=torch.cat([group.cu_q_lens, group.cu_q_lens[-1:]]),
             kv_lens=torch.cat([group.kv_lens, group.kv_lens[:1]]),
-            is_cold=is_cold,
+            is_cold=num_earlier == 0,
+            num_earlier=num_earlier,
         )
         with as_on_gpu() if on_gpu else contextlib.nullcontext():
             return run_all([Run(layers)], given, replace(step, groups=(more,)), kv)

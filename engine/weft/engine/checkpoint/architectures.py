@@ -27,6 +27,7 @@ _BUILT_IN = {
 _FAMILIES = {
     "AfmoeForCausalLM": ("afmoe", "read_afmoe"),
     "ArceeForCausalLM": ("llamas", "read_arcee"),
+    "BailingMoeV2ForCausalLM": ("glm4_moe", "read_ling2"),
     "BambaForCausalLM": ("mamba", "read_bamba"),
     "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
     "CohereForCausalLM": ("cohere", "read_cohere"),
@@ -39,6 +40,7 @@ _FAMILIES = {
     "ExaoneMoeForCausalLM": ("exaone4", "read_exaone_moe"),
     "Exaone4ForCausalLM": ("exaone4", "read_exaone4"),
     "FalconH1ForCausalLM": ("mamba", "read_falcon_h1"),
+    "FlexOlmoForCausalLM": ("olmo", "read_flex_olmo"),
     "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
     "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
     "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
@@ -54,6 +56,8 @@ _FAMILIES = {
     "GraniteForCausalLM": ("granite", "read_granite"),
     "GraniteMoeForCausalLM": ("granite", "read_granite_moe"),
     "GraniteMoeHybridForCausalLM": ("mamba", "read_granite_hybrid"),
+    "GraniteMoeSharedForCausalLM": ("granite", "read_granite_shared"),
+    "HeliumForCausalLM": ("llamas", "read_helium"),
     "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "HYV3ForCausalLM": ("hunyuan", "read_hy3"),
@@ -71,6 +75,8 @@ _FAMILIES = {
     "Llama4ForConditionalGeneration": ("llama4", "read_llama4"),
     "MellumForCausalLM": ("mellum", "read_mellum"),
     "MiMoV2FlashForCausalLM": ("mimo", "read_mimo"),
+    "MiniCPM3ForCausalLM": ("deepseek", "read_minicpm3"),
+    "MiniCPMForCausalLM": ("granite", "read_minicpm"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
     "MinistralForCausalLM": ("llamas", "read_ministral"),
@@ -101,6 +107,7 @@ _FAMILIES = {
     "Step3p5ForCausalLM": ("laguna", "read_step3"),
     "Step3p7ForConditionalGeneration": ("laguna", "read_step3"),
     "VaultGemmaForCausalLM": ("gemma", "read_vault_gemma"),
+    "YoutuForCausalLM": ("deepseek", "read_youtu"),
 }
 """Architectures made of `weft.engine.checkpoint.parts`: modules of
 `weft.engine.checkpoint.families`, and the functions that read their configurations.

@@ -180,6 +180,7 @@ class DeviceInputs:
             max_kv_len=arrays.max_kv_len,
             ancestors=ancestors,
             is_cold=arrays.is_cold and arrays.adapter_slots is None,
+            num_earlier=arrays.num_earlier,
         )
         return Step(
             token_ids=token_ids,

@@ -292,6 +292,15 @@ class GraphBuckets:
             return bucket
         return bucket._replace(has_lora=True)
 
+    def _takes_earlier_heads(self, arrays: StepArrays) -> bool:
+        """Whether attention to latents takes heads of positions before the step, whose number a
+        graph does not know.
+        """
+        if self._config.latent is None or not self._prompts:
+            return False
+        least = min(bucket.tokens for bucket in self._prompts)
+        return len(arrays.token_ids) >= least and arrays.num_earlier is not None
+
     def _size_of(self, arrays: StepArrays) -> GraphBucket | None:
         num_tokens, num_requests = len(arrays.token_ids), len(arrays.slots)
         if arrays.is_decode:
@@ -313,7 +322,9 @@ class GraphBuckets:
                 bucket = buckets[num_tokens - 1]
                 if len(arrays.logits_rows) <= bucket.columns.max_logits:
                     cold = bucket._replace(kind="prompts")
-                    return cold if cold in prompts and arrays.is_cold else bucket
+                    if cold in prompts and arrays.is_cold:
+                        return cold
+                    return None if self._takes_earlier_heads(arrays) else bucket
         return None
 
 

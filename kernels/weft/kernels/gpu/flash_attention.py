@@ -18,6 +18,7 @@ import logging
 
 import torch
 from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
+from weft.kernels.latent_attention import NOTHING
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,37 @@ def own_attention(
         num_splits=1,
     )
     return out, sums.transpose(0, 1)
+
+
+def earlier_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.latent_attention.earlier_attention` for CUDA tensors, as `own_attention`."""
+    namespace = _namespace()
+    assert namespace is not None
+    rows, keys = q.shape[0], k.shape[0]
+    bounds = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), rows)])
+    kv_bounds = torch.cat([cu_kv_lens, cu_kv_lens[-1:]])
+    out, sums, *_ = getattr(torch.ops, namespace).fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=kv_bounds,
+        # Bounds, which only choose how it is launched.
+        max_seqlen_q=rows,
+        max_seqlen_k=keys,
+        softmax_scale=scale,
+        is_causal=False,
+        num_splits=1,
+    )
+    # Of rows without keys it writes zeros and minus infinity.
+    return out, sums.transpose(0, 1).clamp(min=NOTHING)
 
 
 @functools.cache

@@ -54,7 +54,8 @@ class LatentPlan(NamedTuple):
     """Each row's attention to all positions that it may see."""
     before: RowsPlan | None = None
     """Attention to the positions before the step alone; None where each request has one row. It has
-    all rows, or each request's last row where no request of several rows has such positions.
+    all rows, or each request's last row where no request of several rows has such positions, or
+    heads of them are computed.
     """
 
 
@@ -99,7 +100,7 @@ def plan_latents(step: GroupStep, rows: int, heads: int) -> LatentPlan:
     begins = before.index_select(0, request)
     own = number - step.cu_q_lens.index_select(0, request) + 1
     seen = _plan(table, torch.where(is_row, begins + own, 0).int(), heads)
-    if step.is_cold:
+    if step.is_cold or step.earlier is not None:
         lens = torch.where(counts == 1, before, 0)
         return LatentPlan(seen, _plan(step.page_table, lens, heads))
     return LatentPlan(seen, _plan(table, torch.where(is_row, begins, 0), heads))

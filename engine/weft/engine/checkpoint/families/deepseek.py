@@ -1,4 +1,6 @@
-"""DeepSeek V2 and V3, and models of their shape: latent attention, routed and shared experts."""
+"""DeepSeek V2 and V3, and models of their shape: latent attention, routed and shared experts. Youtu
+and MiniCPM 3 have the attention without the experts.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from weft.engine.checkpoint.families.experts import (
     mistral4_experts,
 )
 from weft.engine.checkpoint.families.family import Family, behind, mistral_names, same
+from weft.engine.checkpoint.families.granite import minicpm_factors
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.mtp_config import head_behind
@@ -63,8 +66,27 @@ def read_mistral4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     return _config(family, mistral4_experts(family.fields), eps=1e-6, names=mistral_names())
 
 
+def read_youtu(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Youtu-LLM."""
+    return _config(Family(raw, generation, where), None, eps=1e-6, is_tied=True)
+
+
+def read_minicpm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """MiniCPM 3: halves of heads are rotated, with MiniCPM's factors."""
+    family = Family(raw, generation, where)
+    factors = minicpm_factors(family, embedding=12.0, depth=1.4, base=256)
+    return _config(family, None, eps=1e-5, is_interleaved=False, is_tied=True, factors=factors)
+
+
 def _config(
-    family: Family, moe: MoEConfig, eps: float, names: NamesConfig | None = None
+    family: Family,
+    moe: MoEConfig | None,
+    eps: float,
+    names: NamesConfig | None = None,
+    *,
+    is_interleaved: bool = True,
+    is_tied: bool = False,
+    factors: Mapping[str, float] | None = None,
 ) -> ModelConfig:
     fields, norm = family.fields, family.rms(eps=eps)
     family.only("attention_bias", False)
@@ -73,12 +95,13 @@ def _config(
         kv_rank=fields.positive("kv_lora_rank"),
         nope_dim=fields.positive("qk_nope_head_dim"),
         rope_dim=fields.positive("qk_rope_head_dim"),
-        value_dim=fields.positive("v_head_dim"),
+        value_dim=fields.positive("v_head_dim", family.hidden_size // family.num_heads),
     )
     dim = latent.nope_dim + latent.rope_dim
     # Some files give the share of the whole head, of which only this part is rotated at all.
     share = latent.rope_dim / dim
-    rope = family.rope(is_interleaved=fields.flag("rope_interleave", True), partial=1.0)
+    turned = fields.flag("rope_interleave", is_interleaved)
+    rope = family.rope(is_interleaved=turned, partial=1.0)
     if rope.partial not in (1.0, share):
         raise fields.error("partial_rotary_factor", f"only {share} is supported")
     layer = AttentionConfig(
@@ -90,11 +113,14 @@ def _config(
         norm=norm,
         layers=same(layer, family.num_layers),
         mlp=MlpConfig(activation=family.activation()),
+        **(factors or {}),
     )
     # Mistral's own files have no MTP head.
-    head = head_behind(family.num_layers) if names is None else None
+    head = head_behind(family.num_layers) if names is None and moe is not None else None
     names = names or NamesConfig(left_out=behind(family.num_layers))
-    return family.config(decoder, head_dim=dim, names=names, moe=moe, latent=latent, mtp=head)
+    return family.config(
+        decoder, head_dim=dim, names=names, moe=moe, latent=latent, mtp=head, is_tied=is_tied
+    )
 
 
 def _score_factor(family: Family) -> float:

@@ -341,8 +341,16 @@ def nemotron_experts(config: Fields, dense: tuple[int, ...]) -> MoEConfig:
     )
 
 
-def kimi_experts(config: Fields) -> MoEConfig:
-    """Kimi Linear's: DeepSeek V3's, by names of its own."""
+def ling2_experts(config: Fields) -> MoEConfig:
+    """Ling 2.0's: as `kimi_experts`."""
+    inner = config.positive("moe_intermediate_size")
+    if config.positive("moe_shared_expert_intermediate_size", inner) != inner:
+        raise config.error("moe_shared_expert_intermediate_size", f"only {inner} is supported")
+    return kimi_experts(config, scale=2.5)
+
+
+def kimi_experts(config: Fields, *, scale: float = 2.446) -> MoEConfig:
+    """Kimi Linear's: DeepSeek V3's, by names of its own; `scale`: default of the shares' factor."""
     inner = config.positive("moe_intermediate_size", 1024)
     groups, kept = (
         config.positive(name, config.positive(other, 1))
@@ -366,7 +374,7 @@ def kimi_experts(config: Fields) -> MoEConfig:
             groups=groups,
             kept_groups=kept,
             summed=2,
-            scale=config.number("routed_scaling_factor", 2.446),
+            scale=config.number("routed_scaling_factor", scale),
         ),
         shared_size=inner * config.count("num_shared_experts", config.count("n_shared_experts", 1)),
     )

@@ -1,4 +1,6 @@
-"""GLM-4.5 to 4.7, and dots.llm1: grouped-query attention with DeepSeek V3's experts."""
+"""GLM-4.5 to 4.7, dots.llm1, Solar Open and Ling 2.0: grouped-query attention with DeepSeek V3's
+experts.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.families.experts import deepseek_v3_experts
+from weft.engine.checkpoint.families.experts import deepseek_v3_experts, ling2_experts
 from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, behind, same
+from weft.engine.checkpoint.moe_config import MoENamesConfig
 from weft.engine.checkpoint.mtp_config import head_behind
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
@@ -56,6 +59,42 @@ def read_solar(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     moe = deepseek_v3_experts(fields, num_dense=0)
     inner = moe.intermediate_size
     return family.config(decoder, head_dim=dim, kv_heads=8, moe=moe, intermediate_size=inner)
+
+
+def read_ling2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Ling and Ring 2.0 (arXiv 2510.22115): half of each normalised head is rotated."""
+    family = Family(raw, generation, where)
+    fields, dim, norm = family.fields, family.head_dim(), family.rms()
+    for name, value in (
+        ("use_qk_norm", True),
+        ("use_rmsnorm", True),
+        ("score_function", "sigmoid"),
+        ("moe_router_enable_expert_bias", True),
+        ("norm_head", False),
+        ("use_sliding_window", False),
+    ):
+        family.only(name, value)
+    layer = AttentionConfig(
+        rope=family.rope(theta=600_000.0, partial=0.5),
+        scale=dim**-0.5,
+        qkv_bias=fields.flag("use_qkv_bias", False),
+        o_bias=fields.flag("use_bias", False),
+        head_norm=HeadNormConfig(norm=norm, q_name="query_layernorm", k_name="key_layernorm"),
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+    )
+    names = NamesConfig(
+        embedding="word_embeddings",
+        attention="attention",
+        qkv="query_key_value",
+        o="dense",
+        left_out=behind(family.num_layers),
+        moe=MoENamesConfig(correction="gate.expert_bias"),
+    )
+    return family.config(decoder, head_dim=dim, names=names, moe=ling2_experts(fields))
 
 
 def read_dots1(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:

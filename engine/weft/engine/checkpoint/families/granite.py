@@ -1,9 +1,10 @@
-"""Granite 3 and 4 dense, and HyperCLOVA X: Llama's layers with factors on embedding, scores,
-additions and logits.
+"""Granite 3 and 4 dense, HyperCLOVA X, and MiniCPM: Llama's layers with factors on embedding,
+scores, additions and logits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,6 +47,59 @@ def read_granite_moe(
     )
     moe = mixtral_experts(family.fields)
     return _config(family, moe, NamesConfig(feeds=("block_sparse_moe",), moe=names))
+
+
+def read_granite_shared(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Granite with shared experts beside those of `read_granite_moe`."""
+    family = Family(raw, generation, where)
+    shared = family.fields.count("shared_intermediate_size", 1024)
+    moe = mixtral_experts(family.fields, shared_size=shared)
+    return _config(family, moe, NamesConfig(feeds=("",), moe=shared_names()))
+
+
+def read_minicpm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """MiniCPM (arXiv 2404.06395) and MiniCPM 4 without its sparse attention."""
+    family = Family(raw, generation, where)
+    family.only("sparse_config", None)
+    family.only("num_experts", 0)
+    dim, factors = family.head_dim(), minicpm_factors(family)
+    layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5)
+    decoder = DecoderConfig(
+        norm=family.rms(),
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+        **factors,
+    )
+    return family.config(decoder, is_tied=True)
+
+
+def minicpm_factors(
+    family: Family, *, embedding: float = 1.0, depth: float = 1.0, base: int = 1
+) -> dict[str, float]:
+    """Fields of a decoder: the factors of MiniCPM, by the defaults of its fields."""
+    fields = family.fields
+    return {
+        "embedding_multiplier": fields.number("scale_emb", embedding),
+        "residual_multiplier": fields.number("scale_depth", depth) / math.sqrt(family.num_layers),
+        "logit_multiplier": fields.positive("dim_model_base", base) / family.hidden_size,
+    }
+
+
+def shared_names() -> MoENamesConfig:
+    """Names of Granite's experts where there are shared ones, below a layer."""
+    return MoENamesConfig(
+        router="block_sparse_moe.router.layer",
+        stacked=(
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.output_linear.weight",
+        ),
+        experts="",
+        shared="shared_mlp",
+        shared_gate_up="input_linear",
+        shared_down="output_linear",
+    )
 
 
 def _config(

@@ -1,5 +1,5 @@
 """Families whose layers are Llama's but for some numbers: Seed-OSS, ERNIE 4.5, InternLM3, SmolLM3,
-Ministral, Arcee, MiMo.
+Ministral, Arcee, MiMo, Helium.
 """
 
 from __future__ import annotations
@@ -95,6 +95,16 @@ def read_cwm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
     dim, rope = family.head_dim(128), family.rope(theta=1e6)
     window = family.window(kinds, 8192)
     return _alike(family, dim, rope, window=window, eps=1e-5, kv_heads=8)
+
+
+def read_helium(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Helium: rotates adjacent pairs."""
+    family = Family(raw, generation, where)
+    bias = family.fields.flag("attention_bias", False)
+    rope = family.rope(theta=1e5, is_interleaved=True)
+    mlp = _gated(family, family.fields.flag("mlp_bias", False))
+    # Its output projection has no bias in any case.
+    return _alike(family, family.head_dim(128), rope, {"qkv_bias": bias}, mlp=mlp, eps=1e-8)
 
 
 def read_ministral(

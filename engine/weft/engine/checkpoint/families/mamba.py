@@ -8,8 +8,9 @@ from typing import Any, Literal
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.experts import mixtral_experts, nemotron_experts
 from weft.engine.checkpoint.families.family import FULL, Family
+from weft.engine.checkpoint.families.granite import shared_names
 from weft.engine.checkpoint.fields import Fields
-from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
+from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
@@ -80,18 +81,7 @@ def read_granite_hybrid(
     )
     if fields.count("num_local_experts", 8):
         moe = mixtral_experts(fields, shared_size=shared)
-        of_experts = MoENamesConfig(
-            router="block_sparse_moe.router.layer",
-            stacked=(
-                "block_sparse_moe.input_linear.weight",
-                "block_sparse_moe.output_linear.weight",
-            ),
-            experts="",
-            shared="shared_mlp",
-            shared_gate_up="input_linear",
-            shared_down="output_linear",
-        )
-        names = NamesConfig(recurrent="mamba", feeds=("",), moe=of_experts)
+        names = NamesConfig(recurrent="mamba", feeds=("",), moe=shared_names())
     return family.config(decoder, names=names, moe=moe, intermediate_size=shared)
 
 

@@ -1,4 +1,6 @@
-"""OLMo 2 and 3: norms only after the blocks; norms of q and k over all heads together."""
+"""OLMo 2 and 3, OLMoE and FlexOlmo: norms of q and k over all heads together, and in most of them
+norms only after the blocks.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,16 @@ def read_olmoe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     kinds = (FULL,) * family.num_layers
     moe = olmoe_experts(family.fields)
     return _config(family, {FULL: family.rope()}, kinds, order="before", moe=moe)
+
+
+def read_flex_olmo(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """FlexOlmo (arXiv 2507.07024): OLMo 2 with OLMoE's experts."""
+    family = Family(raw, generation, where)
+    rope = family.rope(theta=500_000.0)
+    moe = olmoe_experts(family.fields)
+    return _config(family, {FULL: rope}, (FULL,) * family.num_layers, moe=moe)
 
 
 def _olmo3_rope(family: Family, kind: str) -> RopeConfig:

@@ -18,8 +18,10 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.attention import GroupStep
 from weft.kernels.latent_attention import (
+    EarlierLatents,
     LatentSpec,
     attention_before,
+    earlier_attention,
     latent_attention,
     merged,
     own_attention,
@@ -52,7 +54,7 @@ class LatentAttention:
     """Attention of one layer to one latent a position: a `Mixer`.
 
     The projection of latents to keys is multiplied into the queries, so that the layer computes no
-    heads' keys and values, but of prompts' own rows where that is less work.
+    heads' keys and values, but for prompts of many rows, where that is less work.
     """
 
     def __init__(
@@ -236,10 +238,15 @@ class LatentAttention:
         return not is_fixed and suits_own_attention(q.dtype, dim, self.config.value_dim, rows)
 
     def _by_heads(self, q: torch.Tensor, group: GroupStep, latents: torch.Tensor) -> torch.Tensor:
-        """[T, H, value]: attention to the step's rows by heads, to what is before by latents."""
+        """[T, H, value]: attention to the step's rows by heads, and to what is before by latents
+        or by heads.
+        """
         k, v = self._own_heads(read_latents(latents, self.in_pool, group.places))
         values, sums = own_attention(q, k, v, group.cu_q_lens, self.spec.scale)
-        if not group.is_cold:
+        if group.earlier is not None:
+            del k, v
+            values, sums = self._with_earlier(q, group, group.earlier, latents, values, sums)
+        elif not group.is_cold:
             before, sums_before = attention_before(
                 self._absorb(q), latents, self.in_pool, self.spec, group
             )
@@ -261,6 +268,27 @@ class LatentAttention:
         is_single = (count == 1)[:, None, None]
         values.index_add_(0, rows, torch.where(is_single, -own, 0))
         return values.index_add_(0, rows, torch.where(is_single, both, 0))
+
+    def _with_earlier(
+        self,
+        q: torch.Tensor,
+        group: GroupStep,
+        earlier: EarlierLatents,
+        latents: torch.Tensor,
+        values: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merges attention to the step's own rows with that to positions before, by heads."""
+        # Results of many parts would be rounded as often.
+        total = values.float() if len(earlier.parts) > 1 else values
+        for part, cu_kv_lens in earlier.parts:
+            vectors = read_latents(latents, self.in_pool, earlier.places[part])
+            others, other_sums = earlier_attention(
+                q, *self._own_heads(vectors), group.cu_q_lens, cu_kv_lens, self.spec.scale
+            )
+            total = merged(total, sums, others.to(total.dtype), other_sums)
+            sums = torch.logaddexp(sums, other_sums)
+        return total.to(values.dtype), sums
 
     def _own_heads(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, rank + rope] -> keys [T, H, nope + rope] and values [T, H, value]."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.ling import is_ling, load_ling, to_ling
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.reference_models import make_reference
 
@@ -19,23 +20,36 @@ _BASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
     ),
 }  # fmt: skip
-_OF_REFERENCES = _BASES | MOE_FAMILIES
-EVERY_FAMILY = (*_OF_REFERENCES, *FAMILIES)
+OF_REFERENCES = _BASES | MOE_FAMILIES
+"""Model types and fields for `make_reference`."""
+EVERY_FAMILY = (*OF_REFERENCES, *FAMILIES)
 """Names for `write_model`."""
 
 
-def write_model(name: str, path: Path, seed: int) -> Any:
-    """Writes a model directory; returns the same in transformers, float32."""
-    if name in _OF_REFERENCES:
-        kind, overrides = _OF_REFERENCES[name]
-        return make_reference(kind, path, seed, **overrides)
-    return load_reference(make_family(name, path, seed))
+def write_model(name: str, path: Path, seed: int, **fields: Any) -> Any:
+    """Writes a model directory; returns the same in transformers, float32.
+
+    Args:
+        name: One of `EVERY_FAMILY`.
+        path: Directory to create.
+        seed: Of the weights.
+        **fields: Further fields of the configuration.
+    """
+    if name in OF_REFERENCES:
+        kind, overrides = OF_REFERENCES[name]
+        reference = make_reference(kind, path, seed, **(overrides | fields))
+        if name == "ling2":
+            to_ling(path)
+        return reference
+    return load_reference(make_family(name, path, seed, **fields))
 
 
 def load_reference(path: Path) -> Any:
     """A model directory in transformers, float32."""
     import transformers
 
+    if is_ling(path):
+        return load_ling(path)
     config = transformers.AutoConfig.from_pretrained(path)
     build: Any = transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):

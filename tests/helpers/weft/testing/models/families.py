@@ -58,6 +58,15 @@ _GATED_DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+_LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+_OWN_CODE: dict[str, dict[str, Any]] = {
+    "internlm3": {"architectures": ["InternLM3ForCausalLM"]},
+    "minicpm": {
+        "architectures": ["MiniCPMForCausalLM"],
+        **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
+    },
+}
+"""What files have that name a class of their own, of models that transformers knows by another."""
 _MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
@@ -477,6 +486,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "helium": ("helium", {"head_dim": 8}),
+    "youtu": ("youtu", {"num_key_value_heads": 6, "q_lora_rank": 20, **_LATENT}),
+    "minicpm3": (
+        "minicpm3",
+        {"num_key_value_heads": 6, "q_lora_rank": None, "dim_model_base": 16, **_LATENT},
+    ),
+    "minicpm": (
+        "granite",
+        {
+            "attention_multiplier": 8**-0.5,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / 2,
+            "logits_scaling": 48 / 16,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 """Model types of transformers, and fields of their configurations."""
 HYBRIDS = (
@@ -543,9 +568,8 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
             n.replace("language_model.model.blocks.", _LAYERS): t for n, t in tensors.items()
         }
         save_file(renamed, path / "model.safetensors", {"format": "pt"})
-    if name == "internlm3":
+    if name in _OWN_CODE:
         # Files of the hub name the class of their own code.
         written = json.loads((path / "config.json").read_text())
-        written["architectures"] = ["InternLM3ForCausalLM"]
-        (path / "config.json").write_text(json.dumps(written))
+        (path / "config.json").write_text(json.dumps(written | _OWN_CODE[name]))
     return path

@@ -108,5 +108,17 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
+    "ling2": (
+        "glm4_moe",
+        {**GLM, "use_qk_norm": True, "n_group": 3, "topk_group": 2, "num_key_value_heads": 2,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 6e5,
+                             "partial_rotary_factor": 0.5}},
+    ),
+    "flex-olmo": ("flex_olmo", {**MOE, "intermediate_size": 44, "head_dim": None}),
+    "granite-shared": (
+        "granitemoeshared",
+        {**LOCAL, "head_dim": None, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+         "attention_multiplier": 0.3, "logits_scaling": 4.0, "shared_intermediate_size": 60},
+    ),
 }  # fmt: skip
 """Model types, and overrides for `make_reference`."""
