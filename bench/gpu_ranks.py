@@ -4,10 +4,10 @@
     python bench/gpu_ranks.py engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts] [--out DIR]
 
 Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
-time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s; that of a
-prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one JSON. Several
-calls may load beside each other: with `--gate DIR --calls N` each measures once all N are loaded
-and those of lower `--turn` have measured.
+time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s (H200:
+4.8); that of a prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one
+JSON. Several calls may load beside each other: with `--gate DIR --calls N` each measures once all N
+are loaded and those of lower `--turn` have measured.
 
 `--long 128` adds a decode step of 128 requests with 1,536 tokens behind each, as in the middle of
 answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
@@ -55,7 +55,7 @@ from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.norm import Norm
 
-CARD = Rates(3.35e12, 989e12)
+CARD, H200 = Rates(3.35e12, 989e12), Rates(4.8e12, 989e12)
 PROMPT_TOKENS, NEW_TOKENS = 256, 96
 LONG_TOKENS, ANSWER_TOKENS = 1_488, 1_024
 TRACED_STEPS = 10
@@ -177,7 +177,8 @@ def engine_case(case: Case) -> dict[str, Any]:
             if case.gate is not None:
                 case.gate.wait()
             measuring = time.perf_counter()
-            rates = Rates(CARD.bytes_per_s * tp, CARD.flop_per_s * tp)
+            card = H200 if "H200" in torch.cuda.get_device_name() else CARD
+            rates = Rates(card.bytes_per_s * tp, card.flop_per_s * tp)
             for batch in case.batches:
                 found["decode"][batch] = decode(
                     llm, config, batch, PROMPT_TOKENS, rates, sizes, case.is_quick
