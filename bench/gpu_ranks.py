@@ -4,10 +4,14 @@
     python bench/gpu_ranks.py engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts] [--out DIR]
 
 Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
-time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s; that of a
-prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one JSON. Several
-calls may load beside each other: with `--gate DIR --calls N` each measures once all N are loaded
-and those of lower `--turn` have measured.
+time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s (H200:
+4.8); that of a prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one
+JSON. Several calls may load beside each other: with `--gate DIR --calls N` each measures once all N
+are loaded and those of lower `--turn` have measured.
+
+`--long 128` adds a decode step of 128 requests with 1,536 tokens behind each, as in the middle of
+answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
+second and card.
 
 `--quick` runs every kind of step but a few times, which fills caches of compiled kernels; ranks may
 then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
@@ -22,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import statistics
@@ -50,8 +55,9 @@ from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.norm import Norm
 
-CARD = Rates(3.35e12, 989e12)
+CARD, H200 = Rates(3.35e12, 989e12), Rates(4.8e12, 989e12)
 PROMPT_TOKENS, NEW_TOKENS = 256, 96
+LONG_TOKENS, ANSWER_TOKENS = 1_488, 1_024
 TRACED_STEPS = 10
 WIDTH, PER_GRAPH = 4096, 64
 SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -101,6 +107,8 @@ class Case(NamedTuple):
     tp: int
     ep: int
     batches: Sequence[int]
+    long: int
+    """Requests of the step of long ones; 0: none."""
     has_parts: bool
     quantization: str
     has_prompts: bool
@@ -128,7 +136,8 @@ def pages_of(case: Case) -> int:
     """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
     prompts = 8 * 4_096 // 16 if case.has_prompts else 0
     rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
-    pages = 640 + max(prompts, rows) // 16 * 16
+    long = case.long * (LONG_TOKENS + NEW_TOKENS) // 16
+    pages = 640 + max(prompts, rows, long) // 16 * 16
     return min(pages, 2_048) if case.is_quick else pages
 
 
@@ -147,7 +156,7 @@ def engine_case(case: Case) -> dict[str, Any]:
             "dummy_weights": True,
             "num_pages": pages_of(case),
             "max_context_tokens": 8_448,
-            "max_running_requests": max(64, *case.batches),
+            "max_running_requests": max(64, case.long, *case.batches),
             "max_step_tokens": 8192,
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
@@ -160,34 +169,49 @@ def engine_case(case: Case) -> dict[str, Any]:
             gc.collect()
             gc.freeze()
             found["start_s"] = time.perf_counter() - began
-            print(f"{name} tp {tp} ep {ep}: started in {found['start_s']:.0f} s", flush=True)
+            free = torch.cuda.mem_get_info()[0] / 2**30
+            print(
+                f"{name} tp {tp} ep {ep}: started in {found['start_s']:.0f} s, {free:.1f} GiB free",
+                flush=True,
+            )
             if case.gate is not None:
                 case.gate.wait()
             measuring = time.perf_counter()
-            rates = Rates(CARD.bytes_per_s * tp, CARD.flop_per_s * tp)
+            card = H200 if "H200" in torch.cuda.get_device_name() else CARD
+            rates = Rates(card.bytes_per_s * tp, card.flop_per_s * tp)
             for batch in case.batches:
-                found["decode"][batch] = decode(llm, config, batch, rates, sizes, case.is_quick)
+                found["decode"][batch] = decode(
+                    llm, config, batch, PROMPT_TOKENS, rates, sizes, case.is_quick
+                )
                 if case.has_parts and batch <= 64 and not case.is_quick:
                     found["parts"][batch] = parts_of_step(llm, batch)
             if case.has_prompts:
                 prompts(llm, config, rates, found, case.is_quick)
+            if case.long and not case.is_quick:
+                long_answers(llm, config, case, rates, sizes, found)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
     return found
 
 
 def decode(
-    llm: LLM, config: ModelConfig, batch: int, rates: Rates, sizes: WeightBytes, is_quick: bool
+    llm: LLM,
+    config: ModelConfig,
+    batch: int,
+    prompt_tokens: int,
+    rates: Rates,
+    sizes: WeightBytes,
+    is_quick: bool,
 ) -> dict[str, float]:
-    """Steady decode at one batch size, the better of two runs."""
+    """Steady decode at one batch size behind prompts of one length, the better of two runs."""
     run_batch(llm, batch, 32, 8)
     if is_quick:
-        run_batch(llm, min(batch, 64), PROMPT_TOKENS, 4)
+        run_batch(llm, min(batch, 64), prompt_tokens, 4)
         return {}
-    tries = 2 if batch < 256 else 1
-    runs = [run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS) for _ in range(tries)]
+    tries = 2 if batch < 128 else 1
+    runs = [run_batch(llm, batch, prompt_tokens, NEW_TOKENS) for _ in range(tries)]
     run = min(runs, key=lambda run: run.seconds / run.num_steps)
     step_s = run.seconds / run.num_steps
-    context = PROMPT_TOKENS + NEW_TOKENS - run.num_steps / 2
+    context = prompt_tokens + NEW_TOKENS - run.num_steps / 2
     roof_s = decode_work(config, batch, context, sizes).seconds(rates)
     host_ms = 1e3 * statistics.median(run.host_s)
     row = {"step_ms": 1e3 * step_s, "tok_s": batch / step_s, "share": roof_s / step_s}
@@ -220,6 +244,23 @@ def prompts(
     share = prompt_work(config, [4096] * 8).seconds(rates) / min(times)
     found["prefill"] = {"tok_s": rate, "share": share}
     print(f"  prefill 8 x 4,096: {rate:,.0f} tok/s, {share:.1%} of the roof", flush=True)
+
+
+def long_answers(
+    llm: LLM,
+    config: ModelConfig,
+    case: Case,
+    rates: Rates,
+    sizes: WeightBytes,
+    found: dict[str, Any],
+) -> None:
+    """Output tokens a second and card of prompts and answers of 1,024 tokens, by arithmetic."""
+    row = decode(llm, config, case.long, LONG_TOKENS, rates, sizes, is_quick=False)
+    answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / case.long
+    prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.has_prompts else 0.0
+    rate = ANSWER_TOKENS / (answer_s + prompt_s) / case.tp
+    found["long"] = {**row, "requests": case.long, "tok_s_card": rate}
+    print(f"  1,024 to 1,024, {case.long} requests: {rate:,.0f} output tok/s a card", flush=True)
 
 
 def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
@@ -414,6 +455,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 64, 256])
+    parser.add_argument("--long", type=int, default=0, help="requests of a step of long ones")
     parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
     parser.add_argument("--layers", type=int, help="of a shorter model, to fill caches of kernels")
     parser.add_argument("--decode-only", action="store_true", help="no prompts")
@@ -428,6 +470,8 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
+    # Tells when weights are there and graphs are captured.
+    logging.basicConfig(level=logging.INFO, format="  %(relativeCreated)d ms: %(message)s")
     if len(set(devices := arguments.device.split(","))) < len(devices):
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     if arguments.what == "sums":
@@ -448,6 +492,7 @@ def main() -> None:
             arguments.tp,
             arguments.ep,
             arguments.batches,
+            arguments.long,
             arguments.parts,
             asked,
             not arguments.decode_only,

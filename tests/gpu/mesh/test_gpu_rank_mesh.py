@@ -108,14 +108,43 @@ NIXL = pytest.param("nixl", marks=pytest.mark.needs("nixl"))
 async def test_prompts_are_filled_by_workers_of_any_number_of_ranks(
     filler: int, has_head: bool, transport: str, tmp_path: Path
 ) -> None:
-    owner, both = 3 - filler, gpus_of_ranks(2)
-    devices = {1: f"--tp 1 --device {both.rpartition(',')[2]}", 2: f"--tp 2 --device {both}"}
-    flags = ("--tp", "2", "--device", both)
+    await check_filled(filler, 3 - filler, has_head, transport, tmp_path)
+
+
+@pytest.mark.full_after(1)
+@pytest.mark.parametrize(
+    ("filler", "owner", "transport"),
+    [
+        pytest.param(4, 2, "nixl", marks=pytest.mark.needs("nixl")),
+        pytest.param(2, 4, "nixl", marks=pytest.mark.needs("nixl")),
+        pytest.param(2, 2, "nixl", marks=pytest.mark.needs("nixl")),
+        (4, 1, "data"),
+        (1, 4, "data"),
+        (4, 4, "data"),
+    ],
+)
+async def test_prompts_are_filled_by_four_ranks(
+    filler: int, owner: int, transport: str, tmp_path: Path
+) -> None:
+    await check_filled(filler, owner, False, transport, tmp_path)
+
+
+async def check_filled(
+    filler: int, owner: int, has_head: bool, transport: str, folder: Path
+) -> None:
+    """Texts of a worker whose prompts another one computes, on other GPUs where there are
+    enough.
+    """
+    of_owner, of_filler = (
+        f"--tp {size} --device {gpus_of_ranks(size, first)}"
+        for size, first in ((owner, 0), (filler, owner))
+    )
+    flags = ("--tp", "2", "--device", gpus_of_ranks(2))
     flags += ("--local-prefill-max-tokens", "0", "--transport", transport)
-    flags += ("--prefill-args", f"{SMALL} {devices[filler]}")
+    flags += ("--prefill-args", f"{SMALL} {of_filler}")
     drafts = " --drafter eagle3 --draft-gate fixed" if has_head else ""
-    flags += ("--decode-args", f"{SMALL} {devices[owner]} {PATIENT}{drafts}")
-    mesh = TinyMesh(tmp_path, *flags, has_draft=has_head)
+    flags += ("--decode-args", f"{SMALL} {of_owner} {PATIENT}{drafts}")
+    mesh = TinyMesh(folder, *flags, has_draft=has_head, num_heads=8)
     try:
         mesh.wait_ready()
         greedy = Greedy(mesh.model_dir)

@@ -119,14 +119,14 @@ def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
         return {"error": str(error), "seconds": time.monotonic() - lost_at}
 
 
-def gpus_of_ranks(size: int) -> str:
-    """The GPU of each rank: its own, or one that it uses in turns with others where there are
-    fewer.
+def gpus_of_ranks(size: int, first: int = 0) -> str:
+    """The GPU of each rank, from the given one on: its own, or one that it uses in turns with
+    others where there are fewer.
     """
     count = torch.cuda.device_count()
     if size > count:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    return ",".join(f"cuda:{rank % count}" for rank in range(size))
+    return ",".join(f"cuda:{(first + rank) % count}" for rank in range(size))
 
 
 def ranked(

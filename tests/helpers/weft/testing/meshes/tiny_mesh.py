@@ -65,6 +65,7 @@ class TinyMesh(LocalMesh):
         draft_vocab_size: Tokens that it can draft.
         marks: Special tokens in place of the last ones of its vocabulary.
         chat_template: Its own; empty: that of all such models.
+        num_heads: Its attention heads.
     """
 
     model = MODEL
@@ -80,6 +81,7 @@ class TinyMesh(LocalMesh):
         draft_vocab_size: int = 150,
         marks: Sequence[str] = (),
         chat_template: str = "",
+        num_heads: int = 6,
     ) -> None:
         self._armed: set[tuple[str, str]] = set()
         self.model_dir = make_tiny(
@@ -88,6 +90,7 @@ class TinyMesh(LocalMesh):
             seed=random.randrange(2**31),
             tokenizer=True,
             max_position_embeddings=max_context_tokens,
+            num_attention_heads=num_heads,
             **SHAPE,
         )
         _add_marks(self.model_dir / "tokenizer.json", marks)
