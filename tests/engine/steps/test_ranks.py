@@ -236,16 +236,18 @@ def generate_on_and_on(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["killed", "stopped", pytest.param("fails", marks=pytest.mark.full)]
+    "how",
+    ["killed", "stopped", *(pytest.param(h, marks=pytest.mark.full) for h in ("fails", "differs"))],
 )
 def test_a_rank_that_is_lost_ends_the_engine_in_time(
     how: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model("llama", tmp_path / "model", seed)
-    if how == "fails":
+    is_odd = how in ("fails", "differs")
+    if is_odd:
         monkeypatch.setattr(start, "MODULE", "weft.testing.engine.odd_rank")
-        monkeypatch.setenv("ODD_RANK", "30")
-    with make_llm(folder, tp=2) as llm:
+        monkeypatch.setenv("ODD_RANK", "30" if how == "fails" else how)
+    with make_llm(folder, tp=2, check_ranks=how == "differs") as llm:
         ranks = psutil.Process().children()
         lost_at = time.monotonic()
 
@@ -255,13 +257,18 @@ def test_a_rank_that_is_lost_ends_the_engine_in_time(
             os.kill(ranks[-1].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
         timer = threading.Timer(0.5, strike)
-        if how != "fails":
+        if not is_odd:
             timer.start()
-        wanted = {"killed": "signal 9", "stopped": "has not come", "fails": "out of luck"}[how]
+        wanted = {
+            "killed": "signal 9",
+            "stopped": "has not come",
+            "fails": "out of luck",
+            "differs": "another stream",
+        }[how]
         with pytest.raises(RanksLost, match=f"rank 1.*{wanted}") as lost:
             generate_on_and_on(llm)
         assert "step" in str(lost.value)
-        if how != "fails":
+        if not is_odd:
             timer.join()
             assert time.monotonic() - lost_at < LIMIT_S + 5
         with pytest.raises(RanksLost):
