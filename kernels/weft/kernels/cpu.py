@@ -154,6 +154,8 @@ class PeersStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("slot_floats", "limit_ns")),
         ("round", ctypes.c_uint32),
         ("spins", ctypes.c_int32),
+        ("hash", ctypes.c_uint64),
+        ("is_checked", ctypes.c_int64),
     )
 
 

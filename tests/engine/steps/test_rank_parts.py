@@ -45,9 +45,11 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "parallel.md"
 CPU = torch.device("cpu")
 
 
-def groups(size: int, limit_s: float = 20.0) -> list[SharedGroup]:
+def groups(size: int, limit_s: float = 20.0, *, is_checked: bool = False) -> list[SharedGroup]:
     segment = Segment.create(segment_bytes(size), "test")
-    return [SharedGroup(segment, rank, size, limit_s) for rank in range(size)]
+    return [
+        SharedGroup(segment, rank, size, limit_s, is_checked=is_checked) for rank in range(size)
+    ]
 
 
 def on_all(found: list[SharedGroup], work: Callable[[SharedGroup], Any]) -> list[Any]:
@@ -83,6 +85,31 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_group() -> None:
         found[0].add_sum(torch.zeros(1, 4), torch.zeros(1, 4))
     with pytest.raises(RanksLost):
         found[1].take()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stream_of_other_bits_is_found_at_the_next_sum(dtype: torch.dtype) -> None:
+    found, odd = groups(3, is_checked=True), random.randrange(3)
+    parts = torch.randn(3, 7, 72)
+    residual = torch.randn(7, 72).to(dtype)
+
+    def work(group: SharedGroup) -> str:
+        try:
+            for number in range(6):
+                own = residual.clone()
+                if (number, group.rank) == (4, odd):
+                    own[random.randrange(7), random.randrange(72)] += 8.0
+                group.add_sum(parts[group.rank], own)
+        except RanksLost as lost:
+            return str(lost)
+        return ""
+
+    said = on_all(found, work)
+    differs = f"rank {odd} has another stream than rank [0-2] before sum 6 of step 0"
+    if odd == 0:
+        differs = "rank [0-2] has another stream than rank [0-2] before sum 6 of step 0"
+    assert all("sum 6" in text or "before" in text for text in said), said
+    assert any(re.match(differs, text) for text in said), said
 
 
 def random_step() -> tuple[StepInput, NewPages]:

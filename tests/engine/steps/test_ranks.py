@@ -92,7 +92,7 @@ def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path, seed:
     kinds = sampled(len(prompts))
     with make_llm(folder) as llm:
         alone = run(llm, prompts, kinds)
-    with make_llm(folder, tp=size) as llm:
+    with make_llm(folder, tp=size, check_ranks=True) as llm:
         (notice,) = (text for text in llm.engine.info.notices if "tensor parallel" in text)
         assert f"{size} ranks" in notice
         together = run(llm, prompts, kinds)
@@ -212,17 +212,21 @@ def test_texts_of_experts_in_mxfp4_are_those_of_one_rank(
     assert greedy_texts(tmp_path, prompts, tp=2) == greedy_texts(tmp_path, prompts)
 
 
-def test_a_rank_that_is_late_at_every_step_changes_nothing(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.full)])
+def test_ranks_that_are_late_at_every_step_change_nothing(
+    size: int, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_model("llama", tmp_path / "model", seed, attention_bias=True)
-    prompts = random_prompts((5, 90, 41, 77))
+    """Each by random delays of its own; four ranks share two KV heads."""
+    heads = {"num_key_value_heads": 2, "attention_bias": True}
+    folder = make_model("llama", tmp_path / "model", seed, **heads)
+    prompts, kinds = random_prompts((5, 90, 41, 77)), sampled(4)
+    stop = StopCriteria(max_tokens=12, ignore_eos=True)
     with make_llm(folder) as llm:
-        alone = run(llm, prompts, sampled(4)[:1] * 4)
+        alone = llm.generate(prompts, kinds, stop)
     monkeypatch.setattr(start, "MODULE", "weft.testing.engine.odd_rank")
     monkeypatch.setenv("ODD_RANK", "late")
-    with make_llm(folder, tp=2) as llm:
-        together = run(llm, prompts, sampled(4)[:1] * 4)
+    with make_llm(folder, tp=size, rank_timeout_s=30.0, check_ranks=True) as llm:
+        together = llm.generate(prompts, kinds, stop)
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
 
@@ -232,16 +236,18 @@ def generate_on_and_on(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["killed", "stopped", pytest.param("fails", marks=pytest.mark.full)]
+    "how",
+    ["killed", "stopped", *(pytest.param(h, marks=pytest.mark.full) for h in ("fails", "differs"))],
 )
 def test_a_rank_that_is_lost_ends_the_engine_in_time(
     how: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model("llama", tmp_path / "model", seed)
-    if how == "fails":
+    is_odd = how in ("fails", "differs")
+    if is_odd:
         monkeypatch.setattr(start, "MODULE", "weft.testing.engine.odd_rank")
-        monkeypatch.setenv("ODD_RANK", "30")
-    with make_llm(folder, tp=2) as llm:
+        monkeypatch.setenv("ODD_RANK", "30" if how == "fails" else how)
+    with make_llm(folder, tp=2, check_ranks=how == "differs") as llm:
         ranks = psutil.Process().children()
         lost_at = time.monotonic()
 
@@ -251,13 +257,18 @@ def test_a_rank_that_is_lost_ends_the_engine_in_time(
             os.kill(ranks[-1].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
         timer = threading.Timer(0.5, strike)
-        if how != "fails":
+        if not is_odd:
             timer.start()
-        wanted = {"killed": "signal 9", "stopped": "has not come", "fails": "out of luck"}[how]
+        wanted = {
+            "killed": "signal 9",
+            "stopped": "has not come",
+            "fails": "out of luck",
+            "differs": "another stream",
+        }[how]
         with pytest.raises(RanksLost, match=f"rank 1.*{wanted}") as lost:
             generate_on_and_on(llm)
         assert "step" in str(lost.value)
-        if how != "fails":
+        if not is_odd:
             timer.join()
             assert time.monotonic() - lost_at < LIMIT_S + 5
         with pytest.raises(RanksLost):
@@ -282,6 +293,10 @@ def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> Non
         LLM(folder, tp=3)
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(folder, tp=2, deterministic=True, device="cuda")
+    with pytest.raises(ConfigError, match=r"check_ranks.*off with tp = 1"):
+        LLM(folder, check_ranks=True)
+    with pytest.raises(ConfigError, match=r"check_ranks.*off on GPUs"):
+        LLM(folder, tp=2, check_ranks=True, device="cuda")
     with pytest.raises(ConfigError, match="drafter = model"):
         LLM(folder, tp=2, drafter="model", draft_dir=folder)
     with pytest.raises(ConfigError, match="draft_width"):

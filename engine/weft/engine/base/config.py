@@ -140,6 +140,8 @@ class EngineConfig:
     1, every rank has a part of each expert; or tp."""
     rank_timeout_s: float = 10.0
     """Seconds that a rank waits for another rank in a step before the engine ends."""
+    check_ranks: bool = False
+    """Whether ranks compare hashes of the stream after each sum, to find faults; on CPUs."""
     page_size: int = 16
     """Token positions per page."""
     kv_memory_bytes: int | None = None
@@ -415,9 +417,14 @@ class EngineConfig:
         """Constraints that tensor parallelism adds, in the form of `_relations`."""
         of_experts = ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}")
         if self.tp == 1:
-            return [of_experts]
+            return [of_experts, ("check_ranks", not self.check_ranks, "off with tp = 1")]
         return [
             of_experts,
+            (
+                "check_ranks",
+                not (self.check_ranks and self.is_on_gpu),
+                "off on GPUs, whose captured sums are not compared",
+            ),
             (
                 "tp",
                 not (self.enable_lora and self.lora_whole_matrices),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
@@ -37,7 +37,8 @@ _SUM_FLOATS = 1 << 18
 _FOREVER_S = 1e9
 _NAPS = 200
 """Looks for the next frame of a rank that naps, before it sleeps: more than most steps take."""
-_STOPPED, _LATE = 1, 2
+_STOPPED, _LATE, _DIFFER = 1, 2, 1 << 20
+"""What native waits return, with a rank's number added to the last two (csrc/peers.h)."""
 
 
 def segment_bytes(size: int) -> int:
@@ -63,7 +64,9 @@ class SharedGroup:
     sums = "in shared memory"
     """How partial sums are added up, in words."""
 
-    def __init__(self, segment: Segment, rank: int, size: int, limit_s: float) -> None:
+    def __init__(
+        self, segment: Segment, rank: int, size: int, limit_s: float, *, is_checked: bool = False
+    ) -> None:
         """Joins a group.
 
         Args:
@@ -71,6 +74,7 @@ class SharedGroup:
             rank: Number of this rank.
             size: Number of ranks.
             limit_s: Longest wait for another rank in a step.
+            is_checked: Whether ranks compare a hash of each sum at the next one.
 
         Raises:
             ConfigError: The native operations are not available.
@@ -101,6 +105,7 @@ class SharedGroup:
             self._stop,
             segment.address + _sums_at(size),
             _SUM_FLOATS,
+            is_checked=is_checked,
         )
         self.naps = False
         """Whether this rank looks for the next frame by itself for a while: rank 0 need not wake
@@ -171,10 +176,15 @@ class SharedGroup:
         """See `CpuPeers.check`.
 
         Raises:
-            RanksLost: A rank is gone, or has not come in time.
+            RanksLost: A rank is gone, has not come in time, or has had other sums.
         """
         if lost:
             number = self._struct.round - self._first_round + 1
+            if lost >= _DIFFER:
+                self._end(
+                    f"rank {lost - _DIFFER} has another stream than rank {self.rank} before sum "
+                    f"{number} of step {self.num_frames}"
+                )
             self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
 
     def post(self, parts: Sequence[bytes]) -> None:
@@ -269,7 +279,9 @@ class SharedGroup:
     def _lose(self, status: int, rank: int, what: str) -> None:
         if status == _STOPPED:
             raise RanksLost(f"{self.reason}, before {what}")
-        late = f"rank {rank} has not come to {what} within {self.limit_s:g} s"
-        self.why = lambda: late
+        self._end(f"rank {rank} has not come to {what} within {self.limit_s:g} s")
+
+    def _end(self, why: str) -> NoReturn:
+        self.why = lambda: why
         self.stop()
-        raise RanksLost(late)
+        raise RanksLost(why)

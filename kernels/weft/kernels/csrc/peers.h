@@ -13,6 +13,7 @@
 typedef struct {
   __attribute__((aligned(64))) uint32_t count;
   uint32_t sleepers;
+  uint64_t hashes[2]; /* of a rank's `arrived`: what its sums hashed to before the last two rounds */
 } Counter;
 
 /* One process's view of the group; as laid out by weft/kernels/peers.py. */
@@ -25,9 +26,11 @@ typedef struct {
   int64_t limit_ns; /* of waiting for one rank */
   uint32_t round; /* sums so far */
   int32_t spins;
+  uint64_t hash; /* of all sums so far, if they are checked */
+  int64_t is_checked; /* whether `meet` compares what the ranks' sums hash to */
 } Peers;
 
-enum { PEERS_FINE = 0, PEERS_STOPPED = 1, PEERS_LATE = 2 };
+enum { PEERS_FINE = 0, PEERS_STOPPED = 1, PEERS_LATE = 2, PEERS_DIFFER = 1 << 20 };
 
 /* A sleeper looks for `stop` this often. */
 #define LOOK_NS 20000000
@@ -110,22 +113,40 @@ static float *slot_of(const Peers *p, uint32_t round, int64_t rank) {
 
 /* Says that this rank's slot of the next round is filled, and waits for those of all ranks. A rank
  * that comes here has read all slots of the round before, so two in turn do. The status of the
- * first rank that is missing is PEERS_LATE + rank. */
+ * first rank that is missing is PEERS_LATE + rank, of the first whose earlier sums had other bits
+ * PEERS_DIFFER + rank. */
 static int meet(Peers *p) {
   const uint32_t round = p->round + 1;
+  p->arrived[p->rank].hashes[round & 1] = p->hash;
   announce(&p->arrived[p->rank], round);
   for (int64_t rank = 0; rank < p->size; rank++) {
     if (rank == p->rank) continue;
     const int status = await_count(&p->arrived[rank], round, p->stop, p->limit_ns, &p->spins);
     if (status != PEERS_FINE) return status == PEERS_LATE ? PEERS_LATE + (int)rank : status;
+    if (p->is_checked && p->arrived[rank].hashes[round & 1] != p->hash)
+      return PEERS_DIFFER + (int)rank;
   }
   p->round = round;
   return PEERS_FINE;
 }
 
+/* Hash of elements first to last, which adds up over parts: each by its bits and its place, mixed as
+ * in SplitMix64 (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014). */
+static uint64_t hash_of(const void *values, int is_bf16, long first, long last) {
+  uint64_t sum = 0;
+  for (long i = first; i < last; i++) {
+    const uint32_t bits = is_bf16 ? ((const uint16_t *)values)[i] : ((const uint32_t *)values)[i];
+    uint64_t mixed = ((uint64_t)i << 32 | bits) + 0x9E3779B97F4A7C15u;
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBu;
+    sum += mixed ^ (mixed >> 31);
+  }
+  return sum;
+}
+
 /* Elements first to last of a round's sum over all ranks, added to `residual` [n] at an offset:
  * always in the order of the ranks, so that all of them get the same bits. */
-static void sum_slots(const Peers *p, uint32_t round, long first, long last, const void *residual,
+static void sum_slots(Peers *p, uint32_t round, long first, long last, const void *residual,
                       void *out, int is_bf16, long offset) {
   for (long i = first; i < last; i += VL) {
     const int count = last - i < VL ? (int)(last - i) : VL;
@@ -134,6 +155,10 @@ static void sum_slots(const Peers *p, uint32_t round, long first, long last, con
       sum += load_some(slot_of(p, round, rank), 0, i, count);
     store_some(out, is_bf16, offset + i, count,
                sum + load_some(residual, is_bf16, offset + i, count));
+  }
+  if (p->is_checked) {
+    const uint64_t hash = hash_of(out, is_bf16, offset + first, offset + last);
+    __atomic_fetch_add(&p->hash, hash, __ATOMIC_SEQ_CST);
   }
 }
 

@@ -240,7 +240,8 @@ def main(argv: list[str]) -> int:
         assert memory is not None
         segment = Segment(memory, hello["segment"])
         rank = int(hello["rank"])
-        group = SharedGroup(segment, rank, config.tp, START_LIMIT_S)
+        checks = config.check_ranks
+        group = SharedGroup(segment, rank, config.tp, START_LIMIT_S, is_checked=checks)
         others = Following(link, rank, group, hello["store_path"])
         executor, drafting = load(replace(config, device=device_of_rank(config, rank)), others)
         gc.collect()

@@ -62,7 +62,9 @@ class Ranks:
         self._limit_s = config.rank_timeout_s
         self._wake = wake
         self._segment = Segment.create(segment_bytes(config.tp), "weft-ranks")
-        self.group = SharedGroup(self._segment, 0, config.tp, START_LIMIT_S)
+        self.group = SharedGroup(
+            self._segment, 0, config.tp, START_LIMIT_S, is_checked=config.check_ranks
+        )
         """The shared memory in which the ranks meet."""
         self.group.why = lambda: self._why
         self._why = "the ranks are ending"

@@ -78,6 +78,11 @@ class WorkerSettings(PageSettings):
         10.0,
         "time that a rank waits for another one in a step before the worker ends, in seconds",
     )
+    check_ranks: bool = Field(
+        False,
+        description="compare hashes of the ranks' streams after each sum, on CPUs, and end the "
+        "worker if they differ",
+    )
     page_size: int = engine_field(
         "page_size",
         16,

@@ -1,7 +1,7 @@
-"""A rank that is late by a random delay at every step, or fails in one.
+"""A rank that is late by a random delay at every step, fails in one, or has other embeddings.
 
 `Ranks` starts it in place of the program of the other ranks; `ODD_RANK` says what is odd: `late`,
-or the number of the step in which it fails.
+`differs`, or the number of the step in which it fails.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def _odd(self: LocalExecutor, step: StepInput) -> Launched:
     _num_steps += 1
     if _how == "late":
         time.sleep(random.choice((0, 0, 1e-4, 1e-3, 5e-3)))
+    elif _how == "differs":
+        self._model.model.embed_tokens.mul_(1.5)
     elif _num_steps == int(_how):
         raise RuntimeError("out of luck")
     launched = _launch(self, step)
