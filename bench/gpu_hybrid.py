@@ -42,7 +42,7 @@ MANY, MANY_IN, MANY_OUT = 384, 1024, 128
 """Requests sent at once, and their tokens."""
 MANY_STEP = 2304
 """Rows of a step in which 256 decodes and the prompts that follow them take as many steps."""
-STEP_TILES = ((16, 1), (32, 2), (32, 4))
+STEP_TILES = ((128, 4), (64, 4), (64, 2), (32, 4))
 """Values of a program of decode steps, and its warps."""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
