@@ -403,7 +403,7 @@ class ForcedChains:
         return found
 
 
-def bench_mtp(name: str, depths: list[int], budget_s: float) -> dict[str, Any]:
+def bench_mtp(name: str, depths: list[int], profiled: list[int], budget_s: float) -> dict[str, Any]:
     """Decode with the checkpoint's MTP head, at forced acceptance lengths, and without."""
     found, began = dict[str, Any](), time.perf_counter()
     for depth in depths:
@@ -443,6 +443,8 @@ def bench_mtp(name: str, depths: list[int], budget_s: float) -> dict[str, Any]:
                             f"{rate:8.1f} tok/s, step {1e3 * took:.2f} ms",
                             flush=True,
                         )
+                        if batch in profiled:
+                            told_kernels(partial(run_batch, llm, batch, 64, 40), "MTP", 20)
             del llm  # Two do not fit.
         finally:
             StaticChains.run = run_of  # type: ignore[method-assign]
@@ -480,7 +482,9 @@ def main() -> None:
             engine = partial(bench_engine, name, rates, arguments.profiled, arguments.budget)
             parts[name] = engine
         if "mtp" in arguments.parts:
-            parts[f"{name} mtp"] = partial(bench_mtp, name, arguments.depths, arguments.budget)
+            parts[f"{name} mtp"] = partial(
+                bench_mtp, name, arguments.depths, arguments.profiled, arguments.budget
+            )
     for name, measure in parts.items():
         release()
         try:
