@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 if TYPE_CHECKING:
     from weft.kernels.slot_states import HeadForm, LayerMemory
@@ -63,7 +64,7 @@ def step_heads(
     requests, channels = plan.shape[0], new.shape[1]
     mixed = new.new_empty((requests, ring.shape[1], channels))
     _convolve(form.conv, form.bias, plan, (ring, tails), new, mixed, form.in_tails, for_heads=True)
-    out = new.new_zeros((new.shape[0], form.heads, form.value_dim))
+    out = new.new_empty((new.shape[0], form.heads, form.value_dim))
     values, warps = _TILES[max(count for count in _TILES if count <= max(1, requests))]
     values = min(values, max(16, triton.next_power_of_2(form.value_dim)))
     rows, by_key = ring.shape[1], gate.dim() == 3
@@ -84,16 +85,16 @@ def step_heads(
         *(ring_beta[0] if beta else None, keys, form.rates, *found, channels, gate.stride(0)),
         *(beta[0].stride(0) if beta else 0, *of_ring, *of_beta, keys.stride(0), keys.stride(1)),
         *(form.scale, *form.queries, *form.keys),
-        **shapes, IS_UNIT=form.is_unit, num_warps=1, num_stages=1,
+        **shapes, IS_UNIT=form.is_unit, num_warps=1, num_stages=1, **launch_options(new.device),
     )  # fmt: skip
     _heads_kernel[(requests * form.heads, triton.cdiv(form.value_dim, values))](
         *(plan, mixed, ring_gate, ring_beta[0] if beta else None, keys, updates, states),
-        *(form.rates, form.skips, *found, out, channels, *of_ring, *of_beta),
+        *(form.rates, form.skips, *found, out, len(out), channels, *of_ring, *of_beta),
         *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
         *(states.stride(0), *form.queries, *form.keys, *form.values),
         **shapes, VALUES=form.value_dim, BLOCK_VALUES=values, TILE=min(_KEYS, block_keys),
         PRECISION="ieee" if new.dtype == torch.float32 else _PRECISION, STAGES=_STAGES,
-        num_warps=warps, num_stages=1, maxnreg=_REGISTERS,
+        num_warps=warps, num_stages=1, maxnreg=_REGISTERS, **launch_options(new.device),
     )  # fmt: skip
     return out
 
@@ -129,7 +130,7 @@ def _convolve(
         *(plan, x, ring, tails, weight, bias, in_tails, out),
         *(x.stride(0), ring.stride(0), ring.stride(1), tails.stride(0), channels),
         RING_ROWS=ring.shape[1], TAPS=weight.shape[0], FOR_HEADS=for_heads, BLOCK=_CHANNELS,
-        num_warps=4,
+        num_warps=4, **launch_options(x.device),
     )  # fmt: skip
 
 
@@ -283,12 +284,15 @@ def _shares_kernel(
     ROWS: tl.constexpr,
     IS_UNIT: tl.constexpr,
     BY_KEY: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """For each row that a head has not taken: the products of its key and of its query with the
     keys since the border, decayed up to the row, `shares`; `factors` by which the key and the query
     as they are read the block, and their product with one another; what is left of the block by
     key, `decays`, which factors have otherwise. Puts keys, gates and betas into the ring.
     """
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     given, of_keys = plan + request * 9, head // SHARED
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
@@ -351,7 +355,7 @@ def _shares_kernel(
         tl.store(factor_to + 2, tl.sum(key * query, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_out"])
 def _heads_kernel(
     plan: tl.tensor,
     mixed: tl.tensor,
@@ -366,6 +370,7 @@ def _heads_kernel(
     factors: tl.tensor,
     decays: tl.tensor,
     out: tl.tensor,
+    count_out: int,
     channels: int,
     gate_slot: int,
     ring_gate_row: int,
@@ -394,13 +399,19 @@ def _heads_kernel(
     BY_KEY: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     tile, of_keys = tl.program_id(1), head // SHARED
     given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
     border_to, block_to, known = tl.load(given + 6), tl.load(given + 7), tl.load(given + 8)
+    requests = tl.num_programs(0) // HEADS
+    last = plan + (requests - 1) * 9
+    count_rows = tl.load(last + 1) + tl.load(last + 2)
     end = tl.where(count > 0, start + count, border)
     rows, of_tile = tl.arange(0, ROWS), tl.arange(0, TILE)
     value = tile * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
@@ -409,6 +420,9 @@ def _heads_kernel(
     WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
     ring_updates += slot * updates_slot + head * VALUES + value
     ring_gates += slot * gate_slot
+    for idle in range(count_rows + request, count_out, requests):
+        nothing = tl.zeros((BLOCK_VALUES,), out.dtype.element_ty)
+        tl.store(out + (idle * HEADS + head) * VALUES + value, nothing, mask=is_value)
     out += (first * HEADS + head) * VALUES + value
     # Keys and queries of some rows read the block at once.
     for begin in range(known, end, ROWS // 2):
@@ -518,10 +532,13 @@ def _conv_kernel(
     TAPS: tl.constexpr,
     FOR_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Convolves new rows; `FOR_HEADS` all rows that heads have not taken, with SiLU, into the rows
     that they have in the ring.
     """
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     request = tl.program_id(0)
     given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
