@@ -38,11 +38,13 @@ from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots
 
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
-MANY, MANY_IN, MANY_OUT = 384, 1024, 128
+MANY, MANY_IN, MANY_OUT = 768, 1024, 128
 """Requests sent at once, and their tokens."""
-MANY_STEP = 2304
-"""Rows of a step in which 256 decodes and the prompts that follow them take as many steps."""
-STEP_TILES = ((16, 1), (32, 2), (32, 4))
+MANY_STEP = 2240
+"""Rows of a step with two prompts, as many as end in it, beside 256 decodes, of which 64 do not
+count.
+"""
+STEP_TILES = ((128, 4), (64, 4), (64, 2), (32, 4))
 """Values of a program of decode steps, and its warps."""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
@@ -348,10 +350,17 @@ def bench_engine(name: str, rates: Rates, profiled: list[int], budget_s: float) 
                     "roof",
                     flush=True,
                 )
+            if profiled and time.perf_counter() - began < budget_s:
+                told_kernels(partial(run_batch, llm, 8, 1024, 2), "prefill 8 x 1,024", 1)
             limits = llm.engine.scheduler._limits
+            llm.engine.scheduler._limits = limits._replace(max_step_tokens=MANY_STEP)
+            if profiled and time.perf_counter() - began < budget_s:
+                mixed = partial(run_batch, llm, 64, MANY_IN, 32)
+                steps, took = 64 * MANY_IN / 2048, mixed().all_seconds
+                told_kernels(mixed, f"64 of {MANY_IN}/32, {1e3 * took / steps:.1f} ms", int(steps))
             for rows in (MANY_STEP, limits.max_step_tokens):
                 if time.perf_counter() - began > budget_s:
-                    return found
+                    break
                 llm.engine.scheduler._limits = limits._replace(max_step_tokens=rows)
                 run = run_batch(llm, MANY, MANY_IN, MANY_OUT)
                 rate = MANY * (MANY_IN + MANY_OUT) / run.all_seconds
@@ -362,8 +371,6 @@ def bench_engine(name: str, rates: Rates, profiled: list[int], budget_s: float) 
                     flush=True,
                 )
             llm.engine.scheduler._limits = limits
-            if profiled and time.perf_counter() - began < budget_s:
-                told_kernels(partial(run_batch, llm, 8, 1024, 2), "prefill 8 x 1,024", 1)
     return found
 
 
@@ -396,7 +403,7 @@ class ForcedChains:
         return found
 
 
-def bench_mtp(name: str, depths: list[int], budget_s: float) -> dict[str, Any]:
+def bench_mtp(name: str, depths: list[int], profiled: list[int], budget_s: float) -> dict[str, Any]:
     """Decode with the checkpoint's MTP head, at forced acceptance lengths, and without."""
     found, began = dict[str, Any](), time.perf_counter()
     for depth in depths:
@@ -436,6 +443,8 @@ def bench_mtp(name: str, depths: list[int], budget_s: float) -> dict[str, Any]:
                             f"{rate:8.1f} tok/s, step {1e3 * took:.2f} ms",
                             flush=True,
                         )
+                        if batch in profiled:
+                            told_kernels(partial(run_batch, llm, batch, 64, 40), "MTP", 20)
             del llm  # Two do not fit.
         finally:
             StaticChains.run = run_of  # type: ignore[method-assign]
@@ -473,7 +482,9 @@ def main() -> None:
             engine = partial(bench_engine, name, rates, arguments.profiled, arguments.budget)
             parts[name] = engine
         if "mtp" in arguments.parts:
-            parts[f"{name} mtp"] = partial(bench_mtp, name, arguments.depths, arguments.budget)
+            parts[f"{name} mtp"] = partial(
+                bench_mtp, name, arguments.depths, arguments.profiled, arguments.budget
+            )
     for name, measure in parts.items():
         release()
         try:

@@ -1,7 +1,7 @@
 """Writes docs/reference/architectures.md: what was shown of every architecture, and its files.
 
 pytest --full tests/engine/models/test_family_table.py --junitxml=results.xml
-pytest tests/gpu/engine/test_gpu_families.py --junitxml=gpu.xml
+pytest tests/gpu/engine/test_gpu_families.py tests/gpu/engine/test_gpu_hybrid.py --junitxml=gpu.xml
 python scripts/family_table.py results.xml gpu.xml
 """
 
@@ -128,8 +128,8 @@ def page(results: Sequence[Path]) -> str:
     table = cells(results)
     parts = (
         "# Architectures",
-        "Made by `scripts/family_table.py` from runs of tests/engine/models/test_family_table.py "
-        "and tests/gpu/engine/test_gpu_families.py.",
+        "Made by `scripts/family_table.py` from runs of tests/engine/models/test_family_table.py, "
+        "and of test_gpu_families.py and test_gpu_hybrid.py in tests/gpu/engine.",
         "## Features",
         "\n".join(feature_lines(table)),
         others(table),

@@ -7,10 +7,9 @@ ring, then the step's rows. Where the row behind a page border is certain, it wr
     border          start   start + count
     |-- ring rows ----|-- new rows --|       a block is written at the last border <= start + 1
 
-A step reads a request's states once, and writes them once in `page_size` tokens; states between are
-kept in registers. Of ring rows that an earlier step has taken it needs only the key and the update
-that they add to the state. One row alone, which writes no block, does not even have them added: it
-finds in the state what it finds in the block, and in these keys times their updates.
+States that lie between are not made: a row finds in one what it finds in the block, and in the keys
+and updates of the rows since, which the ring has too. So a step reads a request's states once, and
+writes them once in `page_size` tokens.
 """
 
 from __future__ import annotations

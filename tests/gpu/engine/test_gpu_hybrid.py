@@ -5,13 +5,17 @@ own on a CPU.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.loop.llm import LLM
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import HYBRIDS, make_family
 from weft.testing.models.tiny_mtp import make_tiny_mtp
 
@@ -24,7 +28,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drafts": {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 5},
     "eager": {"cuda_graphs": False, "drafter": "ngram", "max_draft_tokens": 3},
 }
-WIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "nemotron_h", "nemotron_h-experts")
+Record = Callable[[str, object], None]
+NAMES = ("qwen3_5-images", *(name for name in HYBRIDS if name != "jamba"))
+WIDE = (
+    *("qwen3_next", "qwen3_5", "qwen3_5-images", "qwen3_5_moe", "kimi_linear", "nemotron_h"),
+    "nemotron_h-experts",
+)
 VALUES: dict[str, Any] = {
     "page_size": PAGE,
     "poison_free_pages": True,
@@ -35,15 +44,23 @@ VALUES: dict[str, Any] = {
 }
 
 
+def record_cell(path: Path, record: Record) -> None:
+    """Has `scripts/family_table.py` tell of the test."""
+    record("architecture", ModelConfig.load(path).architecture)
+    record("column", "on a GPU")
+
+
 def make_prompts() -> list[list[int]]:
     prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in (1, PAGE, 45, 330)]
     prompts[2] = prompts[2][:9] * 5  # Some drafts are accepted.
     return prompts + [[*prompts[3][:cut], 7, 8, 9] for cut in (3 * PAGE, 101)]
 
 
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "jamba"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_tokens_are_transformers(name: str, setting: str, tmp_path: Path) -> None:
+def test_tokens_are_transformers(
+    name: str, setting: str, tmp_path: Path, record_property: Record
+) -> None:
     """Twice, the second time from cached prefixes; some requests share a prefix."""
     # Attention on a GPU takes heads of 16 elements or more.
     heads = {} if name in WIDE else {"num_attention_heads": 3, "num_key_value_heads": 1}
@@ -52,6 +69,7 @@ def test_tokens_are_transformers(name: str, setting: str, tmp_path: Path) -> Non
         heads["mamba_n_groups"] = 1
     path = make_family(name, tmp_path, seed := random.randrange(10**6), **heads)
     print(f"seed {seed}")
+    record_cell(path, record_property)
     prompts, stop = make_prompts(), StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
     with LLM(path, device="cuda", **VALUES, **SETTINGS[setting]) as llm:
         first, again = ([s.token_ids for s in llm.generate(prompts, stop=stop)] for _ in "12")
@@ -63,17 +81,22 @@ def test_tokens_are_transformers(name: str, setting: str, tmp_path: Path) -> Non
 @torch.inference_mode()
 def assert_most_likely(path: Path, prompts: list[list[int]], texts: list[list[int]]) -> None:
     """Each token is the one with the largest logit of a run over all of the text before it."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = load_reference(path)
     for prompt, text in zip(prompts, texts, strict=True):
         logits = model(torch.tensor([prompt + text]), use_cache=False).logits[0]
         logits = logits[len(prompt) - 1 : -1]
         best = logits.max(dim=1).values
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         assert (best - chosen).max() <= 1e-4 * logits.abs().max()
+
+
+def test_layers_of_the_first_mamba_are_refused(tmp_path: Path, record_property: Record) -> None:
+    path = make_family("jamba", tmp_path, random.randrange(10**6))
+    record_cell(path, record_property)
+    reason = "layers of the first Mamba"
+    with pytest.raises(ConfigError, match=reason):
+        LLM(path, device="cuda", **VALUES)
+    record_property("refused", reason)
 
 
 @pytest.mark.parametrize("gate", ["fixed", "measured"])

@@ -123,7 +123,11 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int, page: 
                 part.append(torch.randn_like(whole[:1]).expand(count - right, *whole.shape[1:]))
         if not slots:
             continue
-        inputs = tuple(torch.cat(part) for part in rows)
+        idle = random.randrange(4)
+        """Rows of no request."""
+        inputs = tuple(
+            torch.cat([*part, torch.full((idle, *part[0].shape[1:]), torch.nan)]) for part in rows
+        )
         bounds = torch.tensor([0, *counts, 0]).cumsum(0).int()
         bounds[-1] = bounds[-2]  # A request of padding.
         of_slots = torch.tensor([*slots, SLOTS])
@@ -137,6 +141,7 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int, page: 
         assert torch.equal(plan[:, 8], expected[:, 8])
         assert torch.equal(torch.stack([borders, ends]), shadows)
         made = gpu.step_heads(case.form, plan, case.memory, inputs)
+        assert not made[len(positions) :].any()
         for number, (slot, right) in enumerate(zip(slots, good, strict=True)):
             first, begin = int(bounds[number]), known[slot]
             own = made[first : first + right]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 if TYPE_CHECKING:
     from weft.kernels.gated_norm import GateForm
@@ -35,7 +36,7 @@ def gated_norm(
         *(x, gate, weight, out, gate.stride(0), gate.stride(1), rows * groups, groups, eps),
         *(0 if weight is None or weight.dim() == 1 else width,),
         WIDTH=width, BLOCK=block, TOGETHER=together, IS_SILU=form == "silu",
-        GATES_FIRST=gates_first, num_warps=4,
+        GATES_FIRST=gates_first, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -49,7 +50,7 @@ def delta_gates(
     made = torch.empty((2, rows, heads), dtype=torch.float32, device=ba.device)
     _gates_kernel[(triton.cdiv(rows * heads, 256),)](
         *(ba, rates, dt_bias, made[0], made[1], ba.stride(0), rows * heads, heads, shared),
-        BLOCK=256, num_warps=4,
+        BLOCK=256, num_warps=4, **launch_options(ba.device),
     )  # fmt: skip
     return made[0], made[1]
 
@@ -71,7 +72,10 @@ def _norm_kernel(
     TOGETHER: tl.constexpr,
     IS_SILU: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     number = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     element = tl.arange(0, BLOCK)
     mask = (number < count)[:, None] & (element < WIDTH)[None]
@@ -106,7 +110,10 @@ def _gates_kernel(
     heads: int,
     shared: int,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = number < count
     row, head = (number // heads).to(tl.int64), number % heads

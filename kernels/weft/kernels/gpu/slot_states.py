@@ -1,11 +1,11 @@
 """`weft.kernels.slot_states` on a GPU.
 
-A launch convolves rows. Then a program has some values of one head of one request, whose part of
-the state it keeps in registers. A row adds the product of its key and an update to the state; both
-are kept in the ring, so that later steps add them without computing them again (arXiv 2412.06464,
-equation 10 unrolled). Where a request brings one row and writes no block, the state is not made:
-what a vector finds in it is what it finds in the block, and its products with the ring's keys times
-their updates. A launch before finds these products for all values of a head.
+A row adds the product of its key and an update to a head's state; both are kept in the ring (arXiv
+2412.06464, equation 10 unrolled). What a key or query finds in the state is so what it finds in the
+block, and its products with the ring's keys times their updates: the state need not be made but
+where a block is written. A launch convolves rows, one finds the products with the ring's keys, and
+in the last one a program has some values of one head of one request, and reads its part of the
+block once for all rows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 if TYPE_CHECKING:
     from weft.kernels.slot_states import HeadForm, LayerMemory
 
-_TILES = {1: (32, 4), 16: (16, 1), 64: (32, 2)}
-"""Values of a program and its warps, from so many requests on. For 256 requests on an H100 one warp
-takes 353 us, two take 319 and four 375 (bench/gpu_hybrid.py).
-"""
+_TILES = {1: (32, 4), 16: (128, 4)}
+"""Values of a program and its warps, from so many requests on."""
 _ROWS = 16
-"""Most rows of a ring through which a row finds its state without making it."""
-_CHANNELS = 256
+"""Rows of the ring whose products are taken at once."""
+_KEYS, _STAGES = 32, 3
+"""Keys of a block that are multiplied at once, and how many times as many are loaded ahead."""
+_PRECISION = "tf32x3"
+"""Blocks are in float32; rounded to TF32 they would lose more than models in bfloat16 do."""
+_REGISTERS = 128
+"""Registers of a thread: with more, fewer programs would load at the same time."""
+_CHANNELS = 1024
 """Channels of a program."""
 
 
@@ -59,35 +64,37 @@ def step_heads(
     requests, channels = plan.shape[0], new.shape[1]
     mixed = new.new_empty((requests, ring.shape[1], channels))
     _convolve(form.conv, form.bias, plan, (ring, tails), new, mixed, form.in_tails, for_heads=True)
-    out = new.new_zeros((new.shape[0], form.heads, form.value_dim))
+    out = new.new_empty((new.shape[0], form.heads, form.value_dim))
     values, warps = _TILES[max(count for count in _TILES if count <= max(1, requests))]
-    values = min(values, triton.next_power_of_2(form.value_dim))
-    sizes = requests, form.heads
-    block_keys = triton.next_power_of_2(form.key_dim)
-    asked = new.new_empty((*sizes, 2, block_keys), dtype=torch.float32)
-    shares = new.new_empty((*sizes, 3, _ROWS), dtype=torch.float32)
+    values = min(values, max(16, triton.next_power_of_2(form.value_dim)))
+    rows, by_key = ring.shape[1], gate.dim() == 3
+    block_keys = max(16, triton.next_power_of_2(form.key_dim))
+    sizes = requests, rows, form.heads
+    shares = new.new_empty((*sizes, 2, triton.cdiv(rows, _ROWS) * _ROWS), dtype=torch.float32)
+    factors = new.new_empty((*sizes, 4), dtype=torch.float32)
+    decays = new.new_empty((*sizes, block_keys), dtype=torch.float32) if by_key else None
+    found = shares, factors, decays
+    shapes = {
+        "RING_ROWS": rows, "HEADS": form.heads, "SHARED": form.shared, "KEYS": form.key_dim,
+        "BLOCK_KEYS": block_keys, "ROWS": _ROWS, "BY_KEY": by_key,
+    }  # fmt: skip
+    of_ring = ring_gate.stride(0), ring_gate.stride(1)
+    of_beta = (ring_beta[0].stride(0), ring_beta[0].stride(1)) if beta else (0, 0)
     _shares_kernel[(requests * form.heads,)](
-        *(plan, mixed, gate, ring_gate, keys, form.rates, asked, shares),
-        *(channels, gate.stride(0), ring_gate.stride(0), ring_gate.stride(1)),
-        *(keys.stride(0), keys.stride(1), form.scale, *form.queries, *form.keys),
-        RING_ROWS=ring.shape[1], HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
-        BLOCK_KEYS=block_keys, ROWS=_ROWS, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3,
-        num_warps=1,
+        *(plan, mixed, gate, beta[0] if beta else None, ring_gate),
+        *(ring_beta[0] if beta else None, keys, form.rates, *found, channels, gate.stride(0)),
+        *(beta[0].stride(0) if beta else 0, *of_ring, *of_beta, keys.stride(0), keys.stride(1)),
+        *(form.scale, *form.queries, *form.keys),
+        **shapes, IS_UNIT=form.is_unit, num_warps=1, num_stages=1, **launch_options(new.device),
     )  # fmt: skip
-    grid = (requests * form.heads, triton.cdiv(form.value_dim, values))
-    _heads_kernel[grid](
-        *(plan, mixed, gate, beta[0] if beta else None),
-        *(ring_gate, ring_beta[0] if ring_beta else None),
-        *(keys, updates, states, form.rates, form.skips, asked, shares, out),
-        *(channels, gate.stride(0), beta[0].stride(0) if beta else 0),
-        *(ring_gate.stride(0), ring_gate.stride(1)),
-        *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if ring_beta else (0, 0)),
+    _heads_kernel[(requests * form.heads, triton.cdiv(form.value_dim, values))](
+        *(plan, mixed, ring_gate, ring_beta[0] if beta else None, keys, updates, states),
+        *(form.rates, form.skips, *found, out, len(out), channels, *of_ring, *of_beta),
         *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
-        *(states.stride(0), form.scale, *form.queries, *form.keys, *form.values),
-        RING_ROWS=ring.shape[1], HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
-        VALUES=form.value_dim, BLOCK_KEYS=block_keys,
-        BLOCK_VALUES=values, ROWS=_ROWS, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3,
-        num_warps=warps,
+        *(states.stride(0), *form.queries, *form.keys, *form.values),
+        **shapes, VALUES=form.value_dim, BLOCK_VALUES=values, TILE=min(_KEYS, block_keys),
+        PRECISION="ieee" if new.dtype == torch.float32 else _PRECISION, STAGES=_STAGES,
+        num_warps=warps, num_stages=1, maxnreg=_REGISTERS, **launch_options(new.device),
     )  # fmt: skip
     return out
 
@@ -123,7 +130,7 @@ def _convolve(
         *(plan, x, ring, tails, weight, bias, in_tails, out),
         *(x.stride(0), ring.stride(0), ring.stride(1), tails.stride(0), channels),
         RING_ROWS=ring.shape[1], TAPS=weight.shape[0], FOR_HEADS=for_heads, BLOCK=_CHANNELS,
-        num_warps=4,
+        num_warps=4, **launch_options(x.device),
     )  # fmt: skip
 
 
@@ -196,51 +203,6 @@ def _input(
 
 
 @triton.jit
-def _decay(
-    gates: tl.tensor,
-    row: int,
-    rate: tl.tensor,
-    at: tl.tensor,
-    mask: tl.tensor,
-    position: tl.tensor,
-    end: tl.tensor,
-    RING_ROWS: tl.constexpr,
-    BY_KEY: tl.constexpr,
-) -> tl.tensor:
-    """The logarithm of the decay of a position in the ring; 0 from `end` on."""
-    own = gates + position % RING_ROWS * row
-    if BY_KEY:
-        found = tl.load(own + at, mask=mask & (at * 0 + position < end), other=0.0)
-    else:
-        found = tl.load(own + at, mask=position < end, other=0.0) * rate
-    return found
-
-
-@triton.jit
-def _added(
-    keys: tl.tensor,
-    updates: tl.tensor,
-    key_row: int,
-    update_row: int,
-    element: tl.tensor,
-    value: tl.tensor,
-    is_key: tl.tensor,
-    is_value: tl.tensor,
-    position: tl.tensor,
-    end: tl.tensor,
-    left: tl.tensor,
-    RING_ROWS: tl.constexpr,
-) -> tl.tensor:
-    """What a position in the ring adds to the state, of which the share `left` is left."""
-    ring_at = position % RING_ROWS
-    is_old = is_key & (element * 0 + position < end)
-    key = tl.load(keys + ring_at * key_row + element, mask=is_old, other=0.0).to(tl.float32)
-    of_value = is_value & (value * 0 + position < end)
-    update = tl.load(updates + ring_at * update_row + value, mask=of_value, other=0.0)
-    return (key * left)[:, None] * update.to(tl.float32)[None]
-
-
-@triton.jit
 def _below(index: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Whether indices are below `SIZE`; a constant where blocks fill it, so that loads need no
     masks.
@@ -252,18 +214,39 @@ def _below(index: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tens
 
 
 @triton.jit
-def _is_short(
-    count: tl.tensor,
-    start: tl.tensor,
-    border: tl.tensor,
-    border_to: tl.tensor,
-    known: tl.tensor,
+def _left(
+    ring_gates: tl.tensor,
+    ring_gate_row: int,
+    begin: tl.tensor,
+    end: tl.tensor,
+    later: tl.tensor,
+    rate: tl.tensor,
+    gate_at: tl.tensor,
+    is_key: tl.tensor,
+    RING_ROWS: tl.constexpr,
+    BY_KEY: tl.constexpr,
     ROWS: tl.constexpr,
-) -> tl.tensor:
-    """Whether a request brings one row and needs no state but for it, as most do: what the row
-    finds in the state is then the sum of what it finds in the block and in the ring's products.
+) -> tuple[tl.tensor, tl.tensor]:
+    """Logarithms of what is left of the products of `ROWS` positions from `begin` on, [ROWS, 1] or
+    [ROWS, Dk], and of a state before them. Positions from `end` on have no decay; `later` is that
+    of all behind these.
     """
-    return (count == 1) & (known == start) & (border_to < 0) & (start - border <= ROWS)
+    rows = tl.arange(0, ROWS)
+    at = begin + rows
+    if BY_KEY:
+        old_gates = ring_gates + gate_at[None]
+        row_at, is_row = (at % RING_ROWS)[:, None], (at < end)[:, None] & is_key[None]
+        gates = tl.load(old_gates + row_at * ring_gate_row, mask=is_row, other=0.0)
+        is_next = ((at + 1 < end) & (rows + 1 < ROWS))[:, None] & is_key[None]
+        next_at = ((at + 1) % RING_ROWS)[:, None] * ring_gate_row
+        next_gates = tl.load(old_gates + next_at, mask=is_next, other=0.0)
+        left = later[None] + tl.cumsum(next_gates, axis=0, reverse=True)
+    else:
+        old_gates = ring_gates + at % RING_ROWS * ring_gate_row + gate_at
+        gates = tl.load(old_gates, mask=at < end, other=0.0) * rate
+        is_later = rows[None] > rows[:, None]
+        left = later + tl.sum(tl.where(is_later, gates[None], 0.0), axis=1)[:, None]
+    return left, later + tl.sum(gates, axis=0)
 
 
 @triton.jit
@@ -271,15 +254,21 @@ def _shares_kernel(
     plan: tl.tensor,
     mixed: tl.tensor,
     gates: tl.tensor,
+    betas: tl.tensor,
     ring_gates: tl.tensor,
+    ring_betas: tl.tensor,
     ring_keys: tl.tensor,
     rates: tl.tensor,
-    asked: tl.tensor,
     shares: tl.tensor,
+    factors: tl.tensor,
+    decays: tl.tensor,
     channels: int,
     gate_row: int,
+    beta_row: int,
     gate_slot: int,
     ring_gate_row: int,
+    beta_slot: int,
+    ring_beta_row: int,
     keys_slot: int,
     keys_row: int,
     scale: float,
@@ -295,76 +284,81 @@ def _shares_kernel(
     ROWS: tl.constexpr,
     IS_UNIT: tl.constexpr,
     BY_KEY: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """For requests that are short: by which vectors a head's key and query read the block, their
-    products with the ring's keys, decayed, and their product with one another (in an element of
-    `ROWS`). Puts the row's key and its decays by key into the ring.
+    """For each row that a head has not taken: the products of its key and of its query with the
+    keys since the border, decayed up to the row, `shares`; `factors` by which the key and the query
+    as they are read the block, and their product with one another; what is left of the block by
+    key, `decays`, which factors have otherwise. Puts keys, gates and betas into the ring.
     """
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     given, of_keys = plan + request * 9, head // SHARED
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, known = tl.load(given + 3), tl.load(given + 4), tl.load(given + 8)
-    if not _is_short(count, start, border, tl.load(given + 6), known, ROWS):
-        return
+    end = tl.where(count > 0, start + count, border)
     element, rows = tl.arange(0, BLOCK_KEYS), tl.arange(0, ROWS)
     is_key = _below(element, KEYS, BLOCK_KEYS)
-    own, at = start % RING_ROWS, border + rows
-    row = mixed + (request * RING_ROWS + own) * channels
-    key = tl.load(row + k_first + of_keys * k_step + element, mask=is_key, other=0.0)
-    key = key.to(tl.float32)
-    query = tl.load(row + q_first + of_keys * q_step + element, mask=is_key, other=0.0)
-    query = query.to(tl.float32)
+    WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
     ring_keys += slot * keys_slot + of_keys * KEYS + element
-    ring_at, is_row = (at % RING_ROWS)[:, None], (at < start)[:, None] & is_key[None]
-    old = tl.load(ring_keys[None] + ring_at * keys_row, mask=is_row, other=0.0).to(tl.float32)
-    gates += first * gate_row
     ring_gates += slot * gate_slot
-    if IS_UNIT:
-        key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
-        query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
-    query *= scale
-    alike = tl.sum(query * key, axis=0)
-    is_all = is_key & (element * 0 + head % SHARED == 0)
-    to = ring_keys + own * keys_row
-    tl.store(to, key.to(ring_keys.dtype.element_ty), mask=is_all)
-    # A product has decayed by all rows behind its own, up to the new one.
+    rate, gate_at, is_gate = 1.0, head, head >= 0
+    if rates is not None:
+        rate = tl.load(rates + head)
     if BY_KEY:
-        gates += head * KEYS + element
-        ring_gates += head * KEYS + element
-        gate = tl.load(gates, mask=is_key, other=0.0)
-        tl.store(ring_gates + own * ring_gate_row, gate, mask=is_key)
-        decays = ring_gates[None] + ring_at * ring_gate_row
-        total = gate + tl.sum(tl.load(decays, mask=is_row, other=0.0), axis=0)
-        is_next = (at + 1 < start)[:, None] & is_key[None]
-        decays = ring_gates[None] + ((at + 1) % RING_ROWS)[:, None] * ring_gate_row
-        behind = tl.load(decays, mask=is_next, other=0.0)
-        left = tl.exp(tl.cumsum(behind, axis=0, reverse=True) + gate[None])
-    else:
-        rate = 1.0
-        if rates is not None:
-            rate = tl.load(rates + head)
-        gate = tl.load(gates + head) * rate
-        decays = ring_gates + head + at % RING_ROWS * ring_gate_row
-        behind = tl.load(decays, mask=at < start, other=0.0) * rate
-        total = gate + tl.sum(behind, axis=0)
-        is_behind = rows[None] > rows[:, None]
-        left = tl.exp(tl.sum(tl.where(is_behind, behind[None], 0.0), axis=1) + gate)[:, None]
-    old *= left
-    asked += tl.program_id(0) * 2 * BLOCK_KEYS + element
-    tl.store(asked, key * tl.exp(total))
-    tl.store(asked + BLOCK_KEYS, query * tl.exp(total))
-    shares += tl.program_id(0) * 3 * ROWS + rows
-    tl.store(shares, tl.sum(old * key[None], axis=1))
-    tl.store(shares + ROWS, tl.sum(old * query[None], axis=1))
-    tl.store(shares + 2 * ROWS, tl.where(rows == 0, alike, 0.0))
+        gate_at, is_gate = head * KEYS + element, is_key
+    for position in range(known, end):
+        behind, ring_at = position - start, position % RING_ROWS
+        is_new = behind >= 0
+        row = mixed + (request * RING_ROWS + ring_at) * channels
+        key = tl.load(row + k_first + of_keys * k_step + element, mask=is_key, other=0.0)
+        query = tl.load(row + q_first + of_keys * q_step + element, mask=is_key, other=0.0)
+        key, query = key.to(tl.float32), query.to(tl.float32)
+        of_key, of_query = 1.0, scale
+        if IS_UNIT:
+            of_key = tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
+            of_query = scale * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
+        key, query = key * of_key, query * of_query
+        # All heads of a key write the same, since each reads it in its next row.
+        key_to = ring_keys + ring_at * keys_row
+        tl.store(key_to, key.to(ring_keys.dtype.element_ty), mask=is_key)
+        if is_new:
+            gate = tl.load(gates + (first + behind) * gate_row + gate_at, mask=is_gate, other=0.0)
+            tl.store(ring_gates + ring_at * ring_gate_row + gate_at, gate, mask=is_gate)
+            if betas is not None:
+                beta_to = ring_betas + slot * beta_slot + ring_at * ring_beta_row + head
+                tl.store(beta_to, tl.load(betas + (first + behind) * beta_row + head))
+        tl.debug_barrier()
+        gate = tl.load(ring_gates + ring_at * ring_gate_row + gate_at, mask=is_gate, other=0.0)
+        left = gate * rate
+        of_row = (request * RING_ROWS + ring_at) * HEADS + head
+        for back in range(0, tl.cdiv(position - border, ROWS)):
+            chunk = (tl.cdiv(position - border, ROWS) - 1 - back) * ROWS
+            at = border + chunk + rows
+            row_at, is_row = (at % RING_ROWS)[:, None], (at < position)[:, None] & is_key[None]
+            old = tl.load(ring_keys[None] + row_at * keys_row, mask=is_row, other=0.0)
+            later, left = _left(ring_gates, ring_gate_row, border + chunk, position, left, rate,
+                                gate_at, is_key, RING_ROWS, BY_KEY, ROWS)  # fmt: skip
+            old = old.to(tl.float32) * tl.exp(later)
+            share_to = shares + of_row * 2 * WIDTH + chunk + rows
+            tl.store(share_to, tl.sum(old * key[None], axis=1))
+            tl.store(share_to + WIDTH, tl.sum(old * query[None], axis=1))
+        if BY_KEY:
+            tl.store(decays + of_row * BLOCK_KEYS + element, tl.exp(left))
+        else:
+            of_key *= tl.exp(left)
+            of_query *= tl.exp(left)
+        factor_to = factors + of_row * 4
+        tl.store(factor_to, of_key)
+        tl.store(factor_to + 1, of_query)
+        tl.store(factor_to + 2, tl.sum(key * query, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_out"])
 def _heads_kernel(
     plan: tl.tensor,
     mixed: tl.tensor,
-    gates: tl.tensor,
-    betas: tl.tensor,
     ring_gates: tl.tensor,
     ring_betas: tl.tensor,
     ring_keys: tl.tensor,
@@ -372,12 +366,12 @@ def _heads_kernel(
     states: tl.tensor,
     rates: tl.tensor,
     skips: tl.tensor,
-    asked: tl.tensor,
     shares: tl.tensor,
+    factors: tl.tensor,
+    decays: tl.tensor,
     out: tl.tensor,
+    count_out: int,
     channels: int,
-    gate_row: int,
-    beta_row: int,
     gate_slot: int,
     ring_gate_row: int,
     beta_slot: int,
@@ -387,7 +381,6 @@ def _heads_kernel(
     updates_slot: int,
     updates_row: int,
     state_block: int,
-    scale: float,
     q_first: int,
     q_step: int,
     k_first: int,
@@ -402,148 +395,121 @@ def _heads_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
     ROWS: tl.constexpr,
-    IS_UNIT: tl.constexpr,
+    TILE: tl.constexpr,
     BY_KEY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     tile, of_keys = tl.program_id(1), head // SHARED
     given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
     border_to, block_to, known = tl.load(given + 6), tl.load(given + 7), tl.load(given + 8)
+    requests = tl.num_programs(0) // HEADS
+    last = plan + (requests - 1) * 9
+    count_rows = tl.load(last + 1) + tl.load(last + 2)
     end = tl.where(count > 0, start + count, border)
-    element = tl.arange(0, BLOCK_KEYS)
+    rows, of_tile = tl.arange(0, ROWS), tl.arange(0, TILE)
     value = tile * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
-    is_key, is_value = _below(element, KEYS, BLOCK_KEYS), _below(value, VALUES, BLOCK_VALUES)
-    both = is_key[:, None] & is_value[None]
-    place = head * KEYS * VALUES + element[:, None] * VALUES + value[None]
-    state = tl.load(states + block * state_block + place, mask=both, other=0.0)
-    # One program of each head of keys stores what all of them have computed.
-    is_all = is_key & (element * 0 + tile * SHARED + head % SHARED == 0)
-    gates += first * gate_row
+    is_value = _below(value, VALUES, BLOCK_VALUES)
+    states += head * KEYS * VALUES + value[None]
+    WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
+    ring_updates += slot * updates_slot + head * VALUES + value
     ring_gates += slot * gate_slot
-    ring_keys += slot * keys_slot + of_keys * KEYS
-    ring_updates += slot * updates_slot + head * VALUES
-    mixed += request * RING_ROWS * channels
-    rate = 1.0
-    if rates is not None:
-        rate = tl.load(rates + head)
-    if _is_short(count, start, border, border_to, known, ROWS):
-        of_head, row_of_ring = request * HEADS + head, start % RING_ROWS
-        vectors = asked + of_head * 2 * BLOCK_KEYS + element
-        rows = tl.arange(0, ROWS)
-        parts, at = shares + of_head * 3 * ROWS + rows, border + rows
-        ring_at = ring_updates + (at % RING_ROWS)[:, None] * updates_row + value[None]
-        is_row = (at < start)[:, None] & is_value[None]
-        added = tl.load(ring_at, mask=is_row, other=0.0).to(tl.float32)
-        of_value = v_first + of_keys * v_step + head % SHARED * VALUES + value
-        taken = tl.load(mixed + row_of_ring * channels + of_value, mask=is_value, other=0.0)
-        taken = taken.to(tl.float32)
-        update = taken
-        if betas is not None:
-            beta = tl.load(betas + first * beta_row + head)
-            to = ring_betas + slot * beta_slot + row_of_ring * ring_beta_row + head
-            tl.store(to, beta, mask=tile == 0)
-            found = tl.sum(state * tl.load(vectors)[:, None], axis=0)
-            found += tl.sum(tl.load(parts)[:, None] * added, axis=0)
-            update = (taken - found) * beta
-        if BY_KEY == 0:
-            gate = tl.load(gates + head)
-            tl.store(ring_gates + row_of_ring * ring_gate_row + head, gate, mask=tile == 0)
-            if rates is not None:
-                update *= gate
-        made = tl.sum(state * tl.load(vectors + BLOCK_KEYS)[:, None], axis=0)
-        made += tl.sum(tl.load(parts + ROWS)[:, None] * added, axis=0)
-        made += tl.sum(tl.load(parts + 2 * ROWS), axis=0) * update
-        if skips is not None:
-            made += taken * tl.load(skips + head)
-        to = ring_updates + row_of_ring * updates_row + value
-        tl.store(to, update.to(ring_updates.dtype.element_ty), mask=is_value)
-        to = out + (first * HEADS + head) * VALUES + value
-        tl.store(to, made.to(out.dtype.element_ty), mask=is_value)
-        return
-    of_gate = head
-    if BY_KEY:
-        of_gate = head * KEYS + element
-    # Keys and updates that earlier steps have found, cut where a block is written.
-    is_written = (border_to >= 0) & (border_to <= known)
-    begin = border
-    for part in range(2):
-        stop = tl.where(is_written & (part == 0), border_to, known)
-        for at in range(begin, stop, 4):
-            gate0 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at, stop,
-                           RING_ROWS, BY_KEY)  # fmt: skip
-            gate1 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 1, stop,
-                           RING_ROWS, BY_KEY)  # fmt: skip
-            gate2 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 2, stop,
-                           RING_ROWS, BY_KEY)  # fmt: skip
-            gate3 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 3, stop,
-                           RING_ROWS, BY_KEY)  # fmt: skip
-            left2 = gate3
-            left1 = gate2 + left2
-            left0 = gate1 + left1
+    for idle in range(count_rows + request, count_out, requests):
+        nothing = tl.zeros((BLOCK_VALUES,), out.dtype.element_ty)
+        tl.store(out + (idle * HEADS + head) * VALUES + value, nothing, mask=is_value)
+    out += (first * HEADS + head) * VALUES + value
+    # Keys and queries of some rows read the block at once.
+    for begin in range(known, end, ROWS // 2):
+        at, is_query = begin + rows // 2, rows % 2 == 1
+        own = request * RING_ROWS + at % RING_ROWS
+        asked_at = own * channels
+        asked_at += tl.where(is_query, q_first + of_keys * q_step, k_first + of_keys * k_step)
+        products = tl.zeros((ROWS, BLOCK_VALUES), tl.float32)
+        for first_key in tl.range(0, BLOCK_KEYS, TILE, num_stages=STAGES):
+            element = first_key + of_tile
+            is_key = _below(element, KEYS, TILE)
+            both = is_key[:, None] & is_value[None]
+            old = states + block * state_block + element[:, None] * VALUES
+            state = tl.load(old, mask=both, other=0.0)
+            is_row = (at < end)[:, None] & is_key[None]
+            asked = tl.load(mixed + asked_at[:, None] + element[None], mask=is_row, other=0.0)
+            asked = asked.to(tl.float32)
             if BY_KEY:
-                state *= tl.exp(gate0 + left0)[:, None]
-            else:
-                state *= tl.exp(gate0 + left0)
-            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
-                            is_value, at, stop, tl.exp(left0), RING_ROWS)  # fmt: skip
-            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
-                            is_value, at + 1, stop, tl.exp(left1), RING_ROWS)  # fmt: skip
-            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
-                            is_value, at + 2, stop, tl.exp(left2), RING_ROWS)  # fmt: skip
-            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
-                            is_value, at + 3, stop, 1.0, RING_ROWS)  # fmt: skip
-        if is_written & (part == 0):
-            tl.store(states + block_to * state_block + place, state, mask=both)
-        begin = stop
-    for position in range(known, end):
-        behind = position - start
-        ring_at = position % RING_ROWS
-        row = mixed + ring_at * channels
-        key = tl.load(row + k_first + of_keys * k_step + element, mask=is_key, other=0.0)
-        key = key.to(tl.float32)
-        query = tl.load(row + q_first + of_keys * q_step + element, mask=is_key, other=0.0)
-        query = query.to(tl.float32)
-        of_value = v_first + of_keys * v_step + head % SHARED * VALUES + value
-        taken = tl.load(row + of_value, mask=is_value, other=0.0).to(tl.float32)
-        if IS_UNIT:
-            key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
-            query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
-        if BY_KEY:
-            is_new = is_key & (element * 0 + behind >= 0)
-            gate = tl.load(gates + behind * gate_row + of_gate, mask=is_new, other=0.0)
-            old = ring_gates + ring_at * ring_gate_row + of_gate
-            gate += tl.load(old, mask=is_key & (element * 0 + behind < 0), other=0.0)
-            state *= tl.exp(gate)[:, None]
-            tl.store(old, gate, mask=is_new & (element * 0 + tile == 0))
-        else:
-            gate = tl.load(gates + behind * gate_row + head, mask=behind >= 0, other=0.0)
-            old = ring_gates + ring_at * ring_gate_row + head
-            gate += tl.load(old, mask=behind < 0, other=0.0)
-            state *= tl.exp(gate * rate)
-            tl.store(old, gate, mask=(behind >= 0) & (tile == 0))
-        update = taken
-        if betas is not None:
-            beta = tl.load(betas + (first + behind) * beta_row + head, mask=behind >= 0, other=0.0)
-            old = ring_betas + slot * beta_slot + ring_at * ring_beta_row + head
-            beta += tl.load(old, mask=behind < 0, other=0.0)
-            tl.store(old, beta, mask=(behind >= 0) & (tile == 0))
-            update = (taken - tl.sum(state * key[:, None], axis=0)) * beta
+                of_row = ((own * HEADS + head) * BLOCK_KEYS)[:, None] + element[None]
+                asked *= tl.load(decays + of_row, mask=is_row, other=0.0)
+            products = tl.dot(asked, state, products, input_precision=PRECISION)
+        for position in range(begin, tl.minimum(begin + ROWS // 2, end)):
+            ring_at = position % RING_ROWS
+            row = mixed + (request * RING_ROWS + ring_at) * channels
+            of_value = v_first + of_keys * v_step + head % SHARED * VALUES + value
+            taken = tl.load(row + of_value, mask=is_value, other=0.0).to(tl.float32)
+            of_row = (request * RING_ROWS + ring_at) * HEADS + head
+            factor = factors + of_row * 4
+            # What a row finds in the state is what it finds in the block, and in all since.
+            mine = rows - 2 * (position - begin)
+            found = tl.sum(tl.where((mine == 0)[:, None], products, 0.0), axis=0)
+            made = tl.sum(tl.where((mine == 1)[:, None], products, 0.0), axis=0)
+            found *= tl.load(factor)
+            made *= tl.load(factor + 1)
+            for chunk in range(0, position - border, ROWS):
+                old_at = border + chunk + rows
+                is_row = (old_at < position)[:, None] & is_value[None]
+                added = ring_updates[None] + (old_at % RING_ROWS)[:, None] * updates_row
+                added = tl.load(added, mask=is_row, other=0.0).to(tl.float32)
+                share = shares + of_row * 2 * WIDTH + chunk + rows
+                found += tl.sum(tl.load(share)[:, None] * added, axis=0)
+                made += tl.sum(tl.load(share + WIDTH)[:, None] * added, axis=0)
+            update = taken
+            if ring_betas is not None:
+                beta = tl.load(ring_betas + slot * beta_slot + ring_at * ring_beta_row + head)
+                update = (taken - found) * beta
+            if rates is not None:
+                update *= tl.load(ring_gates + ring_at * ring_gate_row + head)
+            update_to = ring_updates + ring_at * updates_row
+            tl.store(update_to, update.to(ring_updates.dtype.element_ty), mask=is_value)
+            if position >= start:
+                made += tl.load(factor + 2) * update
+                if skips is not None:
+                    made += taken * tl.load(skips + head)
+                out_to = out + (position - start) * HEADS * VALUES
+                tl.store(out_to, made.to(out.dtype.element_ty), mask=is_value)
+            # The next row reads what all threads have stored.
+            tl.debug_barrier()
+    if border_to >= 0:
+        rate = 1.0
         if rates is not None:
-            update *= gate
-        to = ring_keys + ring_at * keys_row + element
-        tl.store(to, key.to(ring_keys.dtype.element_ty), mask=is_all)
-        to = ring_updates + ring_at * updates_row + value
-        tl.store(to, update.to(ring_updates.dtype.element_ty), mask=is_value)
-        state += key[:, None] * update[None]
-        if behind >= 0:
-            made = tl.sum(state * (query * scale)[:, None], axis=0)
-            if skips is not None:
-                made += taken * tl.load(skips + head)
-            to = out + ((first + behind) * HEADS + head) * VALUES + value
-            tl.store(to, made.to(out.dtype.element_ty), mask=is_value)
-        if position + 1 == border_to:
+            rate = tl.load(rates + head)
+        for first_key in range(0, BLOCK_KEYS, TILE):
+            element = first_key + of_tile
+            is_key = _below(element, KEYS, TILE)
+            both = is_key[:, None] & is_value[None]
+            place = element[:, None] * VALUES
+            state = tl.load(states + block * state_block + place, mask=both, other=0.0)
+            gate_at, later = head, 0.0
+            if BY_KEY:
+                gate_at, later = head * KEYS + element, element * 0.0
+            for chunk in range(border, border_to, ROWS):
+                old_at = chunk + rows
+                row_at, is_row = (old_at % RING_ROWS)[:, None], (old_at < border_to)[:, None]
+                key = ring_keys + slot * keys_slot + of_keys * KEYS + element[None]
+                key = tl.load(key + row_at * keys_row, mask=is_row & is_key[None], other=0.0)
+                added = ring_updates[None] + row_at * updates_row
+                added = tl.load(added, mask=is_row & is_value[None], other=0.0).to(tl.float32)
+                left, total = _left(ring_gates, ring_gate_row, chunk, border_to, later, rate,
+                                    gate_at, is_key, RING_ROWS, BY_KEY, ROWS)  # fmt: skip
+                key = tl.trans(key.to(tl.float32) * tl.exp(left))
+                decay = tl.exp(total)
+                if BY_KEY:
+                    state *= decay[:, None]
+                else:
+                    state *= decay
+                state = tl.dot(key, added, state, input_precision=PRECISION)
             tl.store(states + block_to * state_block + place, state, mask=both)
 
 
@@ -566,10 +532,13 @@ def _conv_kernel(
     TAPS: tl.constexpr,
     FOR_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Convolves new rows; `FOR_HEADS` all rows that heads have not taken, with SiLU, into the rows
     that they have in the ring.
     """
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     request = tl.program_id(0)
     given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)

@@ -23,8 +23,9 @@ from weft.kernels.stream import Normed
 class GatedDelta(RecurrentMixer):
     """The gated delta rule behind a short convolution of q, k and v.
 
-    Rows of inputs have the channels of one key head after another, those of its value heads among
-    them, so that a rank's heads are one range.
+    Rows of inputs have the channels as products give them: of one key head after another, those of
+    its value heads among them, or all of q, of k and of v. Blocks have the former, so that a rank's
+    heads are one range.
     """
 
     kind = "gated-delta"
@@ -50,7 +51,7 @@ class GatedDelta(RecurrentMixer):
             layer: The layer's number.
             in_plane: Its index among the layers of the state plane.
             projections: To qkvz and ba of each key head, or to q, k and v, to z, and to b and a.
-            conv: [taps, channels], in the order of rows of inputs.
+            conv: [taps, channels], of one key head after another.
             rates: [Hv] float32: negative rates of the decay.
             dt_bias: [Hv] float32.
             norm: [Dv]: weight of the norm of each head's result.
@@ -60,18 +61,36 @@ class GatedDelta(RecurrentMixer):
         super().__init__(layer, in_plane, dtype, out_proj)
         self.config = config
         self.projections = projections
-        self.conv = conv
         self.rates = rates
         self.dt_bias = dt_bias
         self.norm = norm
         self.value_heads = rates.shape[0]
         self._shared = config.value_heads // config.key_heads
         self.key_heads = self.value_heads // self._shared
-        key = config.key_dim
-        step = 2 * key + self._shared * config.value_dim
-        first, second, third = (Channels(at, step) for at in (0, key, 2 * key))
-        sizes = self.value_heads, self._shared, key, config.value_dim
-        self._form = HeadForm(conv, None, first, second, third, *sizes, key**-0.5, is_unit=True)
+        key, values = config.key_dim, self._shared * config.value_dim
+        step, in_tails = 2 * key + values, None
+        channels = (Channels(0, step), Channels(key, step), Channels(2 * key, step))
+        self._conv = conv
+        if not config.is_fused:
+            all_keys = self.key_heads * key
+            channels = (Channels(0, key), Channels(all_keys, key), Channels(2 * all_keys, values))
+            numbers = torch.arange(conv.shape[1], device=conv.device).view(self.key_heads, step)
+            kinds = torch.split(numbers, [key, key, values], dim=1)
+            in_tails = torch.cat([kind.flatten() for kind in kinds])
+            self._conv = conv[:, in_tails].contiguous()
+        self._form = HeadForm(
+            self._conv,
+            None,
+            *channels,
+            heads=self.value_heads,
+            shared=self._shared,
+            key_dim=key,
+            value_dim=config.value_dim,
+            scale=key**-0.5,
+            is_unit=True,
+            in_tails=in_tails,
+        )
+        self._of_tails = None if in_tails is None else in_tails.argsort()
 
     @classmethod
     def read(
@@ -127,14 +146,14 @@ class GatedDelta(RecurrentMixer):
         """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         state = (self.value_heads, config.key_dim, config.value_dim)
-        tail = (self.conv.shape[1], config.taps - 1)
+        tail = (self._conv.shape[1], config.taps - 1)
         return StatePart("state", state, "float32"), StatePart("conv", tail, self.dtype)
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
         """See `StatePlane.ring`: inputs of the convolution, decay and beta of each value head."""
         return (
-            StatePart("qkv", (self.conv.shape[1],), self.dtype),
+            StatePart("qkv", (self._conv.shape[1],), self.dtype),
             StatePart("decay", (self.value_heads,), "float32"),
             StatePart("beta", (self.value_heads,), "float32"),
         )
@@ -162,28 +181,31 @@ class GatedDelta(RecurrentMixer):
         if config.is_fused:
             qkvz = found[0].view(rows, self.key_heads, -1)
             qkv, z = torch.split(qkvz, [channels, of_values], dim=2)
+            qkv = qkv.flatten(1)
         else:
-            widths = [
-                self.key_heads * width for width in (config.key_dim, config.key_dim, of_values)
-            ]
-            kinds = torch.split(found[0], widths, dim=1)
-            qkv = torch.cat([kind.view(rows, self.key_heads, -1) for kind in kinds], dim=2)
-            z = found[1]
+            qkv, z = found[:2]
         # One product has beta and the decay of all heads behind each other, or of each key head.
         shared = self._shared if config.is_fused else self.value_heads
         decay, beta = delta_gates(found[-1], self.rates, self.dt_bias, shared)
         gate = z.reshape(rows, self.value_heads, config.value_dim)
-        return Projected((qkv.flatten(1), decay, beta), gate)
+        return Projected((qkv, decay, beta), gate)
 
     def scan(
         self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentMixer.scan`."""
-        (qkv, decay, beta), (state, tail) = inputs, states
+        (qkv, decay, beta), (state, tail), form = inputs, states, self._form
+        before = tail if form.in_tails is None else tail.index_select(1, form.in_tails)
+        mixed, tail = short_conv(qkv, self._conv, None, before, cu_lens, has_silu=True)
+        if self._of_tails is not None:
+            tail = tail.index_select(1, self._of_tails)
         config = self.config
-        mixed, tail = short_conv(qkv, self.conv, None, tail, cu_lens, has_silu=True)
         widths = [config.key_dim, config.key_dim, self._shared * config.value_dim]
-        q, k, v = torch.split(torch.unflatten(mixed, 1, (self.key_heads, -1)), widths, dim=2)
+        if config.is_fused:
+            q, k, v = torch.split(torch.unflatten(mixed, 1, (self.key_heads, -1)), widths, dim=2)
+        else:
+            kinds = torch.split(mixed, [self.key_heads * width for width in widths], dim=1)
+            q, k, v = (torch.unflatten(kind, 1, (self.key_heads, -1)) for kind in kinds)
         v = v.reshape(len(v), self.value_heads, config.value_dim)
         out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
         return out, (state, tail)
