@@ -130,6 +130,7 @@ class StepPipeline:
         self._owner = owner
         self._clock = clock
         self._is_overlapped = is_overlapped
+        self._is_asynchronous = executor.is_asynchronous
         self._host = host
         self._lead_s = lead_s
         self.leaves = False
@@ -205,12 +206,13 @@ class StepPipeline:
 
     def host_goes_on(self) -> None:
         """Makes background threads yield to this one; not on a CPU, where this one computes."""
-        if self._executor.is_asynchronous:
+        if self._is_asynchronous:
             self._host.begin()
 
     def host_rests(self) -> None:
         """Lets background threads run."""
-        self._host.end()
+        if self._is_asynchronous:
+            self._host.end()
 
     def turn(self, plan: Plan) -> bool:
         """Starts a step, if there is anything to do, and commits the previous one.
@@ -323,7 +325,7 @@ class StepPipeline:
             self._fail(step, error)
         self.host_goes_on()
         self._scheduler.commit(step.number, step.plan)
-        if self._executor.is_asynchronous:
+        if self._is_asynchronous:
             step.ended_at = self._clock()
         # The time that a slow grammar took is not part of the step's duration. It must not change
         # the forecast of later steps, or the age at which the engine counts as stalled.

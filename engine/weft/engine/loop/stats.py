@@ -87,8 +87,10 @@ class EngineStats:
             runs: Runs of requests with drafts.
         """
         num_decodes, num_prompt_tokens = len(plan.decodes) + len(runs), plan.num_chunk_tokens
-        num_drafts = sum([run.num_drafts for run in runs])
-        num_accepted = sum([len(run.tokens) - 1 for run in runs if run.tokens])
+        num_drafts = num_accepted = 0
+        if runs:
+            num_drafts = sum([run.num_drafts for run in runs])
+            num_accepted = sum([len(run.tokens) - 1 for run in runs if run.tokens])
         num_tokens = num_decodes + num_drafts + num_prompt_tokens
         num_drawn = num_decodes + num_accepted + len(plan.drawing_chunks) - num_surplus_tokens
         self._counts.steps += 1
@@ -112,26 +114,26 @@ class EngineStats:
                 costs.observe_beside(num_prompt_tokens, duration_s)
         elif num_decodes and not num_prompt_tokens:
             costs.observe_decode(duration_s)
-        if self._is_idle:
-            self._window_start, self._window_tokens = self._clock() - duration_s, 0
+        now = self._clock()
+        if self._is_idle_at(now):
+            self._window_start, self._window_tokens = now - duration_s, 0
         self._window_tokens += num_drawn
         if num_decodes:
             self._window_decode_steps += 1
             self._window_decode_s += duration_s
             self._window_decodes += num_decodes
-        elapsed = self._clock() - self._window_start
+        elapsed = now - self._window_start
         if elapsed >= RATE_WINDOW_S:
             self._end_window(elapsed)
 
     @property
     def decode_tokens_per_s(self) -> float:
         """Tokens generated a second, over all requests, in the last window; 0 without steps."""
-        return 0.0 if self._is_idle else self._last_rate
+        return 0.0 if self._is_idle_at(self._clock()) else self._last_rate
 
-    @property
-    def _is_idle(self) -> bool:
+    def _is_idle_at(self, now: float) -> bool:
         """Whether there were no steps for so long that the window begins anew."""
-        return self._clock() - self._window_start > 2 * RATE_WINDOW_S
+        return now - self._window_start > 2 * RATE_WINDOW_S
 
     def _end_window(self, elapsed_s: float) -> None:
         self._last_rate = self._window_tokens / elapsed_s

@@ -225,11 +225,6 @@ class RequestPages:
         copies, self._copies = self._copies, []
         self._return_later([page for copy in copies for page in copy])
 
-    def note_computed(self, request: Request) -> None:
-        """Notes that tokens of a request were computed, after `publish`."""
-        if self.states is not None:
-            self.states.committed(request)
-
     def publish(self, request: Request) -> bool:
         """Publishes the request's new full pages in the cache; False if there are none."""
         num_full = request.num_computed // self._page_size

@@ -188,6 +188,8 @@ class Plan:
     @property
     def most_accepted(self) -> list[int]:
         """`VerifyItem.max_accepted` of each of `verifies`."""
+        if not self.verifies:
+            return []
         if self.has_trees:
             return [item.max_accepted for item in self.verifies]
         return [item.max_drafts for item in self.verifies]

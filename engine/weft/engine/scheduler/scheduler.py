@@ -420,7 +420,8 @@ class Scheduler:
             self.publish(request)
             for on_computed in self._events.computed:
                 on_computed(request, known, request.num_published_pages)
-        self.pages.note_computed(request)
+        if self.pages.states is not None:
+            self.pages.states.committed(request)
         if request.is_fill and known == request.num_published_pages:
             self.progressed.append(request)  # Its states were computed, for pages that are cached.
 
