@@ -31,9 +31,9 @@ FIXED_HEADS = (
 )
 """Families whose other sizes go with the number of K and V heads."""
 _COUNTS = {
+    "n_routed_experts": ("num_experts_per_tok",),
     "num_experts": ("num_experts_per_tok", "moe_topk"),
     "num_local_experts": ("num_experts_per_tok",),
-    "n_routed_experts": ("num_experts_per_tok",),
     "moe_num_experts": ("moe_k",),
 }
 """Fields of the number of experts, and of those that a token is routed to."""
