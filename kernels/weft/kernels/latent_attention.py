@@ -224,13 +224,18 @@ def earlier_attention_reference(
 
 
 def merged(
-    values: torch.Tensor, sums: torch.Tensor, others: torch.Tensor, other_sums: torch.Tensor
+    values: torch.Tensor,
+    sums: torch.Tensor,
+    others: torch.Tensor,
+    other_sums: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention to two sets of positions, [T, H, V], from that to each of them, with the logarithms
-    of the softmaxes' sums, [T, H] float32.
+    of the softmaxes' sums, [T, H] float32; in new memory, or in that of `out`, which may be that of
+    `values`.
     """
     share = torch.sigmoid(other_sums - sums).to(values.dtype)
-    return torch.lerp(values, others, share.unsqueeze(2))
+    return torch.lerp(values, others, share.unsqueeze(2), out=out)
 
 
 def latent_attention_reference(

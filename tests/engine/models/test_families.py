@@ -40,7 +40,7 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, bound: float) -> N
     assert error < bound, float(error)
 
 
-FULL = ("kimi_k25", "qwen3_vl_moe", "gemma4-keys", "vaultgemma", "cwm")
+FULL = ("kimi_k25", "qwen3_vl_moe", "gemma4-keys", "vaultgemma", "cwm", "youtu")
 """Those whose parts others have too; they run behind --full."""
 
 

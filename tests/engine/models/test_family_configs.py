@@ -93,6 +93,8 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("MiMoV2Flash", "swa_head_dim", {"swa_head_dim": 16}),
         ("Afmoe", "score_func", {**EXPERTS, "score_func": "softmax"}),
         ("Afmoe", "n_group", {**EXPERTS, "n_group": 2}),
+        ("BailingMoeV2", "score_function", {**EXPERTS, "score_function": "softmax"}),
+        ("MiniCPM", "sparse_config", {"sparse_config": {"dense_len": 8192}}),
         ("Step3p5", "swiglu_limits", {"swiglu_limits": [0.0]}),
         ("Llama4", "layer_types", {"layer_types": ["sliding_attention"] * 4}),
     ],

@@ -23,7 +23,7 @@ from weft.testing.models.paging import PagedDriver, PagedRequest
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-BY_DEFAULT = ("gemma4", "step3")
+BY_DEFAULT = ("gemma4", "step3", "ling2", "granite-shared", "flex-olmo")
 FIXED_HEADS = (
     *("mistral4", "gemma4-keys", "gemma4-experts", "stablelm", "gemma4", "kimi_linear"),
     *("kimi_k25", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite"),
@@ -31,9 +31,9 @@ FIXED_HEADS = (
 )
 """Families whose other sizes go with the number of K and V heads."""
 _COUNTS = {
+    "n_routed_experts": ("num_experts_per_tok",),
     "num_experts": ("num_experts_per_tok", "moe_topk"),
     "num_local_experts": ("num_experts_per_tok",),
-    "n_routed_experts": ("num_experts_per_tok",),
     "moe_num_experts": ("moe_k",),
 }
 """Fields of the number of experts, and of those that a token is routed to."""

@@ -76,6 +76,11 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
 def test_the_largest_step_is_well_formed(tokens: int, context: int, max_logits: int) -> None:
     layout = CacheLayout.of_plane(PagedPlane(layers=1, heads=1, dim=8, dtype="float32"), 16)
     step = largest_step(8, tokens, context, layout, max_logits)
+    behind = largest_step(8, tokens, context, layout, max_logits, is_behind=True)
+    if context > 1:
+        assert len(behind.token_ids) == tokens
+        assert (behind.kv_lens == 2 * np.diff(behind.cu_q_lens)).all()
+        assert behind.max_kv_len == behind.kv_lens.max() <= context
     lengths = np.diff(step.cu_q_lens)
     assert lengths.sum() == len(step.token_ids) == len(step.positions) == tokens
     assert lengths.max() == step.max_q_len <= context

@@ -283,6 +283,11 @@ def measure_needs(
         # The largest step uses all adapters.
         step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
     step_bytes = _measure_step(executor, step, device)
+    if model.config.latent is not None:
+        # Chunks may take heads of the latents before them.
+        sizes = (max_requests, max_step_tokens, max_context_tokens)
+        step = largest_step(*sizes, layout, max_logits, is_behind=True)
+        step_bytes = max(step_bytes, _measure_step(executor, step, device))
     graphs = 0
     if cuda_graphs:
         has_lora = lora is not None
@@ -367,22 +372,31 @@ def largest_step(
     max_context_tokens: int,
     layout: CacheLayout,
     max_logits: int,
+    *,
+    is_behind: bool = False,
 ) -> StepArrays:
-    """Makes a step with the most tokens and logits possible, all in the null page."""
-    num_pieces = -(-max_step_tokens // max_context_tokens)
+    """Makes a step with the most tokens and logits possible, all in the null page. With `is_behind`
+    each request has as many positions before the step.
+    """
+    most = max(1, max_context_tokens // 2) if is_behind else max_context_tokens
+    num_pieces = -(-max_step_tokens // most)
     bounds = np.linspace(0, max_step_tokens, num_pieces + 1).astype(np.int32)
     lengths = np.diff(bounds)
-    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    before = lengths if is_behind else np.zeros_like(lengths)
+    kv_lens = before + lengths
+    positions = np.concatenate(
+        [np.arange(begin, end, dtype=np.int64) for begin, end in zip(before, kv_lens, strict=True)]
+    )
     return StepArrays(
         token_ids=np.zeros(max_step_tokens, np.int64),
         positions=positions,
         places=NULL_PAGE * layout.page_size + positions % layout.page_size,
         slots=np.full(num_pieces, max_requests, np.int64),
         cu_q_lens=bounds,
-        kv_lens=lengths,
+        kv_lens=kv_lens,
         logits_rows=np.arange(min(max_logits, max_step_tokens), dtype=np.int64),
         max_q_len=int(lengths.max()),
-        max_kv_len=int(lengths.max()),
+        max_kv_len=int(kv_lens.max()),
     )
 
 

@@ -282,11 +282,12 @@ class LatentAttention:
         # Results of many parts would be rounded as often.
         total = values.float() if len(earlier.parts) > 1 else values
         for part, cu_kv_lens in earlier.parts:
-            vectors = read_latents(latents, self.in_pool, earlier.places[part])
+            k, v = self._own_heads(read_latents(latents, self.in_pool, earlier.places[part]))
             others, other_sums = earlier_attention(
-                q, *self._own_heads(vectors), group.cu_q_lens, cu_kv_lens, self.spec.scale
+                q, k, v, group.cu_q_lens, cu_kv_lens, self.spec.scale
             )
-            total = merged(total, sums, others.to(total.dtype), other_sums)
+            del k, v  # Before others are widened.
+            merged(total, sums, others.to(total.dtype), other_sums, out=total)
             sums = torch.logaddexp(sums, other_sums)
         return total.to(values.dtype), sums
 

@@ -59,7 +59,7 @@ _GATED_DELTA = {
     "linear_value_head_dim": 12,
 }
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
-_OWN_CODE: dict[str, dict[str, Any]] = {
+OWN_CODE: dict[str, dict[str, Any]] = {
     "internlm3": {"architectures": ["InternLM3ForCausalLM"]},
     "minicpm": {
         "architectures": ["MiniCPMForCausalLM"],
@@ -487,7 +487,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "helium": ("helium", {"head_dim": 8}),
-    "youtu": ("youtu", {"num_key_value_heads": 6, "q_lora_rank": 20, **_LATENT}),
+    # transformers clears the row of padding as it loads a tied embedding.
+    "youtu": (
+        "youtu",
+        {"num_key_value_heads": 6, "q_lora_rank": 20, "pad_token_id": None, **_LATENT},
+    ),
     "minicpm3": (
         "minicpm3",
         {"num_key_value_heads": 6, "q_lora_rank": None, "dim_model_base": 16, **_LATENT},
@@ -568,8 +572,8 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
             n.replace("language_model.model.blocks.", _LAYERS): t for n, t in tensors.items()
         }
         save_file(renamed, path / "model.safetensors", {"format": "pt"})
-    if name in _OWN_CODE:
+    if name in OWN_CODE:
         # Files of the hub name the class of their own code.
         written = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(written | _OWN_CODE[name]))
+        (path / "config.json").write_text(json.dumps(written | OWN_CODE[name]))
     return path

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.testing.models.families import FAMILIES, SIZES
+from weft.testing.models.families import FAMILIES, OWN_CODE, SIZES
+from weft.testing.models.ling import ling_config
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.reference_models import SIZES as REFERENCE_SIZES
 
@@ -25,5 +26,6 @@ def family_configs() -> dict[str, dict[str, Any]]:
             given = own if "text_config" in own else {**sizes, **own}
             values = {k: None if v == "none" else v for k, v in given.items() if v is not None}
             config = transformers.AutoConfig.for_model(kind, **values).to_dict()
-            found[name] = {**config, "architectures": [names[kind]]}
+            found[name] = {**config, "architectures": [names[kind]], **OWN_CODE.get(name, {})}
+    found["ling2"] = ling_config(found["ling2"])
     return found

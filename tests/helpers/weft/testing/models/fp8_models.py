@@ -77,6 +77,8 @@ def is_rounded(name: str) -> bool:
         ".w2",
         ".w3",
         ".c_fc",
+        ".query_key_value",
+        ".attention.dense",
         "per_layer_input_gate",
         "_projection",
         *(".input_linear", ".output_linear"),

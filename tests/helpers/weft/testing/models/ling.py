@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,10 @@ _QKV = tuple(f".self_attn.{part}_proj." for part in "qkv")
 _FUSED = ".attention.query_key_value."
 
 
-def to_ling(path: Path) -> None:
-    """Rewrites a directory of GLM-4.5 as Ling's."""
-    glm = json.loads((path / "config.json").read_text())
+def ling_config(glm: Mapping[str, Any]) -> dict[str, Any]:
+    """Ling's config.json of one of GLM-4.5."""
     rope = glm["rope_parameters"]
-    config = {
+    return {
         **{ling: glm[name] for name, ling in _FIELDS.items() if name in glm},
         "architectures": [ARCHITECTURE],
         "model_type": "bailing_moe_v2",
@@ -53,6 +53,11 @@ def to_ling(path: Path) -> None:
         "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
+
+
+def to_ling(path: Path) -> None:
+    """Rewrites a directory of GLM-4.5 as Ling's."""
+    config = ling_config(json.loads((path / "config.json").read_text()))
     (path / "config.json").write_text(json.dumps(config))
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if _QKV[0] in name]:
