@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
-IDLE_S = 0.05
+IDLE_S = 0.1
 """Longest time between two turns."""
 STANDSTILL_S = 0.001
 """The same while requests wait for something that no message announces."""

@@ -21,7 +21,7 @@ from weft.engine.transfer.nixl_wire import TransferError, TransportMismatch
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_DELAY_US = 10_000
+PROGRESS_DELAY_US = 50_000
 """Longest sleep of an agent's progress thread; events wake it at once. With 0, the wrapper's
 choice, the thread spins and takes a core. Each time it wakes, it takes a core from a thread of a
 step for which the step's other threads wait.

@@ -167,7 +167,8 @@ class Session:
             if kind == "duplicate":
                 await context.write(event)
         try:
-            await asyncio.wait_for(context.write(event), DRAIN_TIMEOUT_S)
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):  # Without a task of its own.
+                await context.write(event)
         except TimeoutError:
             message = f"the gateway took nothing for {DRAIN_TIMEOUT_S:.0f} s"
             raise PeerUnavailable(message, stage="session") from None

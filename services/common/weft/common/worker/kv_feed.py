@@ -17,7 +17,7 @@ from weft.v1 import worker_pb2
 
 MAX_LOG_PAGES = 1 << 16
 """Most changes to remember, in pages: some megabytes."""
-MIN_INTERVAL_S = 0.01
+MIN_INTERVAL_S = 0.1
 """Least interval between two messages to one watcher: changes in between are sent together."""
 _RUN_PAGES = 16
 
