@@ -84,18 +84,36 @@ def run(llm: LLM, prompts: list[list[int]], kinds: list[SamplingParams]) -> list
     return first + again + hits
 
 
+def mapped_files(before: list[psutil.Process]) -> list[set[str]]:
+    """Shared memory and native code that each rank but the first maps."""
+    ranks = [one for one in psutil.Process().children() if one not in before]
+    maps = [Path(f"/proc/{one.pid}/maps").read_text().splitlines() for one in ranks]
+    return [
+        {line.split(maxsplit=5)[-1] for line in lines if "memfd:" in line or ".so" in line}
+        for lines in maps
+    ]
+
+
 @pytest.mark.parametrize(("kind", "size"), CASES)
 def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path, seed: int) -> None:
-    """With prompts in chunks, prefix hits, drafts, constraints, and too few pages for all."""
+    """With prompts in chunks, prefix hits, drafts, constraints, and too few pages for all.
+
+    What the ranks meet in and run is there when the engine is.
+    """
     folder = make_model(kind, tmp_path / "model", seed, attention_bias=kind == "llama")
     prompts = random_prompts((5, 90, 41, 77, 12, 63, 100, 33, 54))
     kinds = sampled(len(prompts))
     with make_llm(folder) as llm:
         alone = run(llm, prompts, kinds)
+    others = psutil.Process().children()
     with make_llm(folder, tp=size, check_ranks=True) as llm:
         (notice,) = (text for text in llm.engine.info.notices if "tensor parallel" in text)
         assert f"{size} ranks" in notice
+        mapped = mapped_files(others)
+        assert len(mapped) == size - 1
+        assert all(any("memfd:" in name for name in names) for names in mapped)
         together = run(llm, prompts, kinds)
+        assert mapped_files(others) == mapped
         counters = llm.engine.counters()
     for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):
         assert counters[name] > 0, (name, counters)

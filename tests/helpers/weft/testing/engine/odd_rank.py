@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+from typing import Any
 
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.port import Launched
@@ -27,7 +28,8 @@ def _odd(self: LocalExecutor, step: StepInput) -> Launched:
     if _how == "late":
         time.sleep(random.choice((0, 0, 1e-4, 1e-3, 5e-3)))
     elif _how == "differs":
-        self._model.model.embed_tokens.mul_(1.5)
+        model: Any = self._model
+        model.model.embed_tokens.mul_(1.5)
     elif _num_steps == int(_how):
         raise RuntimeError("out of luck")
     launched = _launch(self, step)
