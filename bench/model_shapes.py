@@ -319,13 +319,6 @@ _FP8_BLOCKS: dict[str, Any] = {
 }
 
 LARGE_MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.1-70b": {
-        **MODELS["llama-3.1-8b"],
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
     "qwen3-235b-a22b-fp8": {
         **MODELS["qwen3-30b-a3b"],
         "hidden_size": 4096,

@@ -112,6 +112,17 @@ def test_a_stream_of_other_bits_is_found_at_the_next_sum(dtype: torch.dtype) -> 
     assert any(re.match(differs, text) for text in said), said
 
 
+@pytest.mark.parametrize("naps", [False, True])
+def test_a_rank_that_waits_for_a_frame_ends_with_the_group(naps: bool) -> None:
+    found = groups(2)
+    found[1].naps = naps
+    timer = threading.Timer(random.uniform(0.0, 0.03), found[0].stop)
+    timer.start()
+    with pytest.raises(RanksLost, match="before a step"):
+        found[1].take()
+    timer.join()
+
+
 def random_step() -> tuple[StepInput, NewPages]:
     numbers = np.random.default_rng(random.randrange(1 << 30))
 
@@ -149,6 +160,7 @@ def random_step() -> tuple[StepInput, NewPages]:
 
 def test_frames_come_as_they_were_sent_however_long_they_are() -> None:
     found, sent = groups(3), [random_step() for _ in range(30)]
+    found[2].naps = True
     tokens = np.arange(50)
 
     def work(group: SharedGroup) -> list[bytes]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from weft.testing.engine.ranked_pages import PAGE, ranked_pages
 from weft.testing.engine.ranked_texts import gpus_of_ranks
 from weft.testing.models.tiny_drafts import make_tiny_draft
@@ -48,8 +47,8 @@ def test_a_shipped_prompt_has_the_text_of_one_that_stays(
     settings: dict[str, Any] = {"transport": transport, "staging_memory": staging}
     if has_head:
         settings["draft_dir"] = make_tiny_draft(tmp_path, model_dir, random.randrange(1 << 30))
-    last = f"cuda:{torch.cuda.device_count() - 1}"
-    devices = {1: last, 2: gpus_of_ranks(2)}
+    # Both engines are in one process, which has one device of its own.
+    devices = {1: "cuda:0", 2: gpus_of_ranks(2)}
     of_owner = {**settings, "tp": owner, "device": devices[owner]}
     of_filler = {**settings, "tp": filler, "device": devices[filler]}
     if has_head:
