@@ -173,6 +173,20 @@ def test_the_delay_of_running_requests_counts_against_a_local_prompt(weight: flo
         assert found.local_s == pytest.approx(0.96, rel=0.01), "the forecast of its first token"
 
 
+def test_half_the_fillers_rate_stands_in_until_a_long_prompt_was_measured_here() -> None:
+    costs = FillCosts(None, PAGE)
+    for _ in range(MIN_RESTS):
+        fill(costs, 64, 0.01)
+    assert decide(costs, 2_048).local_s == pytest.approx(2 * 2_048 / RATE)
+    assert decide(costs, 2_048).is_remote
+    assert not decide(costs, 2_048, queued=2_100).is_remote
+    costs.observe_local(40, 40 / (0.05 * RATE))  # A short step takes what any step takes.
+    assert decide(costs, 2_048).local_s == pytest.approx(2 * 2_048 / RATE)
+    assert decide(costs, 160).local_s == pytest.approx(160 / (0.05 * RATE))
+    costs.observe_local(2_048, 2_048 / (0.9 * RATE))
+    assert decide(costs, 2_048).local_s == pytest.approx(2_048 / (0.9 * RATE))
+
+
 def test_first_tokens_of_no_worth_never_delay_running_requests() -> None:
     costs = known(rest_s=0.01, weight=0.0)
     assert not decide(costs, 960, queued=100_000).is_remote

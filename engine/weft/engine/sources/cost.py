@@ -18,6 +18,12 @@ MIN_MEASURED_TOKENS = 32
 this many.
 """
 
+FAR = 4
+"""Factor of the longest measured prompt beyond which a rate says little: what a step takes in any
+case weighs less in longer ones.
+"""
+STAND_IN = 0.5
+"""Share of the filler's rate that this engine is thought to reach with prompts of such lengths."""
 MAX_TRIED_TOKENS = 512
 """Largest remainder that is run locally to measure the local side."""
 MAX_TRIES = 8
@@ -89,6 +95,28 @@ class _Trials:
         return True
 
 
+class _Rate:
+    """Prompt tokens per second of this engine."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        """Average; 0: unknown."""
+        self._longest = 0
+
+    def observe(self, num_tokens: int, duration_s: float) -> None:
+        """Takes in a step's prompt tokens; one that is far longer than all before counts alone."""
+        is_far = num_tokens > FAR * self._longest
+        new = num_tokens / duration_s
+        self.tokens_per_s = new if is_far else _smooth(self.tokens_per_s, new)
+        self._longest = max(self._longest, num_tokens)
+
+    def of(self, num_tokens: int, other: float) -> float:
+        """The rate of so many tokens; `other` for far more than were measured, if it is larger."""
+        if num_tokens > FAR * self._longest:
+            return max(self.tokens_per_s, other)
+        return self.tokens_per_s
+
+
 class FillCosts:
     """Ships if `(queue + end - filler's match) / rate + exposed bytes / bandwidth + rest + tail <
     (local queue + remainder) / local rate + steps * time of the decodes beside + local rest +
@@ -100,7 +128,8 @@ class FillCosts:
     waiting for steps), the tail (from the last accepted page to the first token, and waiting for
     room before) and the local rest (what local first tokens took beyond the forecast). While a rate
     is unknown, the engine tries that side to measure it: the remote side first, the local side only
-    with remainders that are not too long.
+    with remainders that are not too long. For longer ones a share of the filler's rate stands in,
+    until one of such a length has been measured here.
 
     A local prompt delays the next token of every running request by the time that it adds to their
     steps. This is weighed against the first tokens that wait if it ships: its own, and those of the
@@ -133,8 +162,7 @@ class FillCosts:
         self._local_rest_s = 0.0
         self._remote, self._local = _Trials(), _Trials()
         self._num_tries = 0
-        self._local_tokens_per_s = 0.0
-        self._tokens_per_s_beside = 0.0
+        self._alone, self._beside = _Rate(), _Rate()
         self._decode_s = 0.0
 
     def decide(self, request: Request, end_token: int, page_bytes: int) -> FillDecision:
@@ -145,9 +173,8 @@ class FillCosts:
         candidate = request.candidates[0]
         if not (candidate.tokens_per_second and self._bytes_per_s):
             return FillDecision(True, None, None)
-        if not self._local_tokens_per_s:
-            is_tried = MIN_MEASURED_TOKENS <= num_local <= MAX_TRIED_TOKENS
-            is_tried = is_tried and self._num_tries < MAX_TRIES
+        if not self._alone.tokens_per_s and num_local <= MAX_TRIED_TOKENS:
+            is_tried = num_local >= MIN_MEASURED_TOKENS and self._num_tries < MAX_TRIES
             self._num_tries += is_tried
             return FillDecision(not is_tried, None, None)
         num_pages = (end_token - request.num_computed) // self._page_size
@@ -155,9 +182,10 @@ class FillCosts:
         work_s = (candidate.queued_tokens + to_compute) / candidate.tokens_per_second
         work_s += self._exposed_bytes(num_pages * page_bytes, to_compute) / self._bytes_per_s
         load = self.local_load()
-        local_s = self._computing_s(num_local, load) + self._local_rest_s
+        rate = self._rate_beside(load, num_local, candidate.tokens_per_second)
+        local_s = self._computing_s(num_local, load, rate) + self._local_rest_s
         remote_s = work_s + _known(self._rests) + _known(self._tails)
-        weighed_s = local_s + self._weighed_delay_s(num_local, load)
+        weighed_s = local_s + self._weighed_delay_s(num_local / rate, load)
         is_remote = remote_s < weighed_s
         may_try_local = num_local <= MAX_TRIED_TOKENS or not load.num_running
         if may_try_local if is_remote else to_compute <= MAX_WASTED * num_local:
@@ -165,21 +193,22 @@ class FillCosts:
             is_remote ^= other.is_due(min(remote_s, weighed_s), abs(remote_s - weighed_s))
         return FillDecision(is_remote, remote_s, local_s)
 
-    def _computing_s(self, num_tokens: int, load: LocalLoad) -> float:
+    def _rate_beside(self, load: LocalLoad, num_tokens: int, filler_rate: float) -> float:
+        """Prompt tokens per second of this engine for a remainder, beside its running requests."""
+        alone = self._alone.of(num_tokens, STAND_IN * filler_rate)
+        return self._beside.of(num_tokens, alone) if load.num_running else alone
+
+    def _computing_s(self, num_tokens: int, load: LocalLoad, rate: float) -> float:
         """Seconds until this engine has computed a remainder, beside its running requests."""
         num_tokens += load.queued_tokens
-        if not load.num_running or not self._tokens_per_s_beside:
-            return num_tokens / self._local_tokens_per_s
-        num_steps = math.ceil(num_tokens / load.step_tokens)
-        return num_tokens / self._tokens_per_s_beside + num_steps * self._decode_s
+        num_steps = math.ceil(num_tokens / load.step_tokens) if load.num_running else 0
+        return num_tokens / rate + num_steps * self._decode_s
 
-    def _weighed_delay_s(self, num_tokens: int, load: LocalLoad) -> float:
+    def _weighed_delay_s(self, added_s: float, load: LocalLoad) -> float:
         """Delay of all running requests by a remainder, in seconds of delay of its first token."""
         if not load.num_running:
             return 0.0
-        rate = self._tokens_per_s_beside or self._local_tokens_per_s
-        delay_s = load.num_running * num_tokens / rate
-        return delay_s / self._worth if self._worth else math.inf
+        return load.num_running * added_s / self._worth if self._worth else math.inf
 
     def _exposed_bytes(self, num_bytes: int, to_compute: int) -> int:
         """Bytes that are still to be moved when the last of them is computed."""
@@ -227,7 +256,7 @@ class FillCosts:
     def observe_local(self, num_tokens: int, duration_s: float) -> None:
         """Updates the local rate from a local prefill step."""
         if num_tokens and duration_s > 0:
-            self._local_tokens_per_s = _smooth(self._local_tokens_per_s, num_tokens / duration_s)
+            self._alone.observe(num_tokens, duration_s)
 
     def observe_decode(self, duration_s: float) -> None:
         """Updates the time of decodes alone from a step without prompts."""
@@ -242,21 +271,21 @@ class FillCosts:
         """
         added_s = max(duration_s - self._decode_s, MIN_ADDED_SHARE * duration_s)
         if num_tokens and added_s > 0:
-            self._tokens_per_s_beside = _smooth(self._tokens_per_s_beside, num_tokens / added_s)
+            self._beside.observe(num_tokens, added_s)
 
     def tokens_within(self, duration_s: float) -> int:
         """Prompt tokens that add at most this time to a step of decodes, in whole pages; a minimum
         is always allowed.
         """
         least = -(-MIN_MEASURED_TOKENS // self._page_size)
-        rate = self._tokens_per_s_beside or self._local_tokens_per_s
+        rate = self._beside.tokens_per_s or self._alone.tokens_per_s
         num_pages = int(rate * duration_s) // self._page_size
         return max(least, num_pages) * self._page_size
 
     @property
     def tokens_per_s_beside(self) -> float:
         """Prompt tokens a second that a step with decodes takes in addition; 0 = unknown."""
-        return self._tokens_per_s_beside
+        return self._beside.tokens_per_s
 
     @property
     def decode_s(self) -> float:
@@ -266,7 +295,7 @@ class FillCosts:
     @property
     def local_tokens_per_s(self) -> float:
         """Measured local prefill rate; 0 = unknown."""
-        return self._local_tokens_per_s
+        return self._alone.tokens_per_s
 
 
 def _known(seconds: deque[float]) -> float:
