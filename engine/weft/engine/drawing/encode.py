@@ -21,7 +21,7 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
         return _decodes(plan, table, page_size)
     _enter_pages(plan, table, page_size)
     starts = plan.starts if plan.is_late is None else np.where(plan.is_late, LATE, plan.starts)
-    ones, drafts = np.ones_like(plan.starts), None
+    ones, drafts = _ones(len(plan.starts)), None
     verified: tuple[Int64Array, ...] = (NO_NUMBERS,) * 5
     words, tokens = None, list[int]()
     if isinstance(plan.drafts, LaterDrafts):
