@@ -86,7 +86,7 @@ def _config(
     *,
     is_interleaved: bool = True,
     is_tied: bool = False,
-    factors: Mapping[str, float] | None = None,
+    factors: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     fields, norm = family.fields, family.rms(eps=eps)
     family.only("attention_bias", False)

@@ -77,7 +77,7 @@ def read_minicpm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 
 def minicpm_factors(
     family: Family, *, embedding: float = 1.0, depth: float = 1.0, base: int = 1
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Fields of a decoder: the factors of MiniCPM, by the defaults of its fields."""
     fields = family.fields
     return {
