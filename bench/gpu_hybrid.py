@@ -38,14 +38,14 @@ from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots
 
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
-MANY, MANY_IN, MANY_OUT = 768, 1024, 128
+MANY, MANY_IN, MANY_OUT = 1024, 1024, 128
 """Requests sent at once, and their tokens."""
 MANY_STEP = 2240
 """Rows of a step with two prompts, as many as end in it, beside 256 decodes, of which 64 do not
 count.
 """
-STEP_TILES = ((128, 4), (64, 4), (64, 2), (32, 4))
-"""Values of a program of decode steps, and its warps."""
+STEP_TILES = ((128, 4, 32), (64, 2, 32), (64, 2, 64), (16, 1, 32), (16, 1, 128))
+"""Values of a program of decode steps, its warps, and keys that it multiplies at once."""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
     "device": "cuda",

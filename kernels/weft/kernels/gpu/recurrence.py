@@ -16,6 +16,8 @@ _VALUES = 32
 """Values of a program."""
 _CHANNELS = 256
 """Channels of a program."""
+_CONV_ROWS, _CONV_CHANNELS = 16, 256
+"""Rows and channels of a program that convolves: it reads the taps once for all its rows."""
 
 
 def fastest_recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,13 +69,12 @@ def short_conv(
     left, count = torch.empty_like(tails), len(cu_lens) - 1
     numbers = torch.arange(count, device=x.device)
     owners = numbers.repeat_interleave(cu_lens.diff(), output_size=rows)
-    blocks = triton.cdiv(channels, _CHANNELS)
     sizes = (x.stride(0), channels)
-    _conv_kernel[(rows, blocks)](
-        *(x, weight, bias, tails, out, owners, cu_lens, *sizes),
-        TAPS=taps, HAS_SILU=has_silu, BLOCK=_CHANNELS,
+    _conv_kernel[(triton.cdiv(rows, _CONV_ROWS), triton.cdiv(channels, _CONV_CHANNELS))](
+        *(x, weight, bias, tails, out, owners, cu_lens, rows, *sizes),
+        TAPS=taps, HAS_SILU=has_silu, ROWS=_CONV_ROWS, BLOCK=_CONV_CHANNELS,
     )  # fmt: skip
-    _tails_kernel[(count * (taps - 1), blocks)](
+    _tails_kernel[(count * (taps - 1), triton.cdiv(channels, _CHANNELS))](
         *(x, tails, left, cu_lens, *sizes), BEFORE=taps - 1, BLOCK=_CHANNELS
     )
     return out, left
@@ -152,7 +153,7 @@ def _recurrence_kernel(
     tl.store(after + place, state, mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _conv_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -161,31 +162,40 @@ def _conv_kernel(
     out: tl.tensor,
     owners: tl.tensor,
     cu_lens: tl.tensor,
+    rows: int,
     x_row: int,
     channels: int,
     TAPS: tl.constexpr,
     HAS_SILU: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channel < channels
-    sequence = tl.load(owners + row)
-    begin = tl.load(cu_lens + sequence)
-    total = tl.zeros((BLOCK,), tl.float32)
+    is_row, is_channel = row < rows, channel < channels
+    mask = is_row[:, None] & is_channel[None]
+    sequence = tl.load(owners + row, mask=is_row, other=0)
+    begin = tl.load(cu_lens + sequence, mask=is_row, other=0)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     if bias is not None:
-        total += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None]
     for tap in tl.static_range(TAPS):
         source = row - (TAPS - 1 - tap)
-        before = (sequence * channels + channel) * (TAPS - 1) + (source - begin + TAPS - 1)
-        num_own = tl.where(source >= begin, channels, 0)
-        own = tl.load(x + source * x_row + channel, mask=channel < num_own, other=0.0)
-        old = tl.load(tails + before, mask=channel < channels - num_own, other=0.0)
-        factor = tl.load(weight + tap * channels + channel, mask=mask, other=0.0).to(tl.float32)
-        total += factor * (own.to(tl.float32) + old.to(tl.float32))
+        is_own = is_row & (source >= begin)
+        at = x + (source * x_row)[:, None] + channel[None]
+        found = tl.load(at, mask=is_own[:, None] & is_channel[None], other=0.0).to(tl.float32)
+        is_old = is_row & (source < begin)
+        if tl.max(is_old.to(tl.int32), axis=0) > 0:
+            first = sequence * channels * (TAPS - 1) + (source - begin + TAPS - 1)
+            before = tails + first[:, None] + (channel * (TAPS - 1))[None]
+            old = tl.load(before, mask=is_old[:, None] & is_channel[None], other=0.0)
+            found += old.to(tl.float32)
+        factor = tl.load(weight + tap * channels + channel, mask=is_channel, other=0.0)
+        total += factor.to(tl.float32)[None] * found
     if HAS_SILU:
         total *= tl.sigmoid(total)
-    tl.store(out + row * channels + channel, total.to(out.dtype.element_ty), mask=mask)
+    to = out + (row * channels)[:, None] + channel[None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -20,12 +20,15 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 if TYPE_CHECKING:
     from weft.kernels.slot_states import HeadForm, LayerMemory
 
-_TILES = {1: (32, 4), 16: (128, 4)}
-"""Values of a program and its warps, from so many requests on."""
+_TILES = {1: (16, 1, 32), 16: (64, 2, 32)}
+"""Values of a program, its warps, and keys of a block that it multiplies at once, from so many
+requests on. For 256 requests on an H200 the last takes 222 us, (128, 4, 32) 258, (32, 2, 32) 280
+and (64, 2, 64) 365 (bench/gpu_hybrid.py).
+"""
 _ROWS = 16
 """Rows of the ring whose products are taken at once."""
-_KEYS, _STAGES = 32, 3
-"""Keys of a block that are multiplied at once, and how many times as many are loaded ahead."""
+_STAGES = 3
+"""How many times as many keys are loaded ahead."""
 _PRECISION = "tf32x3"
 """Blocks are in float32; rounded to TF32 they would lose more than models in bfloat16 do."""
 _REGISTERS = 128
@@ -65,7 +68,7 @@ def step_heads(
     mixed = new.new_empty((requests, ring.shape[1], channels))
     _convolve(form.conv, form.bias, plan, (ring, tails), new, mixed, form.in_tails, for_heads=True)
     out = new.new_empty((new.shape[0], form.heads, form.value_dim))
-    values, warps = _TILES[max(count for count in _TILES if count <= max(1, requests))]
+    values, warps, tile = _TILES[max(count for count in _TILES if count <= max(1, requests))]
     values = min(values, max(16, triton.next_power_of_2(form.value_dim)))
     rows, by_key = ring.shape[1], gate.dim() == 3
     block_keys = max(16, triton.next_power_of_2(form.key_dim))
@@ -92,7 +95,7 @@ def step_heads(
         *(form.rates, form.skips, *found, out, len(out), channels, *of_ring, *of_beta),
         *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
         *(states.stride(0), *form.queries, *form.keys, *form.values),
-        **shapes, VALUES=form.value_dim, BLOCK_VALUES=values, TILE=min(_KEYS, block_keys),
+        **shapes, VALUES=form.value_dim, BLOCK_VALUES=values, TILE=min(tile, block_keys),
         PRECISION="ieee" if new.dtype == torch.float32 else _PRECISION, STAGES=_STAGES,
         num_warps=warps, num_stages=1, maxnreg=_REGISTERS, **launch_options(new.device),
     )  # fmt: skip
