@@ -61,6 +61,23 @@ FEW = (
     FewRowsShape(4, 16, 2), FewRowsShape(4, 8, 1), FewRowsShape(8, 16, 4, True),
     FewRowsShape(4, 16, 4, True), FewRowsShape(8, 8, 2, True), FewRowsShape(4, 8, 1, True),
 )  # fmt: skip
+COPIED = {
+    64: tuple(
+        GroupsShape(*shape, splits, is_rounded, True)
+        for shape in ((64, 64, 0, 4, 3), (64, 64, 0, 4, 5), (64, 128, 0, 8, 4))
+        for splits in (1, 4, 8)
+        for is_rounded in (False, True)
+    ),
+    256: tuple(
+        GroupsShape(*shape, splits, is_rounded, True)
+        for *shape, is_rounded in (
+            (128, 128, 0, 8, 4, False), (128, 128, 0, 8, 4, True), (128, 128, 0, 4, 3, True),
+            (256, 128, 0, 8, 2, True), (128, 256, 0, 8, 4, True),
+        )
+        for splits in (1, 2, 4)
+    ),
+}  # fmt: skip
+"""With tiles from the copy engine."""
 SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
@@ -71,12 +88,13 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
         GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 16, 4, 4, 4),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
+        *COPIED[64], GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
         GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 3, 8, True),
     ),
     256: (
         GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
         GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
+        *COPIED[256],
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""

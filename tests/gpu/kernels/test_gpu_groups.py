@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
 from weft.kernels.memory import WeightArena
 from weft.kernels.moe import Routing, moe, pack_experts
-from weft.kernels.packed_groups import PackedGroups
+from weft.kernels.packed_groups import PackedGroups, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.moe_cases import moe_case
@@ -59,6 +61,33 @@ def test_many_rows_of_a_wide_matrix(kind: Kind) -> None:
     wide = matrix.dequantised(torch.float32)
     peer = F.linear(x.float(), wide).to(BF16)
     assert_as_exact(linear(x, w), peer, F.linear(x.double(), wide.double()))
+
+
+SHAPES = [
+    GroupsShape(64, 64, 0, 4, 3, is_copied=True),
+    GroupsShape(64, 128, 0, 8, 4, 4, is_copied=True),
+    GroupsShape(128, 128, 0, 8, 4, 2, is_rounded=True, is_copied=True),
+    GroupsShape(128, 256, 0, 8, 3, is_rounded=True, is_copied=True),
+    GroupsShape(256, 128, 0, 8, 2, is_rounded=True, is_copied=True),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("group", "kind"), [(128, "plain"), (128, "offsets"), (32, "e2m1")])
+def test_tiles_of_the_copy_engine(shape: GroupsShape, group: int, kind: Kind) -> None:
+    fresh_seed()
+    rows, k, columns = random.randrange(1, 700), 1120, 330
+    matrix, both = (draw_groups(n, k, group, kind, "cuda") for n in (columns, 2 * columns))
+    x, out = (torch.randn(rows, n, device="cuda", dtype=BF16) for n in (k, columns))
+    multiply_groups(out, x, pack_groups(matrix), shape)
+    wide = matrix.dequantised(torch.float32)
+    assert_as_exact(out, F.linear(x.float(), wide).to(BF16), F.linear(x.double(), wide.double()))
+    if shape.splits > 1 or shape.columns > 64:
+        return
+    multiply_groups(out, x, pack_groups(both), shape, is_gated=True)
+    pair = F.linear(x.double(), both.dequantised(torch.float32).double()).chunk(2, dim=1)
+    exact = F.silu(pair[0]) * pair[1]
+    assert_as_exact(out, exact.to(BF16), exact)
 
 
 @pytest.mark.parametrize(("group", "kind"), [(128, "plain"), (32, "offsets"), (32, "e2m1")])

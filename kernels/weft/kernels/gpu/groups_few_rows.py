@@ -428,18 +428,24 @@ def _integers(
     """Values of blocks of a row as integers: pairs of the first and of the second half in words,
     [STEP, WORDS] each; the scale and the halves' sums, [STEP, WORDS / 4].
     """
-    word = block[:, None] * (2 * WORDS) + tl.arange(0, WORDS)[None, :]
+    # Words of bytes lie as `PackedGroups.data` says; pairs of columns are read.
+    word = tl.arange(0, WORDS)
+    pair = 8 * (word % (HALF // 16)) + word // (HALF // 16)
+    pair = block[:, None] * HALF + pair[None, :]
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
-    at = row_at.to(tl.pointer_type(tl.int64)) + word
-    # Of the last block columns may be missing, in fours.
+    at = row_at.to(tl.pointer_type(tl.int32)) + pair
+    # Of the last block columns may be missing, in twos.
     if K % (2 * HALF) == 0 and BLOCKS % STEP == 0:
-        low, high = tl.load(at), tl.load(at + WORDS)
+        low, low_next = tl.load(at), tl.load(at + 4)
+        high, high_next = tl.load(at + HALF // 2), tl.load(at + (HALF // 2 + 4))
     else:
-        low = tl.load(at, mask=word < K // 4, other=0)
-        high = tl.load(at + WORDS, mask=word + WORDS < K // 4, other=0)
+        low = tl.load(at, mask=pair < K // 2, other=0)
+        low_next = tl.load(at + 4, mask=pair + 4 < K // 2, other=0)
+        high = tl.load(at + HALF // 2, mask=pair + HALF // 2 < K // 2, other=0)
+        high_next = tl.load(at + (HALF // 2 + 4), mask=pair + (HALF // 2 + 4) < K // 2, other=0)
     dtype: tl.constexpr = row_at.dtype.element_ty
-    l0, l1, l2, l3 = _four(low, dtype)
-    h0, h1, h2, h3 = _four(high, dtype)
+    l0, l1, l2, l3 = _four(low, low_next, dtype)
+    h0, h1, h2, h3 = _four(high, high_next, dtype)
     most_low = _larger(_larger(tl.abs(l0), tl.abs(l1)), _larger(tl.abs(l2), tl.abs(l3)))
     most_high = _larger(_larger(tl.abs(h0), tl.abs(h1)), _larger(tl.abs(h2), tl.abs(h3)))
     # The largest value is below 2^(power - 126); it becomes an integer below 2^15.
@@ -467,9 +473,8 @@ def _by_thread(words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _four(word: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """The floats of words of 64 bits, in float32."""
-    first, second = word.to(tl.int32), (word >> 32).to(tl.int32)
+def _four(first: tl.tensor, second: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """The floats of two words, in float32."""
     if dtype == tl.bfloat16:
         high: tl.constexpr = -65536
         return (

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import (
     LaunchOptions,
     is_dependent,
@@ -23,7 +24,12 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
+from weft.kernels.gpu.groups_unpack import (
+    in_columns,
+    power_of_two,
+    scaled_integers,
+    unpacked,
+)
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
@@ -44,12 +50,18 @@ class GroupsShape(NamedTuple):
     """Programs that share K; a further launch sums their parts. Not for experts, nor gated."""
     is_rounded: bool = False
     """Weights are rounded to floats of 16 bits in registers; without slices."""
+    is_copied: bool = False
+    """Tiles are fetched by the copy engine where it can; without slices, not for experts."""
 
 
 _SUMMED = 1024
 """Columns whose parts a program sums."""
+_TOGETHER = 4
+"""Tiles of rows whose programs follow one another for each tile of columns."""
 _FEW_COLUMNS = 8192
 """Columns up to which few programs would have a tile each."""
+_FEWER_COLUMNS = 4096
+"""Columns up to which up to 16 rows want wider tiles, and more programs for each."""
 MAX_SLICED_ROWS = 16
 """Most rows of which warps take slices of K."""
 MAX_GATED_ROWS = 128
@@ -74,13 +86,16 @@ def product_shape(
         few = 8 if rows <= 8 else 16
         if is_short and not can_split:
             return GroupsShape(few, 32, 4, 4, 4) if few == 8 else GroupsShape(few, 128, 0, 4, 3)
+        if is_gated and few == 16:
+            return GroupsShape(16, 64, 4, 4, 3) if is_short else GroupsShape(16, 32, 2, 2, 3)
         if is_gated:
-            few_shape = (16, 4, 4, 6 if is_short else 4) if few == 8 else (64, 4, 4, 3)
-            return GroupsShape(few, *few_shape)
+            return GroupsShape(8, 16, 4, 4, 6 if is_short else 4)
         if is_short:
             return GroupsShape(few, 16, 4, 4, 6, 4) if splits else GroupsShape(few, 16, 8, 8, 4)
         if few == 8:
             return GroupsShape(8, 16, 4, 4, 6)
+        if splits and columns <= _FEWER_COLUMNS:
+            return GroupsShape(16, 64, 2, 2, 3, 8)
         return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
     if rows <= 64 and splits and not is_gated:
         return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
@@ -136,9 +151,13 @@ def multiply_groups(
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = (out.shape[1], first.columns)
+    x_tiles = data_tiles = None
     given: dict[str, Any]
     if experts is None:
         many, more = triton.cdiv(x.shape[0], shape.rows), PLAIN_EXPERTS
+        if shape.is_copied and can_copy(x) and can_copy(weight.data):
+            x_tiles = copied_tiles(x, shape.rows, first.half)
+            data_tiles = copied_tiles(weight.data, shape.columns, first.half)
         given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
         given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
     else:
@@ -154,10 +173,14 @@ def multiply_groups(
     parts, target = (shape.splits, x.shape[0], first.rows), out
     if is_split:
         target = torch.empty(parts, dtype=torch.float32, device=x.device)
-    _groups_kernel[(triton.cdiv(columns, shape.columns), many, shape.splits)](
+    tiles = triton.cdiv(columns, shape.columns)
+    grid = (tiles, many, shape.splits) if experts else (tiles * many, 1, shape.splits)
+    _groups_kernel[grid](
         target,
         x,
         weight.data,
+        x_tiles,
+        data_tiles,
         weight.scales,
         weight.offsets,
         None if is_split else bias,
@@ -177,6 +200,7 @@ def multiply_groups(
         STAGES=shape.stages,
         SPLITS=shape.splits,
         IS_ROUNDED=shape.is_rounded,
+        TOGETHER=_TOGETHER,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
@@ -202,6 +226,8 @@ def _groups_kernel(
     out: tl.tensor,
     x: tl.tensor,
     data: tl.tensor,
+    x_tiles: tl.tensor_descriptor,
+    data_tiles: tl.tensor_descriptor,
     scales: tl.tensor,
     offsets: tl.tensor,
     bias: tl.tensor,
@@ -235,14 +261,20 @@ def _groups_kernel(
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ) -> None:
     """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     weight_rows = columns * 2 if IS_GATED else columns
-    block = tl.program_id(1)
+    block, first = tl.program_id(1), tl.program_id(0) * COLUMNS
     if order is None:
+        per_set = TOGETHER * tl.cdiv(columns, COLUMNS)
+        place = tl.program_id(0) % per_set
+        first_set = tl.program_id(0) // per_set * TOGETHER
+        set_tiles = tl.minimum(tl.cdiv(rows, ROWS) - first_set, TOGETHER)
+        block, first = first_set + place % set_tiles, place // set_tiles * COLUMNS
         row = block * ROWS + tl.arange(0, ROWS)
         exists = row < rows
         of_expert = 0
@@ -260,7 +292,7 @@ def _groups_kernel(
         if offsets is not None:
             offsets += wide_expert * (BLOCKS * (2 * HALF // UNIT)) * width
     row = row.to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = first + tl.arange(0, COLUMNS)
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     last = tl.minimum(column, columns - 1)
     row_at = x + row // TOP_K * K
@@ -275,8 +307,9 @@ def _groups_kernel(
         )  # fmt: skip
     else:
         product, up = _tiled(
-            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
-            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES, IS_ROUNDED,
+            row_at, exists, data, x_tiles, data_tiles, scales, offsets, last, columns, width,
+            block * ROWS, first, begin, end, K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS,
+            COLUMNS, STAGES, IS_ROUNDED,
         )  # fmt: skip
     in_out = column < columns
     mask = in_out[:, None] & exists[None, :]
@@ -350,8 +383,9 @@ def _sliced(
         block = first + slice_
         at = (block * HALF)[:, None, None]
         low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
-        low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
+        low, high = _turned(low, SLICES, ROWS, HALF), _turned(high, SLICES, ROWS, HALF)
         tile = _bytes(begin + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
+        tile = _in_fours(tile, SLICES, COLUMNS, HALF)
         # Scales, which the compiler does not load ahead, are those of the next blocks.
         at_scale += step
         is_block = (block + SLICES < BLOCKS)[:, None]
@@ -363,6 +397,7 @@ def _sliced(
         if IS_GATED:
             following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
             tile = _bytes(begin_up + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
+            tile = _in_fours(tile, SLICES, COLUMNS, HALF)
             up = _add_groups(
                 up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
             )
@@ -379,11 +414,15 @@ def _tiled(
     row_at: tl.tensor,
     exists: tl.tensor,
     data: tl.tensor,
+    x_tiles: tl.tensor_descriptor,
+    data_tiles: tl.tensor_descriptor,
     scales: tl.tensor,
     offsets: tl.tensor,
     column: tl.tensor,
     columns: int,
     width: int,
+    first_row: int,
+    first: int,
     first_block: int,
     end: int,
     K: tl.constexpr,
@@ -415,12 +454,17 @@ def _tiled(
         given_up = _given(scales, offsets, at_scale + columns, True, width, UNIT, HALF)
     for block in tl.range(first_block, end, num_stages=STAGES):
         at = block * HALF
-        low, high = _rows(row_at, 2 * at, part, exists[:, None], K, HALF, IS_WHOLE)
+        if x_tiles is not None:
+            low, high = x_tiles.load([first_row, 2 * at]), x_tiles.load([first_row, 2 * at + HALF])
+            tile = data_tiles.load([first, at])
+        else:
+            low, high = _rows(row_at, 2 * at, part, exists[:, None], K, HALF, IS_WHOLE)
+            tile = tl.load(begin + at)
         low, high = tl.trans(low), tl.trans(high)
         at_scale += PER_BLOCK * width
         is_block = block + 1 < BLOCKS
         following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
-        tile = tl.load(begin + at)
+        tile = in_columns(tile, COLUMNS, HALF)
         if IS_ROUNDED:
             product = _add_rounded(
                 product, tile, low, high, given, offsets is not None, IS_E2M1, IS_NATIVE
@@ -433,7 +477,11 @@ def _tiled(
         given = following
         if IS_GATED:
             following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
-            tile = tl.load(begin_up + at)
+            if x_tiles is not None:
+                tile = data_tiles.load([first + columns, at])
+            else:
+                tile = tl.load(begin_up + at)
+            tile = in_columns(tile, COLUMNS, HALF)
             if IS_ROUNDED:
                 up = _add_rounded(
                     up, tile, low, high, given_up, offsets is not None, IS_E2M1, IS_NATIVE
@@ -445,6 +493,27 @@ def _tiled(
                 )  # fmt: skip
             given_up = following
     return product, up
+
+
+@triton.jit
+def _in_fours(
+    tile: tl.tensor, SLICES: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr
+) -> tl.tensor:
+    """Bytes [SLICES, COLUMNS, HALF] as they lie, in the order of `_turned`."""
+    tile = tl.reshape(tile, (SLICES, COLUMNS, 4, HALF // 16, 4))
+    return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4)), (SLICES, COLUMNS, HALF))
+
+
+@triton.jit
+def _turned(
+    x: tl.tensor, SLICES: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
+) -> tl.tensor:
+    """[SLICES, HALF, ROWS] of [SLICES, ROWS, HALF]; the four columns of four bytes of a weight are
+    neighbours, as products want them of bytes.
+    """
+    x = tl.reshape(x, (SLICES, ROWS, HALF // 16, 2, 4, 2))
+    x = tl.reshape(tl.permute(x, (0, 1, 2, 4, 3, 5)), (SLICES, ROWS, HALF))
+    return tl.permute(x, (0, 2, 1))
 
 
 @triton.jit
@@ -546,17 +615,22 @@ def _add_rounded(
 ) -> tl.tensor:
     """As `_add_groups`, of weights that are rounded once."""
     scale, offset, scale_high, offset_high = given
-    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
     if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:
         # Exact: a power of two changes the exponent alone.
+        lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
         lower *= _wide(scale, IS_E2M1).to(tl.bfloat16)
         upper *= _wide(scale_high, IS_E2M1).to(tl.bfloat16)
+    elif IS_NATIVE and low.dtype == tl.bfloat16 and not HAS_OFFSETS:
+        wide = tl.broadcast_to(_wide(scale, IS_E2M1), tile.shape)
+        wide_high = tl.broadcast_to(_wide(scale_high, IS_E2M1), tile.shape)
+        lower, upper = scaled_integers(tile, wide, wide_high)
     else:
+        lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
         lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
         upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
-    if HAS_OFFSETS:
-        lower += _moved(offset, scale)
-        upper += _moved(offset_high, scale_high)
+        if HAS_OFFSETS:
+            lower += _moved(offset, scale)
+            upper += _moved(offset_high, scale_high)
     total = tl.dot(lower.to(low.dtype), low, total)
     return tl.dot(upper.to(low.dtype), high, total)
 
