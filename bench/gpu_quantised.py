@@ -62,19 +62,27 @@ FEW = (
     FewRowsShape(4, 16, 4, True), FewRowsShape(8, 8, 2, True), FewRowsShape(4, 8, 1, True),
 )  # fmt: skip
 COPIED = {
+    16: (
+        GroupsShape(16, 64, 0, 4, 6, is_copied=True), GroupsShape(16, 64, 0, 4, 6, 4, False, True),
+        GroupsShape(16, 128, 0, 8, 5, is_copied=True), GroupsShape(16, 64, 0, 4, 4, 2, False, True),
+    ),
     64: tuple(
         GroupsShape(*shape, splits, is_rounded, True)
-        for shape in ((64, 64, 0, 4, 3), (64, 64, 0, 4, 5), (64, 128, 0, 8, 4))
-        for splits in (1, 4, 8)
-        for is_rounded in (False, True)
+        for *shape, is_rounded, each in (
+            (64, 64, 0, 4, 3, False, (1, 4)), (64, 64, 0, 4, 5, False, (1, 4)),
+            (64, 128, 0, 8, 4, False, (1, 4, 8)), (64, 128, 0, 8, 4, True, (1, 4)),
+            (64, 128, 0, 4, 3, False, (1, 4)),
+        )
+        for splits in each
     ),
     256: tuple(
         GroupsShape(*shape, splits, is_rounded, True)
-        for *shape, is_rounded in (
-            (128, 128, 0, 8, 4, False), (128, 128, 0, 8, 4, True), (128, 128, 0, 4, 3, True),
-            (256, 128, 0, 8, 2, True), (128, 256, 0, 8, 4, True),
+        for *shape, is_rounded, each in (
+            (128, 128, 0, 8, 4, False, (1, 2)), (128, 128, 0, 8, 4, True, (1, 2)),
+            (128, 128, 0, 4, 2, True, (1, 2, 4)), (256, 128, 0, 8, 3, True, (1, 4)),
+            (128, 256, 0, 8, 3, True, (1, 2, 4)), (128, 256, 0, 8, 4, True, (1,)),
         )
-        for splits in (1, 2, 4)
+        for splits in each
     ),
 }  # fmt: skip
 """With tiles from the copy engine."""
@@ -83,18 +91,15 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
     2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     16: (
         GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 2, 2, 3), GroupsShape(16, 32, 2, 2, 4),
-        GroupsShape(16, 64, 2, 2, 3), GroupsShape(16, 32, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
+        GroupsShape(16, 32, 4, 4, 4, 2),
         GroupsShape(16, 32, 2, 2, 4, 4), GroupsShape(16, 64, 2, 2, 3, 8),
-        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 16, 4, 4, 4),
+        GroupsShape(16, 64, 4, 4, 3, 4), *COPIED[16],
     ),
     64: (
-        *COPIED[64], GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
-        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 3, 8, True),
+        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 64, 0, 4, 4, 4, True), *COPIED[64],
     ),
     256: (
-        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
-        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
-        *COPIED[256],
+        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2), *COPIED[256],
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -218,13 +223,15 @@ def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     return ""
 
 
-def compile_all(is_sweep: bool, processes: int, rows: Sequence[int]) -> None:
+def compile_all(
+    is_sweep: bool, processes: int, rows: Sequence[int], has_dense: bool, has_experts: bool
+) -> None:
     """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        mine = [case for case in cases(is_sweep) if case[1] in rows]
+        mine = [case for case in cases(is_sweep) if has_dense and case[1] in rows]
         found = list(pool.map(compile_one, mine, chunksize=2))
-        of_experts = [each for each in EXPERTS_ROWS if each in rows]
+        of_experts = [each for each in EXPERTS_ROWS if has_experts and each in rows]
         every = itertools.product(experts_products(), of_experts, range(3))
         found += pool.map(compile_experts, every)
     failed = [error for error in found if error]
@@ -413,9 +420,10 @@ def bench_model(
     layers: int,
     kv_dtype: str,
     long: int = 0,
+    is_told: bool = False,
 ) -> None:
     """Decode and prefill of one model in one format; empty: bfloat16; fp8: made of it. `long`:
-    requests at once with 1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
+    requests at once with 1,024 tokens in and 1,024 out; 0: none. Told: prints a step's kernels.
     """
     from gpu_engine import PROMPT_TOKENS, run_batch
     from gpu_hybrid import told_kernels
@@ -476,9 +484,9 @@ def bench_model(
             with noted(found, f"engine {model} {number_format} prefill"):
                 times = [run_batch(llm, 4, 4096, 2).first_token_s for _ in range(3)]
                 row["prefill_tokens_per_s"] = 4 * 4096 / min(times)
+            for batch in batches if is_told else ():
+                told_kernels(partial(run_batch, llm, batch, 16, 33), f"x{batch}", 32)
             if long:
-                for batch in batches:
-                    told_kernels(partial(run_batch, llm, batch, 16, 33), f"x{batch}", 32)
                 with noted(found, f"engine {model} {number_format} {long} long requests"):
                     run = run_batch(llm, long, 1024, 1024)
                     row["long"] = {
@@ -565,6 +573,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="of models; 0: all")
     parser.add_argument("--rows", nargs="+", type=int, help="that are timed; default: all")
     parser.add_argument("--long", type=int, default=0, help="requests of 1,024 in, 1,024 out")
+    parser.add_argument(
+        "--compiled", nargs="+", choices=("kernels", "experts"), default=["kernels", "experts"]
+    )
+    parser.add_argument("--told", action="store_true", help="tell the kernels of a step")
     parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -572,7 +584,10 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.perf_counter()
     if "compile" in arguments.parts:
-        compile_all(arguments.sweep, arguments.processes, arguments.rows or (*SWEEP, *EXPERTS_ROWS))
+        compile_all(
+            arguments.sweep, arguments.processes, arguments.rows or (*SWEEP, *EXPERTS_ROWS),
+            "kernels" in arguments.compiled, "experts" in arguments.compiled,
+        )  # fmt: skip
         print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
     if not {"kernels", "experts", "kv", "engine"} & set(arguments.parts):
         return
@@ -600,7 +615,7 @@ def main() -> None:
         with noted(found, f"engine {each}"):
             bench_model(
                 found, rates, model, number_format, arguments.batches, arguments.layers,
-                kv[0] if kv else "auto", arguments.long,
+                kv[0] if kv else "auto", arguments.long, arguments.told,
             )  # fmt: skip
         # Only once no frame of the model's run holds its tensors.
         release()

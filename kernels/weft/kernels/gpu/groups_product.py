@@ -151,13 +151,15 @@ def multiply_groups(
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = (out.shape[1], first.columns)
-    x_tiles = data_tiles = None
+    x_tiles = data_tiles = scale_tiles = None
     given: dict[str, Any]
     if experts is None:
         many, more = triton.cdiv(x.shape[0], shape.rows), PLAIN_EXPERTS
         if shape.is_copied and can_copy(x) and can_copy(weight.data):
             x_tiles = copied_tiles(x, shape.rows, first.half)
             data_tiles = copied_tiles(weight.data, shape.columns, first.half)
+            if first.half < first.unit and weight.offsets is None and can_copy(weight.scales):
+                scale_tiles = copied_tiles(weight.scales, 1, shape.columns)
         given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
         given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
     else:
@@ -181,6 +183,7 @@ def multiply_groups(
         weight.data,
         x_tiles,
         data_tiles,
+        scale_tiles,
         weight.scales,
         weight.offsets,
         None if is_split else bias,
@@ -228,6 +231,7 @@ def _groups_kernel(
     data: tl.tensor,
     x_tiles: tl.tensor_descriptor,
     data_tiles: tl.tensor_descriptor,
+    scale_tiles: tl.tensor_descriptor,
     scales: tl.tensor,
     offsets: tl.tensor,
     bias: tl.tensor,
@@ -307,9 +311,9 @@ def _groups_kernel(
         )  # fmt: skip
     else:
         product, up = _tiled(
-            row_at, exists, data, x_tiles, data_tiles, scales, offsets, last, columns, width,
-            block * ROWS, first, begin, end, K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS,
-            COLUMNS, STAGES, IS_ROUNDED,
+            row_at, exists, data, x_tiles, data_tiles, scale_tiles, scales, offsets, last, columns,
+            width, block * ROWS, first, begin, end, K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE,
+            ROWS, COLUMNS, STAGES, IS_ROUNDED,
         )  # fmt: skip
     in_out = column < columns
     mask = in_out[:, None] & exists[None, :]
@@ -416,6 +420,7 @@ def _tiled(
     data: tl.tensor,
     x_tiles: tl.tensor_descriptor,
     data_tiles: tl.tensor_descriptor,
+    scale_tiles: tl.tensor_descriptor,
     scales: tl.tensor,
     offsets: tl.tensor,
     column: tl.tensor,
@@ -463,7 +468,11 @@ def _tiled(
         low, high = tl.trans(low), tl.trans(high)
         at_scale += PER_BLOCK * width
         is_block = block + 1 < BLOCKS
-        following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
+        following = given
+        if scale_tiles is not None:
+            given = _copied(scale_tiles, block, first, COLUMNS)
+        else:
+            following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
         tile = in_columns(tile, COLUMNS, HALF)
         if IS_ROUNDED:
             product = _add_rounded(
@@ -476,7 +485,10 @@ def _tiled(
             )  # fmt: skip
         given = following
         if IS_GATED:
-            following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
+            if scale_tiles is not None:
+                given_up = _copied(scale_tiles, block, first + columns, COLUMNS)
+            else:
+                following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
             if x_tiles is not None:
                 tile = data_tiles.load([first + columns, at])
             else:
@@ -568,6 +580,15 @@ def _given(
 
 
 @triton.jit
+def _copied(
+    scale_tiles: tl.tensor_descriptor, block: int, first: int, COLUMNS: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """As `_given`, of blocks that have one scale a row and no offsets."""
+    scale = tl.reshape(scale_tiles.load([block, first]), (COLUMNS,))
+    return scale, scale, scale, scale
+
+
+@triton.jit
 def _add_groups(
     total: tl.tensor,
     tile: tl.tensor,
@@ -632,7 +653,14 @@ def _add_rounded(
             lower += _moved(offset, scale)
             upper += _moved(offset_high, scale_high)
     total = tl.dot(lower.to(low.dtype), low, total)
-    return tl.dot(upper.to(low.dtype), high, total)
+    total = tl.dot(upper.to(low.dtype), high, total)
+    if IS_NATIVE:
+        # A use of the sums, so that the compiler does not leave the product running into the next
+        # turn of the loop: it would have to wait for every part of it.
+        total = tl.inline_asm_elementwise(
+            "// $0", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return total
 
 
 @triton.jit
