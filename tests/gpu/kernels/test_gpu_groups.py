@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.linear import gate_up_silu, linear, normed_linear, pack_gate_up, pack_linear
 from weft.kernels.memory import WeightArena
 from weft.kernels.moe import Routing, moe, pack_experts
 from weft.kernels.packed_groups import PackedGroups, pack_groups
@@ -61,6 +62,33 @@ def test_many_rows_of_a_wide_matrix(kind: Kind) -> None:
     wide = matrix.dequantised(torch.float32)
     peer = F.linear(x.float(), wide).to(BF16)
     assert_as_exact(linear(x, w), peer, F.linear(x.double(), wide.double()))
+
+
+@pytest.mark.parametrize(("group", "kind"), [(128, "plain"), (32, "offsets"), (32, "e2m1")])
+def test_products_of_a_row_take_the_norm_before(group: int, kind: Kind) -> None:
+    """In one launch, and of two rows in two; adding to a stream, of which a copy is left."""
+    fresh_seed()
+    k, columns = random.choice([1120, 4096]), 330
+    down, both = (draw_groups(n, k, group, kind, "cuda") for n in (columns, 2 * columns))
+    w, pair = pack_linear(down, None, None, BF16), pack_gate_up(both, None, None, BF16)
+    gain = torch.randn(k, device="cuda", dtype=BF16)
+    for rows in (1, 2):
+        x = torch.randn(rows, k, device="cuda", dtype=BF16) * 10 ** random.uniform(-2, 2)
+        assert gpu_linear.takes_norm(rows, w) == (rows == 1)
+        normed = F.rms_norm(x.double(), (k,), gain.double(), 1e-5)
+        exact = F.linear(normed, down.dequantised(torch.float32).double())
+        assert_as_exact(normed_linear(x, gain, 1e-5, w), exact.to(BF16), exact, factor=4.0)
+        gate, up = F.linear(normed, both.dequantised(torch.float32).double()).chunk(2, dim=1)
+        exact = F.silu(gate) * up
+        assert_as_exact(normed_linear(x, gain, 1e-5, pair), exact.to(BF16), exact, factor=4.0)
+    x = torch.randn(1, k, device="cuda", dtype=BF16)
+    stream = torch.randn(1, columns, device="cuda", dtype=BF16)
+    taps = torch.zeros(1, 2 * columns, device="cuda", dtype=BF16)
+    exact = stream.double() + F.linear(x.double(), down.dequantised(torch.float32).double())
+    gpu_linear.add_product(stream, x, w, tap=taps[:, columns:])
+    assert_as_exact(stream, exact.to(BF16), exact)
+    assert torch.equal(taps[:, columns:], stream)
+    assert not taps[:, :columns].any()
 
 
 SHAPES = [
