@@ -78,9 +78,10 @@ COPIED = {
     256: tuple(
         GroupsShape(*shape, splits, is_rounded, True)
         for *shape, is_rounded, each in (
-            (128, 128, 0, 8, 4, False, (1, 2)), (128, 128, 0, 8, 4, True, (1, 2)),
+            (128, 128, 0, 8, 4, False, (1, 2)),
             (128, 128, 0, 4, 2, True, (1, 2, 4)), (256, 128, 0, 8, 3, True, (1, 4)),
-            (128, 256, 0, 8, 3, True, (1, 2, 4)), (128, 256, 0, 8, 4, True, (1,)),
+            (64, 128, 0, 4, 3, False, (1, 2)), (64, 128, 0, 4, 3, True, (1, 2)),
+            (64, 64, 0, 4, 4, False, (1, 2)), (128, 64, 0, 4, 3, True, (1, 2)),
         )
         for splits in each
     ),
@@ -102,6 +103,7 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
         GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2), *COPIED[256],
     ),
 }  # fmt: skip
+SWEEP[128] = SWEEP[256]
 """Launch shapes that are timed beside the chosen one."""
 EXPERTS = (
     ("gpt-oss-20b", 32, 2880, 2880, 4, "mxfp4"),

@@ -232,7 +232,7 @@ def _few_kernel(
         wait_for_last(IS_DEPENDENT)
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
-    squares = tl.zeros([STEP, WORDS], tl.float32)
+    squares = tl.zeros([STEP, HALF], tl.float32)
     squares_second = squares
     for first in tl.static_range(0, BLOCKS, STEP):
         # The next tiles are on their way while these are multiplied, or once they are.
@@ -453,86 +453,66 @@ def _integers(
 ) -> tuple[tl.tuple, tl.tensor]:
     """Values of blocks of a row, times those of `gain`, as integers: pairs of the first and of the
     second half in words, [STEP, WORDS] each; the scale and the halves' sums, [STEP, WORDS / 4]. And
-    sums of the values' squares, [STEP, WORDS]; without `gain` none.
+    sums of the values' squares, [STEP, HALF]; without `gain` none.
     """
-    # Words of bytes lie as `PackedGroups.data` says; pairs of columns are read.
-    word = tl.arange(0, WORDS)
-    pair = 8 * (word % (HALF // 16)) + word // (HALF // 16)
-    pair = block[:, None] * HALF + pair[None, :]
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     dtype: tl.constexpr = row_at.dtype.element_ty
     IS_WHOLE: tl.constexpr = K % (2 * HALF) == 0 and BLOCKS % STEP == 0
-    l0, l1, l2, l3 = _eights(row_at, pair, K, IS_WHOLE, dtype)
-    h0, h1, h2, h3 = _eights(row_at, pair + HALF // 2, K, IS_WHOLE, dtype)
-    squares = tl.zeros([STEP, WORDS], tl.float32)
+    even, odd = _pairs(row_at, block, K, HALF, IS_WHOLE, dtype)
+    squares = tl.zeros([STEP, HALF], tl.float32)
     if gain is not None:
-        squares = l0 * l0 + l1 * l1 + l2 * l2 + l3 * l3 + h0 * h0 + h1 * h1 + h2 * h2 + h3 * h3
-        g0, g1, g2, g3 = _eights(gain, pair, K, IS_WHOLE, dtype)
-        l0, l1, l2, l3 = l0 * g0, l1 * g1, l2 * g2, l3 * g3
-        g0, g1, g2, g3 = _eights(gain, pair + HALF // 2, K, IS_WHOLE, dtype)
-        h0, h1, h2, h3 = h0 * g0, h1 * g1, h2 * g2, h3 * g3
-    most_low = _larger(_larger(tl.abs(l0), tl.abs(l1)), _larger(tl.abs(l2), tl.abs(l3)))
-    most_high = _larger(_larger(tl.abs(h0), tl.abs(h1)), _larger(tl.abs(h2), tl.abs(h3)))
+        squares = even * even + odd * odd
+        even_gain, odd_gain = _pairs(gain, block, K, HALF, IS_WHOLE, dtype)
+        even, odd = even * even_gain, odd * odd_gain
     # The largest value is below 2^(power - 126); it becomes an integer below 2^15.
-    most = tl.reduce(_by_thread(_larger(most_low, most_high)), 2, _larger)
+    THREADS: tl.constexpr = WORDS // 4
+    most = _larger(tl.abs(even), tl.abs(odd)).reshape([STEP, HALF // 4, 4])
+    most = tl.reduce(most, 1, _larger)
+    if THREADS < 4:
+        most = tl.reduce(most.reshape([STEP, THREADS, 4 // THREADS]), 2, _larger)
     power = most.to(tl.int32, bitcast=True) >> 23
     is_finite = power < 255
     power = tl.maximum(power, 15)
-    up = ((268 - power) << 23).to(tl.float32, bitcast=True)[:, :, None]
-    up = tl.broadcast_to(up, [STEP, WORDS // 4, 4]).reshape([STEP, WORDS])
+    up = ((268 - power) << 23).to(tl.float32, bitcast=True)[:, None, :, None]
+    up = tl.broadcast_to(up, [STEP, HALF // 4, THREADS, 4 // THREADS]).reshape([STEP, HALF])
     down = ((power - 14) << 23).to(tl.float32, bitcast=True)
     down = tl.where(is_finite, down, float("nan"))
-    l0, l1, l2, l3 = _rounded(l0 * up), _rounded(l1 * up), _rounded(l2 * up), _rounded(l3 * up)
-    h0, h1, h2, h3 = _rounded(h0 * up), _rounded(h1 * up), _rounded(h2 * up), _rounded(h3 * up)
-    l0, l1, h0, h1 = _pair(l0, l1), _pair(l2, l3), _pair(h0, h1), _pair(h2, h3)
-    ones = tl.full(l0.shape, 0x01010101, tl.int32)
-    sum_low = tl.sum(_by_thread(_dot(ones, l0, l1, 0, IS_NATIVE)), axis=2).to(tl.float32)
-    sum_high = tl.sum(_by_thread(_dot(ones, h0, h1, 0, IS_NATIVE)), axis=2).to(tl.float32)
-    return (l0, l1, h0, h1, down, sum_low, sum_high), squares
+    pairs = _pair(_rounded(even * up), _rounded(odd * up))
+    sums = ((pairs << 16 >> 16) + (pairs >> 16)).reshape([STEP, 2, HALF // 8, 4])
+    sums = tl.sum(sums, axis=2)
+    if THREADS < 4:
+        sums = tl.sum(sums.reshape([STEP, 2, THREADS, 4 // THREADS]), axis=3)
+    sum_low, sum_high = tl.split(tl.permute(sums, (0, 2, 1)))
+    # Words of bytes lie as `PackedGroups.data` says.
+    pairs = tl.permute(pairs.reshape([STEP, 2, HALF // 16, 2, 4]), (0, 4, 2, 3, 1))
+    low, high = tl.split(pairs.reshape([STEP, WORDS, 2, 2]))
+    l0, l1 = tl.split(low)
+    h0, h1 = tl.split(high)
+    values = (l0, l1, h0, h1, down, sum_low.to(tl.float32), sum_high.to(tl.float32))
+    return values, squares
 
 
 @triton.jit
-def _eights(
+def _pairs(
     row_at: tl.tensor,
-    pair: tl.tensor,
+    block: tl.tensor,
     K: tl.constexpr,
+    HALF: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     dtype: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """The floats of pairs of columns and of those that are eight columns behind, in float32."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """The even and the odd columns of blocks in float32, [STEP, HALF] each."""
+    pair = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
     at = row_at.to(tl.pointer_type(tl.int32)) + pair
     # Of the last block columns may be missing, in twos.
-    if IS_WHOLE:
-        first, second = tl.load(at), tl.load(at + 4)
-    else:
-        first = tl.load(at, mask=pair < K // 2, other=0)
-        second = tl.load(at + 4, mask=pair + 4 < K // 2, other=0)
-    v0, v1, v2, v3 = _four(first, second, dtype)
-    return v0, v1, v2, v3
-
-
-@triton.jit
-def _by_thread(words: tl.tensor) -> tl.tensor:
-    """[STEP, WORDS] as [STEP, WORDS / 4, 4]: what a thread has of the weight comes last."""
-    return words.reshape([words.shape[0], words.shape[1] // 4, 4])
-
-
-@triton.jit
-def _four(first: tl.tensor, second: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """The floats of two words, in float32."""
+    word = tl.load(at) if IS_WHOLE else tl.load(at, mask=pair < K // 2, other=0)
     if dtype == tl.bfloat16:
         high: tl.constexpr = -65536
-        return (
-            (first << 16).to(tl.float32, bitcast=True), (first & high).to(tl.float32, bitcast=True),
-            (second << 16).to(tl.float32, bitcast=True),
-            (second & high).to(tl.float32, bitcast=True),
-        )  # fmt: skip
-    return (
-        _plain(first, dtype),
-        _plain(first >> 16, dtype),
-        _plain(second, dtype),
-        _plain(second >> 16, dtype),
-    )
+        even = (word << 16).to(tl.float32, bitcast=True)
+        odd = (word & high).to(tl.float32, bitcast=True)
+    else:
+        even, odd = _plain(word, dtype), _plain(word >> 16, dtype)
+    return even, odd
 
 
 @triton.jit

@@ -64,8 +64,10 @@ _FEWER_COLUMNS = 4096
 """Columns up to which up to 16 rows want wider tiles, and more programs for each."""
 MAX_SLICED_ROWS = 16
 """Most rows of which warps take slices of K."""
-MAX_GATED_ROWS = 128
-"""Most rows for which gate and up had better be made one by their product."""
+MAX_GATED_ROWS = 16
+"""Most rows for which gate and up had better be made one by their product, in long blocks."""
+_MAX_EXACT_ROWS = 128
+"""Most rows for which no weight is rounded."""
 
 
 def product_shape(
@@ -87,7 +89,7 @@ def product_shape(
         if is_short and not can_split:
             return GroupsShape(few, 32, 4, 4, 4) if few == 8 else GroupsShape(few, 128, 0, 4, 3)
         if is_gated and few == 16:
-            return GroupsShape(16, 64, 4, 4, 3) if is_short else GroupsShape(16, 32, 2, 2, 3)
+            return GroupsShape(16, 64, 4, 4, 3) if is_short else GroupsShape(16, 32, 2, 2, 4)
         if is_gated:
             return GroupsShape(8, 16, 4, 4, 6 if is_short else 4)
         if is_short:
@@ -95,18 +97,30 @@ def product_shape(
         if few == 8:
             return GroupsShape(8, 16, 4, 4, 6)
         if splits and columns <= _FEWER_COLUMNS:
-            return GroupsShape(16, 64, 2, 2, 3, 8)
+            return GroupsShape(16, 64, 4, 4, 3, 4)
         return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
+    if not (is_short or is_fixed or is_gated) and can_split:
+        return _long_tiles(rows, columns)
     if rows <= 64 and splits and not is_gated:
         return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
     if rows <= 64 or is_gated or is_short:
         few = min(64, max(16, triton.next_power_of_2(rows)))
         return GroupsShape(few, 64, 0, 4, 4 if is_gated or not can_split else 6)
-    if splits:
-        return GroupsShape(128, 128, 0, 8, 3, 2)
-    if rows > MAX_GATED_ROWS and not is_fixed:
-        return GroupsShape(256, 128, 0, 8, 2, is_rounded=True)
     return GroupsShape(128, 64, 0, 4, 4)
+
+
+def _long_tiles(rows: int, columns: int) -> GroupsShape:
+    """`product_shape` of more rows with long blocks, which the copy engine fetches."""
+    few = min(64, max(16, triton.next_power_of_2(rows)))
+    if columns > _FEW_COLUMNS:
+        if rows <= _MAX_EXACT_ROWS:
+            return GroupsShape(few, 128, 0, 4, 3, is_copied=True)
+        return GroupsShape(128, 128, 0, 4, 2, is_rounded=True, is_copied=True)
+    if rows <= 64:
+        stages = 5 if columns <= _FEWER_COLUMNS else 3
+        return GroupsShape(few, 64, 0, 4, stages, 4, is_copied=True)
+    splits = 1 if columns > _FEWER_COLUMNS and rows > _MAX_EXACT_ROWS else 2
+    return GroupsShape(128, 128, 0, 8, 4, splits, is_copied=True)
 
 
 class Experts(NamedTuple):
@@ -158,7 +172,10 @@ def multiply_groups(
         if shape.is_copied and can_copy(x) and can_copy(weight.data):
             x_tiles = copied_tiles(x, shape.rows, first.half)
             data_tiles = copied_tiles(weight.data, shape.columns, first.half)
-            if first.half < first.unit and weight.offsets is None and can_copy(weight.scales):
+            # The engine takes coordinates that are multiples of 16 bytes.
+            is_aligned = not is_gated or columns % 8 == 0
+            is_simple = first.half < first.unit and weight.offsets is None
+            if is_simple and is_aligned and can_copy(weight.scales):
                 scale_tiles = copied_tiles(weight.scales, 1, shape.columns)
         given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
         given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
