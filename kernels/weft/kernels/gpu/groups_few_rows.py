@@ -232,7 +232,7 @@ def _few_kernel(
         wait_for_last(IS_DEPENDENT)
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
-    squares = tl.zeros([STEP, HALF], tl.float32)
+    squares = tl.zeros([STEP, WORDS // 4, 4], tl.float32)
     squares_second = squares
     for first in tl.static_range(0, BLOCKS, STEP):
         # The next tiles are on their way while these are multiplied, or once they are.
@@ -280,7 +280,7 @@ def _few_kernel(
             total, total_up = _summed(product_second), _summed(up_second)
             squares = squares_second
         if gain is not None:
-            norm = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
+            norm = tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0) / K + eps)
             total, total_up = total * norm, total_up * norm
         mask = column < columns
         if bias is not None:
@@ -453,66 +453,97 @@ def _integers(
 ) -> tuple[tl.tuple, tl.tensor]:
     """Values of blocks of a row, times those of `gain`, as integers: pairs of the first and of the
     second half in words, [STEP, WORDS] each; the scale and the halves' sums, [STEP, WORDS / 4]. And
-    sums of the values' squares, [STEP, HALF]; without `gain` none.
+    sums of the values' squares, [STEP, HALF / 16, 4]; without `gain` none.
     """
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     dtype: tl.constexpr = row_at.dtype.element_ty
     IS_WHOLE: tl.constexpr = K % (2 * HALF) == 0 and BLOCKS % STEP == 0
-    even, odd = _pairs(row_at, block, K, HALF, IS_WHOLE, dtype)
-    squares = tl.zeros([STEP, HALF], tl.float32)
+    l0, l1, l2, l3 = _columns(row_at, block, 0, K, HALF, IS_WHOLE, dtype)
+    h0, h1, h2, h3 = _columns(row_at, block, HALF // 2, K, HALF, IS_WHOLE, dtype)
+    squares = tl.zeros([STEP, WORDS // 4, 4], tl.float32)
     if gain is not None:
-        squares = even * even + odd * odd
-        even_gain, odd_gain = _pairs(gain, block, K, HALF, IS_WHOLE, dtype)
-        even, odd = even * even_gain, odd * odd_gain
+        squares = l0 * l0 + l1 * l1 + l2 * l2 + l3 * l3 + h0 * h0 + h1 * h1 + h2 * h2 + h3 * h3
+        g0, g1, g2, g3 = _columns(gain, block, 0, K, HALF, IS_WHOLE, dtype)
+        l0, l1, l2, l3 = l0 * g0, l1 * g1, l2 * g2, l3 * g3
+        g0, g1, g2, g3 = _columns(gain, block, HALF // 2, K, HALF, IS_WHOLE, dtype)
+        h0, h1, h2, h3 = h0 * g0, h1 * g1, h2 * g2, h3 * g3
+    most_low = _larger(_larger(tl.abs(l0), tl.abs(l1)), _larger(tl.abs(l2), tl.abs(l3)))
+    most_high = _larger(_larger(tl.abs(h0), tl.abs(h1)), _larger(tl.abs(h2), tl.abs(h3)))
+    most = tl.reduce(_larger(most_low, most_high), 1, _larger)
     # The largest value is below 2^(power - 126); it becomes an integer below 2^15.
     THREADS: tl.constexpr = WORDS // 4
-    most = _larger(tl.abs(even), tl.abs(odd)).reshape([STEP, HALF // 4, 4])
-    most = tl.reduce(most, 1, _larger)
     if THREADS < 4:
         most = tl.reduce(most.reshape([STEP, THREADS, 4 // THREADS]), 2, _larger)
     power = most.to(tl.int32, bitcast=True) >> 23
     is_finite = power < 255
     power = tl.maximum(power, 15)
-    up = ((268 - power) << 23).to(tl.float32, bitcast=True)[:, None, :, None]
-    up = tl.broadcast_to(up, [STEP, HALF // 4, THREADS, 4 // THREADS]).reshape([STEP, HALF])
+    up = ((268 - power) << 23).to(tl.float32, bitcast=True)
+    up = tl.broadcast_to(up[:, :, None], [STEP, THREADS, 4 // THREADS]).reshape([STEP, 1, 4])
     down = ((power - 14) << 23).to(tl.float32, bitcast=True)
     down = tl.where(is_finite, down, float("nan"))
-    pairs = _pair(_rounded(even * up), _rounded(odd * up))
-    sums = ((pairs << 16 >> 16) + (pairs >> 16)).reshape([STEP, 2, HALF // 8, 4])
-    sums = tl.sum(sums, axis=2)
-    if THREADS < 4:
-        sums = tl.sum(sums.reshape([STEP, 2, THREADS, 4 // THREADS]), axis=3)
-    sum_low, sum_high = tl.split(tl.permute(sums, (0, 2, 1)))
-    # Words of bytes lie as `PackedGroups.data` says.
-    pairs = tl.permute(pairs.reshape([STEP, 2, HALF // 16, 2, 4]), (0, 4, 2, 3, 1))
-    low, high = tl.split(pairs.reshape([STEP, WORDS, 2, 2]))
-    l0, l1 = tl.split(low)
-    h0, h1 = tl.split(high)
-    values = (l0, l1, h0, h1, down, sum_low.to(tl.float32), sum_high.to(tl.float32))
+    l0, l1 = (
+        _pair(_rounded(l0 * up), _rounded(l1 * up)),
+        _pair(_rounded(l2 * up), _rounded(l3 * up)),
+    )
+    h0, h1 = (
+        _pair(_rounded(h0 * up), _rounded(h1 * up)),
+        _pair(_rounded(h2 * up), _rounded(h3 * up)),
+    )
+    sum_low, sum_high = _sum_of(l0, l1, THREADS), _sum_of(h0, h1, THREADS)
+    values = (_words_of(l0), _words_of(l1), _words_of(h0), _words_of(h1), down, sum_low, sum_high)
     return values, squares
 
 
 @triton.jit
-def _pairs(
+def _columns(
     row_at: tl.tensor,
     block: tl.tensor,
+    begin: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     dtype: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The even and the odd columns of blocks in float32, [STEP, HALF] each."""
-    pair = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
+) -> tuple[tl.tensor, ...]:
+    """The four columns of a half of blocks that words of bytes have, in float32. Word i, t of
+    [STEP, HALF / 16, 4] is word t * HALF / 16 + i; see `PackedGroups.data`.
+    """
+    pair = block[:, None, None] * HALF + tl.arange(0, HALF // 16)[None, :, None] * 8
+    pair += begin + tl.arange(0, 4)[None, None, :]
     at = row_at.to(tl.pointer_type(tl.int32)) + pair
     # Of the last block columns may be missing, in twos.
-    word = tl.load(at) if IS_WHOLE else tl.load(at, mask=pair < K // 2, other=0)
+    if IS_WHOLE:
+        first, second = tl.load(at), tl.load(at + 4)
+    else:
+        first = tl.load(at, mask=pair < K // 2, other=0)
+        second = tl.load(at + 4, mask=pair + 4 < K // 2, other=0)
     if dtype == tl.bfloat16:
         high: tl.constexpr = -65536
-        even = (word << 16).to(tl.float32, bitcast=True)
-        odd = (word & high).to(tl.float32, bitcast=True)
+        c0 = (first << 16).to(tl.float32, bitcast=True)
+        c1 = (first & high).to(tl.float32, bitcast=True)
+        c2 = (second << 16).to(tl.float32, bitcast=True)
+        c3 = (second & high).to(tl.float32, bitcast=True)
     else:
-        even, odd = _plain(word, dtype), _plain(word >> 16, dtype)
-    return even, odd
+        c0, c1 = _plain(first, dtype), _plain(first >> 16, dtype)
+        c2, c3 = _plain(second, dtype), _plain(second >> 16, dtype)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _words_of(words: tl.tensor) -> tl.tensor:
+    """[STEP, WORDS] of words as `_columns` has them."""
+    size: tl.constexpr = [words.shape[0], words.shape[1] * 4]
+    return tl.permute(words, (0, 2, 1)).reshape(size)
+
+
+@triton.jit
+def _sum_of(first: tl.tensor, second: tl.tensor, THREADS: tl.constexpr) -> tl.tensor:
+    """Sums of the integers of a thread of the weight, [STEP, WORDS / 4] float32."""
+    sums = (first << 16 >> 16) + (first >> 16) + (second << 16 >> 16) + (second >> 16)
+    sums = tl.sum(sums, axis=1)
+    if THREADS < 4:
+        size: tl.constexpr = [first.shape[0], THREADS, 4 // THREADS]
+        sums = tl.sum(sums.reshape(size), axis=2)
+    return sums.to(tl.float32)
 
 
 @triton.jit

@@ -111,16 +111,16 @@ def product_shape(
 
 def _long_tiles(rows: int, columns: int) -> GroupsShape:
     """`product_shape` of more rows with long blocks, which the copy engine fetches."""
+    is_wide, is_narrow = columns > _FEW_COLUMNS, columns <= _FEWER_COLUMNS
+    if rows > _MAX_EXACT_ROWS:
+        splits = 2 if is_narrow else 1
+        return GroupsShape(128, 64, 0, 4, 3, splits, is_rounded=True, is_copied=True)
     few = min(64, max(16, triton.next_power_of_2(rows)))
-    if columns > _FEW_COLUMNS:
-        if rows <= _MAX_EXACT_ROWS:
-            return GroupsShape(few, 128, 0, 4, 3, is_copied=True)
-        return GroupsShape(128, 128, 0, 4, 2, is_rounded=True, is_copied=True)
-    if rows <= 64:
-        stages = 5 if columns <= _FEWER_COLUMNS else 3
-        return GroupsShape(few, 64, 0, 4, stages, 4, is_copied=True)
-    splits = 1 if columns > _FEWER_COLUMNS and rows > _MAX_EXACT_ROWS else 2
-    return GroupsShape(128, 128, 0, 8, 4, splits, is_copied=True)
+    if is_wide or (rows > 64 and not is_narrow):
+        return GroupsShape(few, 128, 0, 4, 3, 1 if is_wide else 2, is_copied=True)
+    if rows > 64:
+        return GroupsShape(64, 64, 0, 4, 4, 2, is_copied=True)
+    return GroupsShape(few, 64, 0, 4, 5 if is_narrow else 3, 4, is_copied=True)
 
 
 class Experts(NamedTuple):
