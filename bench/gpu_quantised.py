@@ -78,10 +78,9 @@ COPIED = {
     256: tuple(
         GroupsShape(*shape, splits, is_rounded, True)
         for *shape, is_rounded, each in (
+            (128, 64, 0, 4, 3, True, (1, 2)), (64, 128, 0, 4, 3, False, (1, 2)),
+            (64, 64, 0, 4, 4, False, (1, 2)), (128, 128, 0, 4, 2, True, (1, 2)),
             (128, 128, 0, 8, 4, False, (1, 2)),
-            (128, 128, 0, 4, 2, True, (1, 2, 4)), (256, 128, 0, 8, 3, True, (1, 4)),
-            (64, 128, 0, 4, 3, False, (1, 2)), (64, 128, 0, 4, 3, True, (1, 2)),
-            (64, 64, 0, 4, 4, False, (1, 2)), (128, 64, 0, 4, 3, True, (1, 2)),
         )
         for splits in each
     ),

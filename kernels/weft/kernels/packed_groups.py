@@ -1,10 +1,8 @@
 """Matrices of 4 bits in groups as a GPU's kernels read them.
 
-A row lies in blocks of 2 * half columns, half being 32 or 64. A byte has column c of a block in its
-lower bits and column half + c in its upper ones, so that bytes become two tiles of columns without
-an exchange between threads. Byte t * half / 4 + 4 * j + 2 * h + e of a block, where t is below 4, h
-and e below 2, has c = 16 * j + 8 * h + 2 * t + e: what one thread of a tensor core's operation
-takes of a row lies together.
+A row lies in blocks of 2 * half columns, half being 32 or 64: byte i of a block has column i in its
+lower bits and column half + i in its upper ones. So a load of neighbouring bytes becomes two tiles
+of neighbouring columns without an exchange between threads.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ _LONG_UNIT = 128
 """Longest group; longer ones are kept as several with the same scale."""
 LONG_HALF, _SHORT_HALF = 64, 32
 """Half the columns of a block of groups of 128, and of shorter ones."""
-_THREADS = 4
-"""That share a row of a weight in a tensor core's operation."""
 _BIAS = 127
 _ALIGNED = 16
 """Scales of a group's rows begin at multiples of so many."""
@@ -31,9 +27,7 @@ class PackedGroups:
     """A matrix of scale * number + offset, one scale and offset for each group of a row."""
 
     data: torch.Tensor
-    """[N, blocks * half] uint8, 4 bits as in `IntGroups`, in the order that the module states.
-    Blocks are filled up with zeros.
-    """
+    """[N, blocks * half] uint8; 4 bits as in `IntGroups`. Blocks are filled up with zeros."""
     scales: torch.Tensor
     """[groups, N rounded up to 16] float16 or float32, zero where there is no group; of e2m1 uint8,
     exponents of 2 with a bias of 127, for the numbers as they are.
@@ -160,7 +154,7 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
     zero = 0 if matrix.is_e2m1 or matrix.offsets is not None else 8
     numbers = torch.stack((matrix.data & 15, matrix.data >> 4), dim=-1).flatten(1)[:, :columns]
     blocks = F.pad(numbers, (0, filled - columns), value=zero).view(rows, -1, 2, half)
-    data = _as_threads_take(blocks[:, :, 0] | blocks[:, :, 1] << 4).flatten(1)
+    data = (blocks[:, :, 0] | blocks[:, :, 1] << 4).flatten(1).contiguous()
 
     def turned(part: torch.Tensor) -> torch.Tensor:
         wide = part.repeat_interleave(matrix.group // unit, 1)[:, : filled // unit]
@@ -170,18 +164,6 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
     scales = _exponents(matrix.scales) if matrix.is_e2m1 else matrix.scales
     offsets = None if matrix.offsets is None else turned(matrix.offsets)
     return PackedGroups(data, turned(scales), offsets, rows, columns, unit, matrix.is_e2m1)
-
-
-def _as_threads_take(blocks: torch.Tensor) -> torch.Tensor:
-    """Bytes [N, blocks, half] in the order of columns, as they lie."""
-    apart = blocks.reshape(*blocks.shape[:2], -1, 2, _THREADS, 2)
-    return apart.permute(0, 1, 4, 2, 3, 5).flatten(2)
-
-
-def _in_columns(blocks: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_as_threads_take`."""
-    apart = blocks.reshape(*blocks.shape[:2], _THREADS, -1, 2, 2)
-    return apart.permute(0, 1, 3, 4, 2, 5).flatten(2)
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
@@ -199,7 +181,7 @@ def _unpacked(
     like: PackedGroups, data: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
 ) -> IntGroups:
     """`data`: [N, blocks * half]; scales and offsets: [groups, N]."""
-    blocks = _in_columns(data.view(data.shape[0], -1, like.half))
+    blocks = data.view(data.shape[0], -1, like.half)
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=2).flatten(1)
     even = F.pad(numbers[:, : like.columns], (0, like.columns % 2))
     groups = -(-like.columns // like.unit)

@@ -232,7 +232,7 @@ def _few_kernel(
         wait_for_last(IS_DEPENDENT)
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
-    squares = tl.zeros([STEP, WORDS // 4, 4], tl.float32)
+    squares = tl.zeros([STEP, WORDS], tl.float32)
     squares_second = squares
     for first in tl.static_range(0, BLOCKS, STEP):
         # The next tiles are on their way while these are multiplied, or once they are.
@@ -280,7 +280,7 @@ def _few_kernel(
             total, total_up = _summed(product_second), _summed(up_second)
             squares = squares_second
         if gain is not None:
-            norm = tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0) / K + eps)
+            norm = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
             total, total_up = total * norm, total_up * norm
         mask = column < columns
         if bias is not None:
@@ -453,97 +453,74 @@ def _integers(
 ) -> tuple[tl.tuple, tl.tensor]:
     """Values of blocks of a row, times those of `gain`, as integers: pairs of the first and of the
     second half in words, [STEP, WORDS] each; the scale and the halves' sums, [STEP, WORDS / 4]. And
-    sums of the values' squares, [STEP, HALF / 16, 4]; without `gain` none.
+    sums of the values' squares, [STEP, WORDS]; without `gain` none.
     """
-    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
+    word = block[:, None] * (2 * WORDS) + tl.arange(0, WORDS)[None, :]
     dtype: tl.constexpr = row_at.dtype.element_ty
-    IS_WHOLE: tl.constexpr = K % (2 * HALF) == 0 and BLOCKS % STEP == 0
-    l0, l1, l2, l3 = _columns(row_at, block, 0, K, HALF, IS_WHOLE, dtype)
-    h0, h1, h2, h3 = _columns(row_at, block, HALF // 2, K, HALF, IS_WHOLE, dtype)
-    squares = tl.zeros([STEP, WORDS // 4, 4], tl.float32)
+    IS_WHOLE: tl.constexpr = K % (2 * HALF * STEP) == 0
+    l0, l1, l2, l3 = _columns(row_at, word, K, IS_WHOLE, dtype)
+    h0, h1, h2, h3 = _columns(row_at, word + WORDS, K, IS_WHOLE, dtype)
+    squares = tl.zeros([STEP, WORDS], tl.float32)
     if gain is not None:
         squares = l0 * l0 + l1 * l1 + l2 * l2 + l3 * l3 + h0 * h0 + h1 * h1 + h2 * h2 + h3 * h3
-        g0, g1, g2, g3 = _columns(gain, block, 0, K, HALF, IS_WHOLE, dtype)
+        g0, g1, g2, g3 = _columns(gain, word, K, IS_WHOLE, dtype)
         l0, l1, l2, l3 = l0 * g0, l1 * g1, l2 * g2, l3 * g3
-        g0, g1, g2, g3 = _columns(gain, block, HALF // 2, K, HALF, IS_WHOLE, dtype)
+        g0, g1, g2, g3 = _columns(gain, word + WORDS, K, IS_WHOLE, dtype)
         h0, h1, h2, h3 = h0 * g0, h1 * g1, h2 * g2, h3 * g3
     most_low = _larger(_larger(tl.abs(l0), tl.abs(l1)), _larger(tl.abs(l2), tl.abs(l3)))
     most_high = _larger(_larger(tl.abs(h0), tl.abs(h1)), _larger(tl.abs(h2), tl.abs(h3)))
-    most = tl.reduce(_larger(most_low, most_high), 1, _larger)
     # The largest value is below 2^(power - 126); it becomes an integer below 2^15.
-    THREADS: tl.constexpr = WORDS // 4
-    if THREADS < 4:
-        most = tl.reduce(most.reshape([STEP, THREADS, 4 // THREADS]), 2, _larger)
+    most = tl.reduce(_by_thread(_larger(most_low, most_high)), 2, _larger)
     power = most.to(tl.int32, bitcast=True) >> 23
     is_finite = power < 255
     power = tl.maximum(power, 15)
-    up = ((268 - power) << 23).to(tl.float32, bitcast=True)
-    up = tl.broadcast_to(up[:, :, None], [STEP, THREADS, 4 // THREADS]).reshape([STEP, 1, 4])
+    up = ((268 - power) << 23).to(tl.float32, bitcast=True)[:, :, None]
+    up = tl.broadcast_to(up, [STEP, WORDS // 4, 4]).reshape([STEP, WORDS])
     down = ((power - 14) << 23).to(tl.float32, bitcast=True)
     down = tl.where(is_finite, down, float("nan"))
-    l0, l1 = (
-        _pair(_rounded(l0 * up), _rounded(l1 * up)),
-        _pair(_rounded(l2 * up), _rounded(l3 * up)),
-    )
-    h0, h1 = (
-        _pair(_rounded(h0 * up), _rounded(h1 * up)),
-        _pair(_rounded(h2 * up), _rounded(h3 * up)),
-    )
-    sum_low, sum_high = _sum_of(l0, l1, THREADS), _sum_of(h0, h1, THREADS)
-    values = (_words_of(l0), _words_of(l1), _words_of(h0), _words_of(h1), down, sum_low, sum_high)
-    return values, squares
+    l0, l1, l2, l3 = _rounded(l0 * up), _rounded(l1 * up), _rounded(l2 * up), _rounded(l3 * up)
+    h0, h1, h2, h3 = _rounded(h0 * up), _rounded(h1 * up), _rounded(h2 * up), _rounded(h3 * up)
+    l0, l1, h0, h1 = _pair(l0, l1), _pair(l2, l3), _pair(h0, h1), _pair(h2, h3)
+    ones = tl.full(l0.shape, 0x01010101, tl.int32)
+    sum_low = tl.sum(_by_thread(_dot(ones, l0, l1, 0, IS_NATIVE)), axis=2).to(tl.float32)
+    sum_high = tl.sum(_by_thread(_dot(ones, h0, h1, 0, IS_NATIVE)), axis=2).to(tl.float32)
+    return (l0, l1, h0, h1, down, sum_low, sum_high), squares
 
 
 @triton.jit
 def _columns(
-    row_at: tl.tensor,
-    block: tl.tensor,
-    begin: tl.constexpr,
-    K: tl.constexpr,
-    HALF: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    dtype: tl.constexpr,
+    row_at: tl.tensor, word: tl.tensor, K: tl.constexpr, IS_WHOLE: tl.constexpr, dtype: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """The four columns of a half of blocks that words of bytes have, in float32. Word i, t of
-    [STEP, HALF / 16, 4] is word t * HALF / 16 + i; see `PackedGroups.data`.
-    """
-    pair = block[:, None, None] * HALF + tl.arange(0, HALF // 16)[None, :, None] * 8
-    pair += begin + tl.arange(0, 4)[None, None, :]
-    at = row_at.to(tl.pointer_type(tl.int32)) + pair
-    # Of the last block columns may be missing, in twos.
-    if IS_WHOLE:
-        first, second = tl.load(at), tl.load(at + 4)
-    else:
-        first = tl.load(at, mask=pair < K // 2, other=0)
-        second = tl.load(at + 4, mask=pair + 4 < K // 2, other=0)
-    if dtype == tl.bfloat16:
-        high: tl.constexpr = -65536
-        c0 = (first << 16).to(tl.float32, bitcast=True)
-        c1 = (first & high).to(tl.float32, bitcast=True)
-        c2 = (second << 16).to(tl.float32, bitcast=True)
-        c3 = (second & high).to(tl.float32, bitcast=True)
-    else:
-        c0, c1 = _plain(first, dtype), _plain(first >> 16, dtype)
-        c2, c3 = _plain(second, dtype), _plain(second >> 16, dtype)
+    """The four columns of words of a row, in float32; of the last block some may be missing."""
+    at = row_at.to(tl.pointer_type(tl.int64)) + word
+    four = tl.load(at) if IS_WHOLE else tl.load(at, mask=word < K // 4, other=0)
+    c0, c1, c2, c3 = _four(four, dtype)
     return c0, c1, c2, c3
 
 
 @triton.jit
-def _words_of(words: tl.tensor) -> tl.tensor:
-    """[STEP, WORDS] of words as `_columns` has them."""
-    size: tl.constexpr = [words.shape[0], words.shape[1] * 4]
-    return tl.permute(words, (0, 2, 1)).reshape(size)
+def _by_thread(words: tl.tensor) -> tl.tensor:
+    """[STEP, WORDS] as [STEP, WORDS / 4, 4]: what a thread has of the weight comes last."""
+    return words.reshape([words.shape[0], words.shape[1] // 4, 4])
 
 
 @triton.jit
-def _sum_of(first: tl.tensor, second: tl.tensor, THREADS: tl.constexpr) -> tl.tensor:
-    """Sums of the integers of a thread of the weight, [STEP, WORDS / 4] float32."""
-    sums = (first << 16 >> 16) + (first >> 16) + (second << 16 >> 16) + (second >> 16)
-    sums = tl.sum(sums, axis=1)
-    if THREADS < 4:
-        size: tl.constexpr = [first.shape[0], THREADS, 4 // THREADS]
-        sums = tl.sum(sums.reshape(size), axis=2)
-    return sums.to(tl.float32)
+def _four(word: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """The floats of words of 64 bits, in float32."""
+    first, second = word.to(tl.int32), (word >> 32).to(tl.int32)
+    if dtype == tl.bfloat16:
+        high: tl.constexpr = -65536
+        return (
+            (first << 16).to(tl.float32, bitcast=True), (first & high).to(tl.float32, bitcast=True),
+            (second << 16).to(tl.float32, bitcast=True),
+            (second & high).to(tl.float32, bitcast=True),
+        )  # fmt: skip
+    return (
+        _plain(first, dtype),
+        _plain(first >> 16, dtype),
+        _plain(second, dtype),
+        _plain(second >> 16, dtype),
+    )
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from weft.kernels.gpu.dependent_launch import (
 )
 from weft.kernels.gpu.groups_few_rows import can_take, is_in_fours, multiply_few
 from weft.kernels.gpu.groups_product import MAX_GATED_ROWS, multiply_groups, product_shape
-from weft.kernels.gpu.groups_unpack import in_columns, power_of_two, unpacked
+from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
 from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
 from weft.kernels.lora import LoraAddition
@@ -170,7 +170,6 @@ def _in_floats_kernel(
     last = tl.minimum(row, rows - 1)
     part = tl.arange(0, HALF)
     tile = tl.load(data + last.to(tl.int64)[:, None] * stride + block * HALF + part[None, :])
-    tile = in_columns(tile, ROWS, HALF)
     lower, upper = unpacked(tile, out.dtype.element_ty, IS_E2M1, IS_NATIVE)
     group = block * (2 * HALF // UNIT)
     at_scale = group * width + last

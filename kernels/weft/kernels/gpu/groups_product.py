@@ -24,12 +24,7 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_unpack import (
-    in_columns,
-    power_of_two,
-    scaled_integers,
-    unpacked,
-)
+from weft.kernels.gpu.groups_unpack import power_of_two, scaled_integers, unpacked
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
@@ -89,7 +84,7 @@ def product_shape(
         if is_short and not can_split:
             return GroupsShape(few, 32, 4, 4, 4) if few == 8 else GroupsShape(few, 128, 0, 4, 3)
         if is_gated and few == 16:
-            return GroupsShape(16, 64, 4, 4, 3) if is_short else GroupsShape(16, 32, 2, 2, 4)
+            return GroupsShape(16, 64, 4, 4, 3) if is_short else GroupsShape(16, 32, 2, 2, 3)
         if is_gated:
             return GroupsShape(8, 16, 4, 4, 6 if is_short else 4)
         if is_short:
@@ -97,7 +92,7 @@ def product_shape(
         if few == 8:
             return GroupsShape(8, 16, 4, 4, 6)
         if splits and columns <= _FEWER_COLUMNS:
-            return GroupsShape(16, 64, 4, 4, 3, 4)
+            return GroupsShape(16, 64, 2, 2, 3, 8)
         return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
     if not (is_short or is_fixed or is_gated) and can_split:
         return _long_tiles(rows, columns)
@@ -404,9 +399,8 @@ def _sliced(
         block = first + slice_
         at = (block * HALF)[:, None, None]
         low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
-        low, high = _turned(low, SLICES, ROWS, HALF), _turned(high, SLICES, ROWS, HALF)
+        low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
         tile = _bytes(begin + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
-        tile = _in_fours(tile, SLICES, COLUMNS, HALF)
         # Scales, which the compiler does not load ahead, are those of the next blocks.
         at_scale += step
         is_block = (block + SLICES < BLOCKS)[:, None]
@@ -418,7 +412,6 @@ def _sliced(
         if IS_GATED:
             following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
             tile = _bytes(begin_up + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
-            tile = _in_fours(tile, SLICES, COLUMNS, HALF)
             up = _add_groups(
                 up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
             )
@@ -490,7 +483,6 @@ def _tiled(
             given = _copied(scale_tiles, block, first, COLUMNS)
         else:
             following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
-        tile = in_columns(tile, COLUMNS, HALF)
         if IS_ROUNDED:
             product = _add_rounded(
                 product, tile, low, high, given, offsets is not None, IS_E2M1, IS_NATIVE
@@ -510,7 +502,6 @@ def _tiled(
                 tile = data_tiles.load([first + columns, at])
             else:
                 tile = tl.load(begin_up + at)
-            tile = in_columns(tile, COLUMNS, HALF)
             if IS_ROUNDED:
                 up = _add_rounded(
                     up, tile, low, high, given_up, offsets is not None, IS_E2M1, IS_NATIVE
@@ -522,27 +513,6 @@ def _tiled(
                 )  # fmt: skip
             given_up = following
     return product, up
-
-
-@triton.jit
-def _in_fours(
-    tile: tl.tensor, SLICES: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr
-) -> tl.tensor:
-    """Bytes [SLICES, COLUMNS, HALF] as they lie, in the order of `_turned`."""
-    tile = tl.reshape(tile, (SLICES, COLUMNS, 4, HALF // 16, 4))
-    return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4)), (SLICES, COLUMNS, HALF))
-
-
-@triton.jit
-def _turned(
-    x: tl.tensor, SLICES: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
-) -> tl.tensor:
-    """[SLICES, HALF, ROWS] of [SLICES, ROWS, HALF]; the four columns of four bytes of a weight are
-    neighbours, as products want them of bytes.
-    """
-    x = tl.reshape(x, (SLICES, ROWS, HALF // 16, 2, 4, 2))
-    x = tl.reshape(tl.permute(x, (0, 1, 2, 4, 3, 5)), (SLICES, ROWS, HALF))
-    return tl.permute(x, (0, 2, 1))
 
 
 @triton.jit

@@ -97,13 +97,6 @@ the difference of the exponents' biases; exact, halves included.
 
 
 @triton.jit
-def in_columns(tile: tl.tensor, COLUMNS: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
-    """Bytes of a block of rows [COLUMNS, HALF] as they lie, in the order of the columns of K."""
-    tile = tl.reshape(tile, (COLUMNS, 4, HALF // 16, 2, 2))
-    return tl.reshape(tl.permute(tile, (0, 2, 3, 1, 4)), (COLUMNS, HALF))
-
-
-@triton.jit
 def unpacked(
     tile: tl.tensor, like: tl.constexpr, IS_E2M1: tl.constexpr, IS_NATIVE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
