@@ -1,9 +1,9 @@
 """Linear layers with weights of 4 bits in groups on a GPU.
 
 One or two rows are multiplied as integers (`groups_few_rows`), up to MAX_OWN_ROWS by numbers that
-are unpacked in registers (`groups_product`). For
-more rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once
-takes less time than doing so for every tile of rows.
+are unpacked in registers (`groups_product`). For more rows the weight becomes floats, for this
+product alone, and cuBLAS multiplies: unpacking once takes less time than doing so for every tile of
+rows.
 """
 
 from __future__ import annotations
