@@ -61,48 +61,24 @@ FEW = (
     FewRowsShape(4, 16, 2), FewRowsShape(4, 8, 1), FewRowsShape(8, 16, 4, True),
     FewRowsShape(4, 16, 4, True), FewRowsShape(8, 8, 2, True), FewRowsShape(4, 8, 1, True),
 )  # fmt: skip
-COPIED = {
-    16: (
-        GroupsShape(16, 64, 0, 4, 6, is_copied=True), GroupsShape(16, 64, 0, 4, 6, 4, False, True),
-        GroupsShape(16, 128, 0, 8, 5, is_copied=True), GroupsShape(16, 64, 0, 4, 4, 2, False, True),
-    ),
-    64: tuple(
-        GroupsShape(*shape, splits, is_rounded, True)
-        for *shape, is_rounded, each in (
-            (64, 64, 0, 4, 3, False, (1, 4)), (64, 64, 0, 4, 5, False, (1, 4)),
-            (64, 128, 0, 8, 4, False, (1, 4, 8)), (64, 128, 0, 8, 4, True, (1, 4)),
-            (64, 128, 0, 4, 3, False, (1, 4)),
-        )
-        for splits in each
-    ),
-    256: tuple(
-        GroupsShape(*shape, splits, is_rounded, True)
-        for *shape, is_rounded, each in (
-            (128, 64, 0, 4, 3, True, (1, 2)), (64, 128, 0, 4, 3, False, (1, 2)),
-            (64, 64, 0, 4, 4, False, (1, 2)), (128, 128, 0, 4, 2, True, (1, 2)),
-            (128, 128, 0, 8, 4, False, (1, 2)),
-        )
-        for splits in each
-    ),
-}  # fmt: skip
-"""With tiles from the copy engine."""
 SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     16: (
         GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 2, 2, 3), GroupsShape(16, 32, 2, 2, 4),
-        GroupsShape(16, 32, 4, 4, 4, 2),
+        GroupsShape(16, 64, 2, 2, 3), GroupsShape(16, 32, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
         GroupsShape(16, 32, 2, 2, 4, 4), GroupsShape(16, 64, 2, 2, 3, 8),
-        GroupsShape(16, 64, 4, 4, 3, 4), *COPIED[16],
+        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 16, 4, 4, 4),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 64, 0, 4, 4, 4, True), *COPIED[64],
+        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
+        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 3, 8, True),
     ),
     256: (
-        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2), *COPIED[256],
+        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
+        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
     ),
 }  # fmt: skip
-SWEEP[128] = SWEEP[256]
 """Launch shapes that are timed beside the chosen one."""
 EXPERTS = (
     ("gpt-oss-20b", 32, 2880, 2880, 4, "mxfp4"),

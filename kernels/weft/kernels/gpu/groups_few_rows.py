@@ -22,7 +22,6 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.groups_unpack import power_of_two
-from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
 
@@ -85,8 +84,6 @@ def multiply_few(
     residual: torch.Tensor | None = None,
     is_gated: bool = False,
     experts: PairExperts | None = None,
-    norm: NormOfRows | None = None,
-    tap: torch.Tensor | None = None,
     shape: FewRowsShape | None = None,
     options: LaunchOptions | None = None,
 ) -> None:
@@ -103,8 +100,6 @@ def multiply_few(
         is_gated: Make gate and up one.
         experts: Whose weights are read; None: there is one matrix. Where the weights are a rank's
             share of the experts, nothing is written for pairs whose expert is not among them.
-        norm: RMS norm of x, whose result is not rounded; None: x is multiplied as it is.
-        tap: [M, N] with rows of any stride: receives the result as well; or None.
         shape: How to launch; None: what suits.
         options: Launch options; None: those of the device.
     """
@@ -127,9 +122,6 @@ def multiply_few(
         weight.offsets,
         bias,
         residual,
-        *(norm or (None, 0.0)),
-        tap,
-        tap_stride=0 if tap is None else tap.stride(0),
         columns=columns,
         own=own,
         width=weight.scales.shape[-1],
@@ -158,12 +150,8 @@ def _few_kernel(
     offsets: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
-    gain: tl.tensor,
-    eps: float,
-    tap: tl.tensor,
     ids: tl.tensor,
     shares: tl.tensor,
-    tap_stride: int,
     columns: int,
     own: int | None,
     width: int,
@@ -232,8 +220,6 @@ def _few_kernel(
         wait_for_last(IS_DEPENDENT)
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
-    squares = tl.zeros([STEP, WORDS], tl.float32)
-    squares_second = squares
     for first in tl.static_range(0, BLOCKS, STEP):
         # The next tiles are on their way while these are multiplied, or once they are.
         if first > 0 and not IS_AHEAD:
@@ -248,8 +234,7 @@ def _few_kernel(
                 BLOCKS, WORDS, STEP, HALF, UNIT, IS_GATED,
             )  # fmt: skip
         numbers = _numbers(tile, IS_E2M1, IS_NATIVE)
-        values, square = _integers(row_at, gain, first + block, K, HALF, WORDS, STEP, IS_NATIVE)
-        squares += square
+        values = _integers(row_at, first + block, K, HALF, WORDS, STEP, IS_NATIVE)
         product += _sums(
             numbers, values, given, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
         )
@@ -260,10 +245,7 @@ def _few_kernel(
                 numbers_up, values, given_up, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
             )
         if ROWS > 1:
-            values, square = _integers(
-                row_at + K, gain, first + block, K, HALF, WORDS, STEP, IS_NATIVE
-            )
-            squares_second += square
+            values = _integers(row_at + K, first + block, K, HALF, WORDS, STEP, IS_NATIVE)
             product_second += _sums(
                 numbers, values, given, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
             )
@@ -278,10 +260,6 @@ def _few_kernel(
             total, total_up = _summed(product), _summed(up)
         else:
             total, total_up = _summed(product_second), _summed(up_second)
-            squares = squares_second
-        if gain is not None:
-            norm = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
-            total, total_up = total * norm, total_up * norm
         mask = column < columns
         if bias is not None:
             total += tl.load(bias + of_expert + last).to(tl.float32)
@@ -300,9 +278,6 @@ def _few_kernel(
         elif residual is not None:
             total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-        if tap is not None:
-            to_tap = tap + of_row * tap_stride + column
-            tl.store(to_tap, total.to(tap.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -443,30 +418,28 @@ _E2M1_BYTES = tl.constexpr(
 @triton.jit
 def _integers(
     row_at: tl.tensor,
-    gain: tl.tensor,
     block: tl.tensor,
     K: tl.constexpr,
     HALF: tl.constexpr,
     WORDS: tl.constexpr,
     STEP: tl.constexpr,
     IS_NATIVE: tl.constexpr,
-) -> tuple[tl.tuple, tl.tensor]:
-    """Values of blocks of a row, times those of `gain`, as integers: pairs of the first and of the
-    second half in words, [STEP, WORDS] each; the scale and the halves' sums, [STEP, WORDS / 4]. And
-    sums of the values' squares, [STEP, WORDS]; without `gain` none.
+) -> tuple[tl.tensor, ...]:
+    """Values of blocks of a row as integers: pairs of the first and of the second half in words,
+    [STEP, WORDS] each; the scale and the halves' sums, [STEP, WORDS / 4].
     """
     word = block[:, None] * (2 * WORDS) + tl.arange(0, WORDS)[None, :]
+    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
+    at = row_at.to(tl.pointer_type(tl.int64)) + word
+    # Of the last block columns may be missing, in fours.
+    if K % (2 * HALF) == 0 and BLOCKS % STEP == 0:
+        low, high = tl.load(at), tl.load(at + WORDS)
+    else:
+        low = tl.load(at, mask=word < K // 4, other=0)
+        high = tl.load(at + WORDS, mask=word + WORDS < K // 4, other=0)
     dtype: tl.constexpr = row_at.dtype.element_ty
-    IS_WHOLE: tl.constexpr = K % (2 * HALF * STEP) == 0
-    l0, l1, l2, l3 = _columns(row_at, word, K, IS_WHOLE, dtype)
-    h0, h1, h2, h3 = _columns(row_at, word + WORDS, K, IS_WHOLE, dtype)
-    squares = tl.zeros([STEP, WORDS], tl.float32)
-    if gain is not None:
-        squares = l0 * l0 + l1 * l1 + l2 * l2 + l3 * l3 + h0 * h0 + h1 * h1 + h2 * h2 + h3 * h3
-        g0, g1, g2, g3 = _columns(gain, word, K, IS_WHOLE, dtype)
-        l0, l1, l2, l3 = l0 * g0, l1 * g1, l2 * g2, l3 * g3
-        g0, g1, g2, g3 = _columns(gain, word + WORDS, K, IS_WHOLE, dtype)
-        h0, h1, h2, h3 = h0 * g0, h1 * g1, h2 * g2, h3 * g3
+    l0, l1, l2, l3 = _four(low, dtype)
+    h0, h1, h2, h3 = _four(high, dtype)
     most_low = _larger(_larger(tl.abs(l0), tl.abs(l1)), _larger(tl.abs(l2), tl.abs(l3)))
     most_high = _larger(_larger(tl.abs(h0), tl.abs(h1)), _larger(tl.abs(h2), tl.abs(h3)))
     # The largest value is below 2^(power - 126); it becomes an integer below 2^15.
@@ -484,18 +457,7 @@ def _integers(
     ones = tl.full(l0.shape, 0x01010101, tl.int32)
     sum_low = tl.sum(_by_thread(_dot(ones, l0, l1, 0, IS_NATIVE)), axis=2).to(tl.float32)
     sum_high = tl.sum(_by_thread(_dot(ones, h0, h1, 0, IS_NATIVE)), axis=2).to(tl.float32)
-    return (l0, l1, h0, h1, down, sum_low, sum_high), squares
-
-
-@triton.jit
-def _columns(
-    row_at: tl.tensor, word: tl.tensor, K: tl.constexpr, IS_WHOLE: tl.constexpr, dtype: tl.constexpr
-) -> tuple[tl.tensor, ...]:
-    """The four columns of words of a row, in float32; of the last block some may be missing."""
-    at = row_at.to(tl.pointer_type(tl.int64)) + word
-    four = tl.load(at) if IS_WHOLE else tl.load(at, mask=word < K // 4, other=0)
-    c0, c1, c2, c3 = _four(four, dtype)
-    return c0, c1, c2, c3
+    return l0, l1, h0, h1, down, sum_low, sum_high
 
 
 @triton.jit

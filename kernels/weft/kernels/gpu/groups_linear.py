@@ -1,9 +1,9 @@
 """Linear layers with weights of 4 bits in groups on a GPU.
 
 One or two rows are multiplied as integers (`groups_few_rows`), up to MAX_OWN_ROWS by numbers that
-are unpacked in registers (`groups_product`). For more rows the weight becomes floats, for this
-product alone, and cuBLAS multiplies: unpacking once takes less time than doing so for every tile of
-rows.
+are unpacked in registers (`groups_product`). For
+more rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once
+takes less time than doing so for every tile of rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_few_rows import can_take, is_in_fours, multiply_few
+from weft.kernels.gpu.groups_few_rows import can_take, multiply_few
 from weft.kernels.gpu.groups_product import MAX_GATED_ROWS, multiply_groups, product_shape
 from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
-from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
 from weft.kernels.lora import LoraAddition
 from weft.kernels.packed_groups import LONG_HALF, PackedGroups
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 MAX_OWN_ROWS = 256
 """Most rows that are multiplied by numbers in registers."""
-_MAX_NORMED_ROWS = 1
-"""Most rows whose norm is taken by each program of a product."""
 _ROWS_AT_ONCE = 16
 """Rows of the weight that a program unpacks."""
 
@@ -65,30 +62,6 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=False)
     multiply_groups(out, x, matrix, shape, bias=w.bias, is_gated=True)
     return out
-
-
-def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
-    """See `weft.kernels.gpu.linear.takes_norm`."""
-    is_few = 0 < rows <= _MAX_NORMED_ROWS and is_in_fours(w.in_features, w.dtype)
-    return is_few and lora is None and not w.is_fixed
-
-
-def normed_linear(
-    x: torch.Tensor, norm: NormOfRows, w: LinearWeight, out_dtype: torch.dtype | None
-) -> torch.Tensor:
-    """`weft.kernels.gpu.linear.normed_linear`, in one launch."""
-    matrix = _matrix_of(x, w, None)
-    columns = w.out_features // 2 if w.gated else w.out_features
-    out = torch.empty((x.shape[0], columns), dtype=out_dtype or x.dtype, device=x.device)
-    multiply_few(out, x, matrix, bias=w.bias, is_gated=w.gated, norm=norm)
-    return out
-
-
-def add_product(
-    stream: torch.Tensor, x: torch.Tensor, w: LinearWeight, tap: torch.Tensor | None
-) -> None:
-    """`weft.kernels.gpu.linear.add_product`, in one launch."""
-    multiply_few(stream, x, _matrix_of(x, w, stream), bias=w.bias, residual=stream, tap=tap)
 
 
 def _is_own(rows: int, w: LinearWeight) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import (
     LaunchOptions,
     is_dependent,
@@ -24,7 +23,7 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_unpack import power_of_two, scaled_integers, unpacked
+from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
@@ -45,24 +44,16 @@ class GroupsShape(NamedTuple):
     """Programs that share K; a further launch sums their parts. Not for experts, nor gated."""
     is_rounded: bool = False
     """Weights are rounded to floats of 16 bits in registers; without slices."""
-    is_copied: bool = False
-    """Tiles are fetched by the copy engine where it can; without slices, not for experts."""
 
 
 _SUMMED = 1024
 """Columns whose parts a program sums."""
-_TOGETHER = 4
-"""Tiles of rows whose programs follow one another for each tile of columns."""
 _FEW_COLUMNS = 8192
 """Columns up to which few programs would have a tile each."""
-_FEWER_COLUMNS = 4096
-"""Columns up to which up to 16 rows want wider tiles, and more programs for each."""
 MAX_SLICED_ROWS = 16
 """Most rows of which warps take slices of K."""
-MAX_GATED_ROWS = 16
-"""Most rows for which gate and up had better be made one by their product, in long blocks."""
-_MAX_EXACT_ROWS = 128
-"""Most rows for which no weight is rounded."""
+MAX_GATED_ROWS = 128
+"""Most rows for which gate and up had better be made one by their product."""
 
 
 def product_shape(
@@ -83,39 +74,24 @@ def product_shape(
         few = 8 if rows <= 8 else 16
         if is_short and not can_split:
             return GroupsShape(few, 32, 4, 4, 4) if few == 8 else GroupsShape(few, 128, 0, 4, 3)
-        if is_gated and few == 16:
-            return GroupsShape(16, 64, 4, 4, 3) if is_short else GroupsShape(16, 32, 2, 2, 3)
         if is_gated:
-            return GroupsShape(8, 16, 4, 4, 6 if is_short else 4)
+            few_shape = (16, 4, 4, 6 if is_short else 4) if few == 8 else (64, 4, 4, 3)
+            return GroupsShape(few, *few_shape)
         if is_short:
             return GroupsShape(few, 16, 4, 4, 6, 4) if splits else GroupsShape(few, 16, 8, 8, 4)
         if few == 8:
             return GroupsShape(8, 16, 4, 4, 6)
-        if splits and columns <= _FEWER_COLUMNS:
-            return GroupsShape(16, 64, 2, 2, 3, 8)
         return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
-    if not (is_short or is_fixed or is_gated) and can_split:
-        return _long_tiles(rows, columns)
     if rows <= 64 and splits and not is_gated:
         return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
     if rows <= 64 or is_gated or is_short:
         few = min(64, max(16, triton.next_power_of_2(rows)))
         return GroupsShape(few, 64, 0, 4, 4 if is_gated or not can_split else 6)
+    if splits:
+        return GroupsShape(128, 128, 0, 8, 3, 2)
+    if rows > MAX_GATED_ROWS and not is_fixed:
+        return GroupsShape(256, 128, 0, 8, 2, is_rounded=True)
     return GroupsShape(128, 64, 0, 4, 4)
-
-
-def _long_tiles(rows: int, columns: int) -> GroupsShape:
-    """`product_shape` of more rows with long blocks, which the copy engine fetches."""
-    is_wide, is_narrow = columns > _FEW_COLUMNS, columns <= _FEWER_COLUMNS
-    if rows > _MAX_EXACT_ROWS:
-        splits = 2 if is_narrow else 1
-        return GroupsShape(128, 64, 0, 4, 3, splits, is_rounded=True, is_copied=True)
-    few = min(64, max(16, triton.next_power_of_2(rows)))
-    if is_wide or (rows > 64 and not is_narrow):
-        return GroupsShape(few, 128, 0, 4, 3, 1 if is_wide else 2, is_copied=True)
-    if rows > 64:
-        return GroupsShape(64, 64, 0, 4, 4, 2, is_copied=True)
-    return GroupsShape(few, 64, 0, 4, 5 if is_narrow else 3, 4, is_copied=True)
 
 
 class Experts(NamedTuple):
@@ -160,18 +136,9 @@ def multiply_groups(
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = (out.shape[1], first.columns)
-    x_tiles = data_tiles = scale_tiles = None
     given: dict[str, Any]
     if experts is None:
         many, more = triton.cdiv(x.shape[0], shape.rows), PLAIN_EXPERTS
-        if shape.is_copied and can_copy(x) and can_copy(weight.data):
-            x_tiles = copied_tiles(x, shape.rows, first.half)
-            data_tiles = copied_tiles(weight.data, shape.columns, first.half)
-            # The engine takes coordinates that are multiples of 16 bytes.
-            is_aligned = not is_gated or columns % 8 == 0
-            is_simple = first.half < first.unit and weight.offsets is None
-            if is_simple and is_aligned and can_copy(weight.scales):
-                scale_tiles = copied_tiles(weight.scales, 1, shape.columns)
         given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
         given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
     else:
@@ -187,15 +154,10 @@ def multiply_groups(
     parts, target = (shape.splits, x.shape[0], first.rows), out
     if is_split:
         target = torch.empty(parts, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(columns, shape.columns)
-    grid = (tiles, many, shape.splits) if experts else (tiles * many, 1, shape.splits)
-    _groups_kernel[grid](
+    _groups_kernel[(triton.cdiv(columns, shape.columns), many, shape.splits)](
         target,
         x,
         weight.data,
-        x_tiles,
-        data_tiles,
-        scale_tiles,
         weight.scales,
         weight.offsets,
         None if is_split else bias,
@@ -215,7 +177,6 @@ def multiply_groups(
         STAGES=shape.stages,
         SPLITS=shape.splits,
         IS_ROUNDED=shape.is_rounded,
-        TOGETHER=_TOGETHER,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
@@ -241,9 +202,6 @@ def _groups_kernel(
     out: tl.tensor,
     x: tl.tensor,
     data: tl.tensor,
-    x_tiles: tl.tensor_descriptor,
-    data_tiles: tl.tensor_descriptor,
-    scale_tiles: tl.tensor_descriptor,
     scales: tl.tensor,
     offsets: tl.tensor,
     bias: tl.tensor,
@@ -277,20 +235,14 @@ def _groups_kernel(
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
-    TOGETHER: tl.constexpr,
 ) -> None:
     """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     weight_rows = columns * 2 if IS_GATED else columns
-    block, first = tl.program_id(1), tl.program_id(0) * COLUMNS
+    block = tl.program_id(1)
     if order is None:
-        per_set = TOGETHER * tl.cdiv(columns, COLUMNS)
-        place = tl.program_id(0) % per_set
-        first_set = tl.program_id(0) // per_set * TOGETHER
-        set_tiles = tl.minimum(tl.cdiv(rows, ROWS) - first_set, TOGETHER)
-        block, first = first_set + place % set_tiles, place // set_tiles * COLUMNS
         row = block * ROWS + tl.arange(0, ROWS)
         exists = row < rows
         of_expert = 0
@@ -308,7 +260,7 @@ def _groups_kernel(
         if offsets is not None:
             offsets += wide_expert * (BLOCKS * (2 * HALF // UNIT)) * width
     row = row.to(tl.int64)
-    column = first + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     last = tl.minimum(column, columns - 1)
     row_at = x + row // TOP_K * K
@@ -323,9 +275,8 @@ def _groups_kernel(
         )  # fmt: skip
     else:
         product, up = _tiled(
-            row_at, exists, data, x_tiles, data_tiles, scale_tiles, scales, offsets, last, columns,
-            width, block * ROWS, first, begin, end, K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE,
-            ROWS, COLUMNS, STAGES, IS_ROUNDED,
+            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES, IS_ROUNDED,
         )  # fmt: skip
     in_out = column < columns
     mask = in_out[:, None] & exists[None, :]
@@ -428,16 +379,11 @@ def _tiled(
     row_at: tl.tensor,
     exists: tl.tensor,
     data: tl.tensor,
-    x_tiles: tl.tensor_descriptor,
-    data_tiles: tl.tensor_descriptor,
-    scale_tiles: tl.tensor_descriptor,
     scales: tl.tensor,
     offsets: tl.tensor,
     column: tl.tensor,
     columns: int,
     width: int,
-    first_row: int,
-    first: int,
     first_block: int,
     end: int,
     K: tl.constexpr,
@@ -469,20 +415,12 @@ def _tiled(
         given_up = _given(scales, offsets, at_scale + columns, True, width, UNIT, HALF)
     for block in tl.range(first_block, end, num_stages=STAGES):
         at = block * HALF
-        if x_tiles is not None:
-            low, high = x_tiles.load([first_row, 2 * at]), x_tiles.load([first_row, 2 * at + HALF])
-            tile = data_tiles.load([first, at])
-        else:
-            low, high = _rows(row_at, 2 * at, part, exists[:, None], K, HALF, IS_WHOLE)
-            tile = tl.load(begin + at)
+        low, high = _rows(row_at, 2 * at, part, exists[:, None], K, HALF, IS_WHOLE)
         low, high = tl.trans(low), tl.trans(high)
         at_scale += PER_BLOCK * width
         is_block = block + 1 < BLOCKS
-        following = given
-        if scale_tiles is not None:
-            given = _copied(scale_tiles, block, first, COLUMNS)
-        else:
-            following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
+        following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
+        tile = tl.load(begin + at)
         if IS_ROUNDED:
             product = _add_rounded(
                 product, tile, low, high, given, offsets is not None, IS_E2M1, IS_NATIVE
@@ -494,14 +432,8 @@ def _tiled(
             )  # fmt: skip
         given = following
         if IS_GATED:
-            if scale_tiles is not None:
-                given_up = _copied(scale_tiles, block, first + columns, COLUMNS)
-            else:
-                following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
-            if x_tiles is not None:
-                tile = data_tiles.load([first + columns, at])
-            else:
-                tile = tl.load(begin_up + at)
+            following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
+            tile = tl.load(begin_up + at)
             if IS_ROUNDED:
                 up = _add_rounded(
                     up, tile, low, high, given_up, offsets is not None, IS_E2M1, IS_NATIVE
@@ -567,15 +499,6 @@ def _given(
 
 
 @triton.jit
-def _copied(
-    scale_tiles: tl.tensor_descriptor, block: int, first: int, COLUMNS: tl.constexpr
-) -> tuple[tl.tensor, ...]:
-    """As `_given`, of blocks that have one scale a row and no offsets."""
-    scale = tl.reshape(scale_tiles.load([block, first]), (COLUMNS,))
-    return scale, scale, scale, scale
-
-
-@triton.jit
 def _add_groups(
     total: tl.tensor,
     tile: tl.tensor,
@@ -623,31 +546,19 @@ def _add_rounded(
 ) -> tl.tensor:
     """As `_add_groups`, of weights that are rounded once."""
     scale, offset, scale_high, offset_high = given
+    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
     if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:
         # Exact: a power of two changes the exponent alone.
-        lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
         lower *= _wide(scale, IS_E2M1).to(tl.bfloat16)
         upper *= _wide(scale_high, IS_E2M1).to(tl.bfloat16)
-    elif IS_NATIVE and low.dtype == tl.bfloat16 and not HAS_OFFSETS:
-        wide = tl.broadcast_to(_wide(scale, IS_E2M1), tile.shape)
-        wide_high = tl.broadcast_to(_wide(scale_high, IS_E2M1), tile.shape)
-        lower, upper = scaled_integers(tile, wide, wide_high)
     else:
-        lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
         lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
         upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
-        if HAS_OFFSETS:
-            lower += _moved(offset, scale)
-            upper += _moved(offset_high, scale_high)
+    if HAS_OFFSETS:
+        lower += _moved(offset, scale)
+        upper += _moved(offset_high, scale_high)
     total = tl.dot(lower.to(low.dtype), low, total)
-    total = tl.dot(upper.to(low.dtype), high, total)
-    if IS_NATIVE:
-        # A use of the sums, so that the compiler does not leave the product running into the next
-        # turn of the loop: it would have to wait for every part of it.
-        total = tl.inline_asm_elementwise(
-            "// $0", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return total
+    return tl.dot(upper.to(low.dtype), high, total)
 
 
 @triton.jit

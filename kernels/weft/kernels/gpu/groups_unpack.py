@@ -29,36 +29,6 @@ _FOUR_INTEGERS = tl.constexpr(
 """Four bytes become four lower and four upper numbers. A number in the last bits of 128's mantissa
 is 128 more than itself, of which 136 is subtracted; exact.
 """
-_FOUR_SCALED = tl.constexpr(
-    """
-    {
-    .reg .b32 pair, upper, centre, rest;
-    mov.b32 centre, 0x43084308;
-    shr.u32 upper, $4, 4;
-    prmt.b32 pair, $4, 0x43, 0x4140;
-    and.b32 pair, pair, 0xFF0FFF0F;
-    sub.bf16x2 pair, pair, centre;
-    mul.bf16x2 rest, pair, $7;
-    fma.rn.bf16x2 $0, pair, $5, rest;
-    prmt.b32 pair, $4, 0x43, 0x4342;
-    and.b32 pair, pair, 0xFF0FFF0F;
-    sub.bf16x2 pair, pair, centre;
-    mul.bf16x2 rest, pair, $8;
-    fma.rn.bf16x2 $1, pair, $6, rest;
-    prmt.b32 pair, upper, 0x43, 0x4140;
-    and.b32 pair, pair, 0xFF0FFF0F;
-    sub.bf16x2 pair, pair, centre;
-    mul.bf16x2 rest, pair, $11;
-    fma.rn.bf16x2 $2, pair, $9, rest;
-    prmt.b32 pair, upper, 0x43, 0x4342;
-    and.b32 pair, pair, 0xFF0FFF0F;
-    sub.bf16x2 pair, pair, centre;
-    mul.bf16x2 rest, pair, $12;
-    fma.rn.bf16x2 $3, pair, $10, rest;
-    }
-    """
-)
-"""`_FOUR_INTEGERS` times a scale in two parts: bfloat16, and what that rounding left."""
 _FOUR_E2M1 = tl.constexpr(
     """
     {
@@ -119,25 +89,6 @@ def unpacked(
     else:
         lower = _plain(tile.to(tl.int32) & 15, IS_E2M1).to(like)
         upper = _plain(tile.to(tl.int32) >> 4 & 15, IS_E2M1).to(like)
-    return lower, upper
-
-
-@triton.jit
-def scaled_integers(
-    tile: tl.tensor, scale: tl.tensor, scale_high: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """The numbers in the lower and in the upper bits of bytes, less 8, times a scale, rounded to
-    bfloat16; for compute capability 9.0.
-
-    Scales are in float32 and have the tile's shape.
-    """
-    near, near_high = scale.to(tl.bfloat16), scale_high.to(tl.bfloat16)
-    rest = (scale - near.to(tl.float32)).to(tl.bfloat16)
-    rest_high = (scale_high - near_high.to(tl.float32)).to(tl.bfloat16)
-    lower, upper = tl.inline_asm_elementwise(
-        _FOUR_SCALED, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [tile, near, rest, near_high, rest_high],
-        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-    )  # fmt: skip
     return lower, upper
 
 

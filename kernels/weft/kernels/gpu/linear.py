@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import fp8_linear, groups_linear
+from weft.kernels.gpu import fp8_linear
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks, add_fixed_lora
@@ -22,8 +22,7 @@ from weft.kernels.gpu.small_linear import (
 )
 from weft.kernels.gpu.tiled_linear import suits, tiled_linear
 from weft.kernels.lora import LoraAddition, check_addition
-from weft.kernels.packed_groups import PackedGroups
-from weft.kernels.quantised import Fp8Blocks, Fp8Channels, Int8Channels
+from weft.kernels.quantised import Fp8Blocks, Fp8Channels
 
 if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
@@ -104,8 +103,6 @@ def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None = None) -> 
     """Whether products of so many rows take the norm of their input themselves."""
     if _is_fp8(w):
         return fp8_linear.takes_norm(rows, w, lora)
-    if isinstance(w.form, PackedGroups):
-        return groups_linear.takes_norm(rows, w, lora)
     is_small = w.data.dtype.itemsize == 2 and w.data.is_contiguous() and not w.is_fixed
     if not is_small or not can_take_norm(rows, w.in_features):
         return False
@@ -130,8 +127,6 @@ def normed_linear(
     norm = NormOfRows(gain, eps)
     if _is_fp8(w):
         return fp8_linear.normed_linear(x, norm, w, out_dtype)
-    if isinstance(w.form, PackedGroups):
-        return groups_linear.normed_linear(x, norm, w, out_dtype)
     _check(x, w.data, None)
     added = None if lora is None else added_within(x, lora, norm)
     dtype = out_dtype or x.dtype
@@ -157,9 +152,6 @@ def add_product(
     if _is_fp8(w):
         fp8_linear.add_product(stream, x, w, tap)
         return
-    if isinstance(w.form, PackedGroups):
-        groups_linear.add_product(stream, x, w, tap)
-        return
     _check(x, w.data, stream)
     if lora is not None:
         check_addition(stream.shape, x.shape, x.dtype, lora)
@@ -171,8 +163,6 @@ def adds_within(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
     """Whether a product of so many rows adds what adapters add in its own launch, behind one for
     their ranks; also if there is nothing to add.
     """
-    if isinstance(w.form, Int8Channels):
-        return False
     if lora is None:
         return True
     if w.is_fixed or _is_fp8(w):
