@@ -200,13 +200,15 @@ def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     return ""
 
 
-def compile_all(is_sweep: bool, processes: int, rows: Sequence[int]) -> None:
+def compile_all(
+    is_sweep: bool, processes: int, rows: Sequence[int], has_dense: bool, has_experts: bool
+) -> None:
     """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        mine = [case for case in cases(is_sweep) if case[1] in rows]
+        mine = [case for case in cases(is_sweep) if has_dense and case[1] in rows]
         found = list(pool.map(compile_one, mine, chunksize=2))
-        of_experts = [each for each in EXPERTS_ROWS if each in rows]
+        of_experts = [each for each in EXPERTS_ROWS if has_experts and each in rows]
         every = itertools.product(experts_products(), of_experts, range(3))
         found += pool.map(compile_experts, every)
     failed = [error for error in found if error]
@@ -395,9 +397,10 @@ def bench_model(
     layers: int,
     kv_dtype: str,
     long: int = 0,
+    is_told: bool = False,
 ) -> None:
     """Decode and prefill of one model in one format; empty: bfloat16; fp8: made of it. `long`:
-    requests at once with 1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
+    requests at once with 1,024 tokens in and 1,024 out; 0: none. Told: prints a step's kernels.
     """
     from gpu_engine import PROMPT_TOKENS, run_batch
     from gpu_hybrid import told_kernels
@@ -458,9 +461,9 @@ def bench_model(
             with noted(found, f"engine {model} {number_format} prefill"):
                 times = [run_batch(llm, 4, 4096, 2).first_token_s for _ in range(3)]
                 row["prefill_tokens_per_s"] = 4 * 4096 / min(times)
+            for batch in batches if is_told else ():
+                told_kernels(partial(run_batch, llm, batch, 16, 33), f"x{batch}", 32)
             if long:
-                for batch in batches:
-                    told_kernels(partial(run_batch, llm, batch, 16, 33), f"x{batch}", 32)
                 with noted(found, f"engine {model} {number_format} {long} long requests"):
                     run = run_batch(llm, long, 1024, 1024)
                     row["long"] = {
@@ -547,6 +550,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="of models; 0: all")
     parser.add_argument("--rows", nargs="+", type=int, help="that are timed; default: all")
     parser.add_argument("--long", type=int, default=0, help="requests of 1,024 in, 1,024 out")
+    parser.add_argument(
+        "--compiled", nargs="+", choices=("kernels", "experts"), default=["kernels", "experts"]
+    )
+    parser.add_argument("--told", action="store_true", help="tell the kernels of a step")
     parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -554,7 +561,10 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.perf_counter()
     if "compile" in arguments.parts:
-        compile_all(arguments.sweep, arguments.processes, arguments.rows or (*SWEEP, *EXPERTS_ROWS))
+        compile_all(
+            arguments.sweep, arguments.processes, arguments.rows or (*SWEEP, *EXPERTS_ROWS),
+            "kernels" in arguments.compiled, "experts" in arguments.compiled,
+        )  # fmt: skip
         print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
     if not {"kernels", "experts", "kv", "engine"} & set(arguments.parts):
         return
@@ -582,7 +592,7 @@ def main() -> None:
         with noted(found, f"engine {each}"):
             bench_model(
                 found, rates, model, number_format, arguments.batches, arguments.layers,
-                kv[0] if kv else "auto", arguments.long,
+                kv[0] if kv else "auto", arguments.long, arguments.told,
             )  # fmt: skip
         # Only once no frame of the model's run holds its tensors.
         release()
