@@ -7,7 +7,9 @@ Weights are made up on the devices, in the models' real shapes. The roof of a de
 time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s (H200:
 4.8); that of a prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one
 JSON. Several calls may load beside each other: with `--gate DIR --calls N` each measures once all N
-are loaded and those of lower `--turn` have measured.
+are loaded and those of lower `--turn` have measured. Of those that load beside each other on one
+card at most one may have ranks: processes take a card in turns, and a sum then waits for the turns
+of all ranks.
 
 `--long 128` adds a decode step of 128 requests with 1,536 tokens behind each, as in the middle of
 answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
