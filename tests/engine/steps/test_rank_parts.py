@@ -85,10 +85,8 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_group() -> None:
         found[1].take()
 
 
-@pytest.mark.parametrize("naps", [False, True])
-def test_a_rank_that_waits_for_a_frame_ends_with_the_group(naps: bool) -> None:
+def test_a_rank_that_waits_for_a_frame_ends_with_the_group() -> None:
     found = groups(2)
-    found[1].naps = naps
     timer = threading.Timer(random.uniform(0.0, 0.03), found[0].stop)
     timer.start()
     with pytest.raises(RanksLost, match="before a step"):
@@ -133,7 +131,6 @@ def random_step() -> tuple[StepInput, NewPages]:
 
 def test_frames_come_as_they_were_sent_however_long_they_are() -> None:
     found, sent = groups(3), [random_step() for _ in range(30)]
-    found[2].naps = True
     tokens = np.arange(50)
 
     def work(group: SharedGroup) -> list[bytes]:

@@ -35,8 +35,6 @@ _SLOT_HEADER = struct.Struct("<II")
 _SUM_FLOATS = 1 << 18
 """Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
-_NAPS = 200
-"""Looks for the next frame of a rank that naps, before it sleeps: more than most steps take."""
 _STOPPED, _LATE = 1, 2
 
 
@@ -102,10 +100,6 @@ class SharedGroup:
             segment.address + _sums_at(size),
             _SUM_FLOATS,
         )
-        self.naps = False
-        """Whether this rank looks for the next frame by itself for a while: rank 0 need not wake
-        it, and it begins some 0.1 ms later, for which GPUs that have work do not wait.
-        """
         self._num_slots = 0
         """Slots of the ring that this rank has filled or read."""
         self.num_frames = 0
@@ -211,8 +205,7 @@ class SharedGroup:
         parts: list[bytes] = []
         left = 1
         while left:
-            naps = _NAPS if self.naps else 0
-            self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S, naps)
+            self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S)
             slot = self._ring[self._num_slots % _RING_SLOTS]
             count, left = _SLOT_HEADER.unpack(slot[: _SLOT_HEADER.size].tobytes())
             parts.append(slot[_SLOT_HEADER.size :][:count].tobytes())
@@ -252,17 +245,10 @@ class SharedGroup:
         return self._segment.address + index * _COUNTER_BYTES
 
     def _await(
-        self,
-        counter: int,
-        count: int,
-        rank: int,
-        what: str,
-        limit_s: float | None = None,
-        naps: int = 0,
+        self, counter: int, count: int, rank: int, what: str, limit_s: float | None = None
     ) -> None:
         limit_ns = int((self.limit_s if limit_s is None else limit_s) * 1e9)
-        wanted = count & 0xFFFFFFFF
-        status = self._native.await_count(counter, wanted, self._stop, limit_ns, naps)
+        status = self._native.await_count(counter, count & 0xFFFFFFFF, self._stop, limit_ns)
         if status:
             self._lose(status, rank, what)
 

@@ -389,11 +389,11 @@ void weft_selective_scan(const Selection *s) {
 int weft_max_keys(void) { return MAX_KEYS; }
 int weft_max_taps_of_conv(void) { return MAX_TAPS_OF_CONV; }
 
-/* See `announce` and `await_napping`. */
+/* See `announce` and `await_count`. */
 void weft_announce(Counter *counter, uint32_t count) { announce(counter, count); }
-int weft_await(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns,
-               int32_t naps) {
-  return await_napping(counter, count, stop, limit_ns, naps);
+int weft_await(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns) {
+  int32_t spins = FIRST_SPINS;
+  return await_count(counter, count, stop, limit_ns, &spins);
 }
 
 /* out [n] = residual [n] + the sum of `partial` [n] over all ranks, the same bits on each; a status

@@ -88,22 +88,6 @@ static int await_count(Counter *counter, uint32_t count, const Counter *stop, in
   return status;
 }
 
-/* Between two looks of a process that naps. */
-#define NAP_NS 50000
-
-/* Waits like `await_count`, but looks by itself `naps` times before it sleeps. To wake a sleeper
- * costs the other process a system call, of some 30 us where processors are virtual. */
-static int await_napping(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns,
-                         int32_t naps) {
-  const struct timespec nap = {0, NAP_NS};
-  for (int32_t i = 0; i < naps && !has_come(counter, count); i++) {
-    if (__atomic_load_n(&stop->count, __ATOMIC_SEQ_CST) != 0) break;
-    nanosleep(&nap, NULL);
-  }
-  int32_t spins = FIRST_SPINS;
-  return await_count(counter, count, stop, limit_ns, &spins);
-}
-
 static float *slot_of(const Peers *p, uint32_t round, int64_t rank) {
   return p->slots + ((round & 1) * p->size + rank) * p->slot_floats;
 }

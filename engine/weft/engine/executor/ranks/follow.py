@@ -248,7 +248,6 @@ def main(argv: list[str]) -> int:
         others.agree("ready")
         # Rank 0 has half this limit, so that it times out first and reports the error.
         group.limit(2 * config.rank_timeout_s)
-        group.naps = executor.is_asynchronous
         follow(executor, drafting, group)
     except LinkClosed:
         return 0
