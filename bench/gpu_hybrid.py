@@ -44,7 +44,7 @@ MANY_STEP = 2240
 """Rows of a step with two prompts, as many as end in it, beside 256 decodes, of which 64 do not
 count.
 """
-STEP_TILES = ((128, 4, 32), (64, 2, 32), (64, 2, 64), (16, 1, 32), (16, 1, 128))
+STEP_TILES = ((128, 4, 32), (64, 2, 32), (64, 2, 64), (16, 1, 32), (32, 4, 128))
 """Values of a program of decode steps, its warps, and keys that it multiplies at once."""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {

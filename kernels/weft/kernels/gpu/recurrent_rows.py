@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 if TYPE_CHECKING:
     from weft.kernels.gated_norm import GateForm
@@ -36,7 +35,7 @@ def gated_norm(
         *(x, gate, weight, out, gate.stride(0), gate.stride(1), rows * groups, groups, eps),
         *(0 if weight is None or weight.dim() == 1 else width,),
         WIDTH=width, BLOCK=block, TOGETHER=together, IS_SILU=form == "silu",
-        GATES_FIRST=gates_first, num_warps=4, **launch_options(x.device),
+        GATES_FIRST=gates_first, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -50,7 +49,7 @@ def delta_gates(
     made = torch.empty((2, rows, heads), dtype=torch.float32, device=ba.device)
     _gates_kernel[(triton.cdiv(rows * heads, 256),)](
         *(ba, rates, dt_bias, made[0], made[1], ba.stride(0), rows * heads, heads, shared),
-        BLOCK=256, num_warps=4, **launch_options(ba.device),
+        BLOCK=256, num_warps=4,
     )  # fmt: skip
     return made[0], made[1]
 
@@ -72,10 +71,7 @@ def _norm_kernel(
     TOGETHER: tl.constexpr,
     IS_SILU: tl.constexpr,
     GATES_FIRST: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
     number = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     element = tl.arange(0, BLOCK)
     mask = (number < count)[:, None] & (element < WIDTH)[None]
@@ -110,10 +106,7 @@ def _gates_kernel(
     heads: int,
     shared: int,
     BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = number < count
     row, head = (number // heads).to(tl.int64), number % heads

@@ -20,7 +20,7 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 if TYPE_CHECKING:
     from weft.kernels.slot_states import HeadForm, LayerMemory
 
-_TILES = {1: (16, 1, 32), 16: (64, 2, 32)}
+_TILES = {1: (32, 4, 128), 16: (64, 2, 32)}
 """Values of a program, its warps, and keys of a block that it multiplies at once, from so many
 requests on. For 256 requests on an H200 the last takes 222 us, (128, 4, 32) 258, (32, 2, 32) 280
 and (64, 2, 64) 365 (bench/gpu_hybrid.py).
