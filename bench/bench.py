@@ -185,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     path = arguments.json or ROOT / "bench" / "results" / f"serving-{stamp}.json"
     work = {name: value for name, value in vars(arguments).items() if name != "json"}
+    work["up_flags"] = systems.mesh_flags
     document = {
         "setup": setup | {"others_cores": others},
         "work": {name: v.name if isinstance(v, Path) else v for name, v in work.items()},

@@ -420,6 +420,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
     options.sections_of = {name: own or options.sections for name, own in options.systems}
+    num_devices = len(options.device.split(","))
+    for name in options.sections_of:
+        if "{half}" in SYSTEMS[name] and num_devices % 2:
+            parser.error(f"--device: {name} needs an even number of devices, not {num_devices}")
     return options
 
 

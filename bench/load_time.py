@@ -210,6 +210,8 @@ LOADERS: dict[str, Callable[[Path, str], None]] = {
     "fastsafetensors": load_with_fastsafetensors,
 }
 WAYS = RATES | LOADERS
+CHANGING = ("write, 1 thread", "weft, first start")
+"""Ways that change the checkpoint's folder, which is therefore never one that the user names."""
 FROM_DISK = ", from disk"
 """Ends the names of ways before which the page cache forgets the files."""
 
@@ -266,7 +268,7 @@ def measure(options: argparse.Namespace, report: Callable[[str, Sequence[float]]
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "card": card if options.device.startswith("cuda") else "none",
-        "folder": str(options.at or tempfile.gettempdir()),
+        "folder": str(options.folder or options.at or tempfile.gettempdir()),
         "bytes": size,
         "device": options.device,
         "seconds": times,
@@ -279,16 +281,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--at", type=Path, help="where to write it; else the temporary folder")
     parser.add_argument("--save", type=Path, help="file for the figures")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help="checkpoint to load; else one is written")
+    parser.add_argument("--folder", type=Path, help="checkpoint to load, unchanged; else written")
     options = parser.parse_args()
     if options.one:
         print(time_one(options.one, options.folder, options.device))
         return
+    left_out = CHANGING if options.folder else ()
+    options.ways = options.ways or [way for way in WAYS if way not in left_out]
+    if changing := set(options.ways).intersection(left_out):
+        parser.error(f"--folder: {', '.join(sorted(changing))} would change it")
 
     def report(way: str, numbers: Sequence[float]) -> None:
         print(f"{way}: {numbers[-2]:.2f} s, {numbers[-1]:.2f} GiB/s", file=sys.stderr, flush=True)

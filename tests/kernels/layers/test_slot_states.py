@@ -123,8 +123,7 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int, page: 
                 part.append(torch.randn_like(whole[:1]).expand(count - right, *whole.shape[1:]))
         if not slots:
             continue
-        idle = random.randrange(4)
-        """Rows of no request."""
+        idle = random.randrange(4)  # Rows of no request.
         inputs = tuple(
             torch.cat([*part, torch.full((idle, *part[0].shape[1:]), torch.nan)]) for part in rows
         )

@@ -25,6 +25,15 @@ class Refusing(prefill_pb2_grpc.PrefillServiceServicer):
         yield kv_pb2.FillEvent()
 
 
+async def read_only(stub: Any) -> grpc.aio.AioRpcError:
+    """The client writes nothing after its first message, so that the reason arrives."""
+    message = kv_pb2.FillControl(renew=kv_pb2.FillControl.Renew())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async for _ in stub.Fill(iter([message])):
+            pass
+    return refused.value
+
+
 async def written_until_refused(stub: Any) -> grpc.aio.AioRpcError:
     call = stub.Fill()
     message = kv_pb2.FillControl(renew=kv_pb2.FillControl.Renew())
@@ -50,10 +59,12 @@ async def test_it_is_never_taken_for_an_error_of_the_peer() -> None:
     found = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+        reason = from_rpc_error(await read_only(stub))
         for _ in range(NUM_CALLS):
             found.append(await written_until_refused(stub))
     await server.stop(None)
-    errors = [from_rpc_error(error) for error in found]
+    assert isinstance(reason, Overloaded)
+    errors = [reason, *map(from_rpc_error, found)]
     assert {type(error) for error in errors} <= {Overloaded, PeerUnavailable}
     for error in errors:
         if isinstance(error, PeerUnavailable):

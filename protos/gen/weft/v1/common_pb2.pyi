@@ -760,9 +760,13 @@ class Timeline(_message.Message):
     preemptions: _builtins.int
     """Times that the request lost its slot to others."""
     remote_cost_s: _builtins.float
-    """Both sides of the remote-or-local inequality, in seconds; absent when it was not evaluated."""
+    """Seconds to the first token if the remainder ships, as the remote-or-local rule expected; absent
+    when it was not evaluated.
+    """
     local_cost_s: _builtins.float
-    """Time that the owner expected to need alone."""
+    """The same if the owner computes it alone, without the delay of running requests that the rule
+    also weighs.
+    """
     worker_id: _builtins.str
     """Worker that owned the request."""
     drafted_tokens: _builtins.int
