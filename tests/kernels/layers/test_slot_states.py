@@ -77,7 +77,8 @@ class Case:
         bounds, form = torch.tensor([0, len(x)]), self.form
         tail = torch.zeros(1, self.channels, self.conv.shape[0] - 1)
         mixed = short_conv_reference(x, form.conv, form.bias, tail, bounds, has_silu=True)[0]
-        parts = torch.unflatten(mixed, 1, (GROUPS, -1)).split([self.keys, self.keys, SHARED * VALUES], dim=2)
+        widths = [self.keys, self.keys, SHARED * VALUES]
+        parts = torch.unflatten(mixed, 1, (GROUPS, -1)).split(widths, dim=2)
         values = parts[2].reshape(len(x), HEADS, VALUES)
         states = torch.zeros(1, HEADS, self.keys, VALUES)
         if form.rates is not None and form.skips is not None:
