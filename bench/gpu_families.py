@@ -221,7 +221,7 @@ def prompt_row(length: int, before: int, rates: Rates) -> Row:
     found: dict[str, Callable[[], torch.Tensor]] = {"absorbed": lambda: absorbed(step)}
     if made.latents is not None:
         found["flash_mla"] = lambda: absorbed(made)
-    if layer._takes_heads(q, made):
+    if layer._takes_heads(q.dtype, length, made):
         latents = layer._own_heads(read_latents(pool, 0, step.places))
         found["heads"] = lambda: layer._by_heads(q, made, pool)
         if before:

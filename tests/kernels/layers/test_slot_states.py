@@ -21,24 +21,28 @@ LONG_PAGE = 20
 """More rows than are taken at once."""
 HEADS, SHARED, KEYS, VALUES = 2, 2, 6, 40
 GROUPS = HEADS // SHARED
+TILED_KEYS = 96
+"""Whole tiles of keys, whose number is no power of two."""
+MANY = 16
+"""Requests from which on keys are taken in such tiles."""
 
 
 class Case:
     """One layer: its memory, and what it makes of whole sequences."""
 
-    def __init__(self, kind: str, taps: int, page: int) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, taps: int, page: int, keys: int = KEYS) -> None:
+        self.kind, self.keys = kind, keys
         self.length = 2 * page + 3
         ring_rows = page + 2 * (1 + DRAFTS)
-        step = 2 * KEYS + SHARED * VALUES
+        step = 2 * keys + SHARED * VALUES
         self.channels = GROUPS * step
         self.conv = torch.randn(taps, self.channels)
-        first, second, third = (Channels(at, step) for at in (0, KEYS, 2 * KEYS))
-        sizes = HEADS, SHARED, KEYS, VALUES
-        self.form = HeadForm(self.conv, None, first, second, third, *sizes, KEYS**-0.5, True)
+        first, second, third = (Channels(at, step) for at in (0, keys, 2 * keys))
+        sizes = HEADS, SHARED, keys, VALUES
+        self.form = HeadForm(self.conv, None, first, second, third, *sizes, keys**-0.5, True)
         gates: tuple[tuple[int, ...], ...] = ((HEADS,), (HEADS,))
         if kind == "by element":
-            gates = ((HEADS, KEYS), (HEADS,))
+            gates = ((HEADS, keys), (HEADS,))
         if kind == "mamba2":
             gates = ((HEADS,),)
             bias = torch.randn(self.channels)
@@ -47,7 +51,7 @@ class Case:
             self.form = forms._replace(rates=rates, skips=skips)
         tail = (self.channels, taps - 1)
         blocks = [
-            torch.full((40, HEADS, KEYS, VALUES), torch.nan),
+            torch.full((40, HEADS, keys, VALUES), torch.nan),
             torch.full((40, *tail), torch.nan),
         ]
         for pool in blocks:
@@ -56,7 +60,7 @@ class Case:
         rings = [torch.full((SLOTS + 1, ring_rows, *width), torch.nan) for width in widths]
         found = [
             torch.full((SLOTS + 1, ring_rows, *shape), torch.nan)
-            for shape in ((GROUPS, KEYS), (HEADS, VALUES))
+            for shape in ((GROUPS, keys), (HEADS, VALUES))
         ]
         self.memory = LayerMemory(tuple(blocks), tuple(rings), tuple(found))
         self.gates = gates
@@ -73,9 +77,10 @@ class Case:
         bounds, form = torch.tensor([0, len(x)]), self.form
         tail = torch.zeros(1, self.channels, self.conv.shape[0] - 1)
         mixed = short_conv_reference(x, form.conv, form.bias, tail, bounds, has_silu=True)[0]
-        parts = torch.unflatten(mixed, 1, (GROUPS, -1)).split([KEYS, KEYS, SHARED * VALUES], dim=2)
+        widths = [self.keys, self.keys, SHARED * VALUES]
+        parts = torch.unflatten(mixed, 1, (GROUPS, -1)).split(widths, dim=2)
         values = parts[2].reshape(len(x), HEADS, VALUES)
-        states = torch.zeros(1, HEADS, KEYS, VALUES)
+        states = torch.zeros(1, HEADS, self.keys, VALUES)
         if form.rates is not None and form.skips is not None:
             b, c = parts[1], parts[0]
             return mamba2_reference(values, gate, form.rates, b, c, form.skips, states, bounds)[0]
@@ -147,6 +152,28 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int, page: 
             wanted = wholes[slot][begin : begin + right]
             torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-3)
             known[slot] += right
+
+
+def test_keys_in_whole_tiles() -> None:
+    """Keys of no other head are read, though the number of tiles is no power of two; the step in
+    the middle writes a block, and the last one reads it.
+    """
+    fresh_seed()
+    case = Case("one", 2, PAGE, TILED_KEYS)
+    inputs = case.inputs()
+    whole = case.whole(inputs)
+    slots, (borders, ends) = torch.tensor([0] + [SLOTS] * (MANY - 1)), torch.zeros(2, 3).long()
+    blocks, at = torch.zeros(MANY, 3, dtype=torch.int64), 0
+    blocks[0] = torch.tensor([1, 2, 3])
+    for count in (2, 3, 2):
+        bounds = torch.tensor([0] + [count] * MANY).int()
+        rows = torch.arange(at, at + count)
+        plan = gpu.plan(slots, bounds, rows, borders, ends, blocks, PAGE)
+        made = gpu.step_heads(case.form, plan, case.memory, tuple(part[rows] for part in inputs))
+        torch.testing.assert_close(made, whole[rows], rtol=1e-3, atol=1e-3)
+        at += count
+    written = case.memory.blocks[0].isfinite().flatten(1).all(dim=1)
+    assert written.nonzero().flatten().tolist() == [0, 2]
 
 
 def test_convolutions() -> None:

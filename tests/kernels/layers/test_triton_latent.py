@@ -154,6 +154,16 @@ def test_prompts_by_heads(
         assert_as_exact(out, peer, exact, slack=1e-4)
 
 
+def test_positions_before_are_found_only_for_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = Weights().layer(0, torch.float32, is_stacked=False).mixer
+    pool = torch.randn(4, 1, 2, 1, PAGE_SIZE, SIZES.kv_rank + SIZES.rope_dim)
+    step = make_step([(12, 30)], pool)
+    step = replace(step, groups=(step.groups[0]._replace(num_earlier=18),))
+    for by_heads in (False, True):
+        monkeypatch.setattr(latent, "suits_own_attention", lambda *_, given=by_heads: given)
+        assert (mixer.prepare(step, 12, pool).groups[0].earlier is not None) == by_heads
+
+
 def test_a_single_row_keeps_its_precision_beside_whole_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

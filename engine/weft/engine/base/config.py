@@ -141,7 +141,7 @@ class EngineConfig:
     rank_timeout_s: float = 10.0
     """Seconds that a rank waits for another rank in a step before the engine ends."""
     check_ranks: bool = False
-    """Whether ranks compare hashes of the stream after each sum, to find faults; on CPUs."""
+    """Whether ranks compare hashes of each sum at the next sum, to find faults; on CPUs."""
     page_size: int = 16
     """Token positions per page."""
     kv_memory_bytes: int | None = None

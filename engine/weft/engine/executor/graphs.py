@@ -38,6 +38,7 @@ from weft.kernels.attention import (
     gains_by_cold_prompts,
     gains_by_exact_lengths,
 )
+from weft.kernels.latent_attention import suits_own_attention
 from weft.kernels.side_stream import rehearsal
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ def step_buckets(
     prompts = [
         bucket._replace(kind="prompts")
         for bucket in ragged
-        if gains_by_cold_prompts(dtype, config.head_dim, bucket.tokens)
+        if _gains_by_cold_prompts(config, dtype, bucket.tokens)
     ]
     cold = [
         GraphBucket(bucket.tokens, 1, "cold")
@@ -560,6 +561,13 @@ def capturing(what: str) -> Iterator[None]:
 
 def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def _gains_by_cold_prompts(config: ModelConfig, dtype: torch.dtype, tokens: int) -> bool:
+    if config.latent is not None:
+        # As the layers ask before they compute heads.
+        return suits_own_attention(dtype, config.head_dim, config.value_dim, tokens)
+    return gains_by_cold_prompts(dtype, config.head_dim, tokens)
 
 
 def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:

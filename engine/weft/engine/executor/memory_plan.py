@@ -284,7 +284,8 @@ def measure_needs(
         step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
     step_bytes = _measure_step(executor, step, device)
     if model.config.latent is not None:
-        # Chunks may take heads of the latents before them.
+        # Chunks may take heads of the latents before them, in parts of as many as there are rows;
+        # from two parts on, results are also held in float32.
         sizes = (max_requests, max_step_tokens, max_context_tokens)
         step = largest_step(*sizes, layout, max_logits, is_behind=True)
         step_bytes = max(step_bytes, _measure_step(executor, step, device))
@@ -376,13 +377,15 @@ def largest_step(
     is_behind: bool = False,
 ) -> StepArrays:
     """Makes a step with the most tokens and logits possible, all in the null page. With `is_behind`
-    each request has as many positions before the step.
+    each request has as many positions before the step and, where contexts are long enough, the
+    first one more, so that together these are more than the rows.
     """
-    most = max(1, max_context_tokens // 2) if is_behind else max_context_tokens
+    most = max(1, (max_context_tokens - 1) // 2) if is_behind else max_context_tokens
     num_pieces = -(-max_step_tokens // most)
     bounds = np.linspace(0, max_step_tokens, num_pieces + 1).astype(np.int32)
     lengths = np.diff(bounds)
-    before = lengths if is_behind else np.zeros_like(lengths)
+    before = lengths.copy() if is_behind else np.zeros_like(lengths)
+    before[0] += is_behind and 2 * lengths[0] < max_context_tokens
     kv_lens = before + lengths
     positions = np.concatenate(
         [np.arange(begin, end, dtype=np.int64) for begin, end in zip(before, kv_lens, strict=True)]

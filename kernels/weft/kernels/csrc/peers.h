@@ -16,7 +16,7 @@ typedef struct {
   uint64_t hashes[2]; /* of a rank's `arrived`: what its sums hashed to before the last two rounds */
 } Counter;
 
-/* One process's view of the group; as laid out by weft/kernels/peers.py. */
+/* One process's view of the group; as `PeersStruct` of weft/kernels/cpu.py. */
 typedef struct {
   int64_t rank, size;
   Counter *arrived; /* one a rank: how many sums it has brought its part of */

@@ -434,7 +434,7 @@ def _heads_kernel(
         asked_at = own * channels
         asked_at += tl.where(is_query, q_first + of_keys * q_step, k_first + of_keys * k_step)
         products = tl.zeros((ROWS, BLOCK_VALUES), tl.float32)
-        for first_key in tl.range(0, BLOCK_KEYS, TILE, num_stages=STAGES):
+        for first_key in tl.range(0, KEYS, TILE, num_stages=STAGES):
             element = first_key + of_tile
             is_key = _below(element, KEYS, TILE)
             both = is_key[:, None] & is_value[None]
@@ -488,7 +488,7 @@ def _heads_kernel(
         rate = 1.0
         if rates is not None:
             rate = tl.load(rates + head)
-        for first_key in range(0, BLOCK_KEYS, TILE):
+        for first_key in range(0, KEYS, TILE):
             element = first_key + of_tile
             is_key = _below(element, KEYS, TILE)
             both = is_key[:, None] & is_value[None]

@@ -174,8 +174,7 @@ class LatentAttention:
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`: the work of rows alone is divided once for all layers."""
         group = step.groups[self.group]
-        latents = group.pool_of(pool)
-        made = planned(group, self.o_proj.dtype, self.spec, rows, latents)
+        made = self._planned(group, self.o_proj.dtype, rows, pool)
         if made is group:
             return step
         groups = list(step.groups)
@@ -207,10 +206,10 @@ class LatentAttention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the latents and projects the result."""
         group = step.groups[self.group]
-        latents = group.pool_of(pool)
-        group = planned(group, query.q.dtype, self.spec, len(query.q), latents)
+        latents, rows, dtype = group.pool_of(pool), len(query.q), query.q.dtype
+        group = self._planned(group, dtype, rows, pool)
         # Adapters may bring values that are not finite, which would spread to other requests.
-        if step.lora is None and self._takes_heads(query.q, group):
+        if step.lora is None and self._takes_heads(dtype, rows, group):
             values = self._by_heads(query.q, group, latents)
         else:
             mixed = latent_attention(self._absorb(query.q), latents, self.in_pool, self.spec, group)
@@ -229,13 +228,21 @@ class LatentAttention:
         values = torch.bmm(mixed.transpose(0, 1), self._absorbed.to_values)
         return values.transpose(0, 1).contiguous()
 
-    def _takes_heads(self, q: torch.Tensor, group: GroupStep) -> bool:
+    def _planned(
+        self, group: GroupStep, dtype: torch.dtype, rows: int, pool: torch.Tensor
+    ) -> GroupStep:
+        """`planned`, with the positions before the step only where heads of them are computed."""
+        if group.num_earlier and not self._takes_heads(dtype, rows, group):
+            group = group._replace(num_earlier=None)
+        return planned(group, dtype, self.spec, rows, group.pool_of(pool))
+
+    def _takes_heads(self, dtype: torch.dtype, rows: int, group: GroupStep) -> bool:
         """Whether the heads' own keys and values of the step's rows are computed."""
         if group.max_q_len <= 1 or group.ancestors is not None or self.spec.first_position:
             return False
-        rows, _, dim = q.shape
+        dim = self.config.nope_dim + self.config.rope_dim
         is_fixed = self.down_proj.is_fixed
-        return not is_fixed and suits_own_attention(q.dtype, dim, self.config.value_dim, rows)
+        return not is_fixed and suits_own_attention(dtype, dim, self.config.value_dim, rows)
 
     def _by_heads(self, q: torch.Tensor, group: GroupStep, latents: torch.Tensor) -> torch.Tensor:
         """[T, H, value]: attention to the step's rows by heads, and to what is before by latents

@@ -80,7 +80,7 @@ class WorkerSettings(PageSettings):
     )
     check_ranks: bool = Field(
         False,
-        description="compare hashes of the ranks' streams after each sum, on CPUs, and end the "
+        description="compare hashes of the ranks' sums, each at the next sum, on CPUs, and end the "
         "worker if they differ",
     )
     page_size: int = engine_field(
