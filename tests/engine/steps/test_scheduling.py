@@ -106,6 +106,14 @@ def test_more_samples_than_may_wait_take_turns_in_an_engine_alone(model_dir: Pat
         assert all(len(one.token_ids) == 3 for samples in found for one in samples)
 
 
+def test_costs_are_told_how_much_of_a_prompt_a_step_computes(model_dir: Path) -> None:
+    settings = {"prefill_chunk_tokens": 16, "max_step_tokens": 64, "max_running_requests": 4}
+    engine = make_engine(model_dir, "decode", ManualClock(), **settings)
+    engine.costs.observe_local(64, 0.001)
+    load = engine.costs.local_load()
+    assert (load.step_tokens, load.chunk_tokens) == (64, 16)
+
+
 def test_a_flood_of_one_tenant_leaves_room_for_another(model_dir: Path) -> None:
     pair = one_engine(model_dir, scheduling_policy="fair", max_running_requests=2)
     try:

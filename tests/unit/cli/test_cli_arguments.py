@@ -87,3 +87,13 @@ def test_flush_without_an_answer_says_what_may_be_wrong(
     assert "decode-0: does not answer at 127.0.0.1:1; does the mesh want --tls-dir?" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("sabotage", ["all", "deliver"])
+def test_attacks_on_ranks_exclude_a_sabotage(
+    sabotage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["chaos", "--only", "ranks", "--tp", "2", "--sabotage", sabotage])
+    assert caught.value.code == 2
+    assert "--only ranks and --sabotage exclude each other" in capsys.readouterr().err

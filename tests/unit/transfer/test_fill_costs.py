@@ -183,8 +183,32 @@ def test_half_the_fillers_rate_stands_in_until_a_long_prompt_was_measured_here()
     costs.observe_local(40, 40 / (0.05 * RATE))  # A short step takes what any step takes.
     assert decide(costs, 2_048).local_s == pytest.approx(2 * 2_048 / RATE)
     assert decide(costs, 160).local_s == pytest.approx(160 / (0.05 * RATE))
-    costs.observe_local(2_048, 2_048 / (0.9 * RATE))
-    assert decide(costs, 2_048).local_s == pytest.approx(2_048 / (0.9 * RATE))
+    costs.local_load = lambda: LocalLoad(chunk_tokens=512)
+    for _ in range(3):
+        costs.observe_local(512, 512 / (0.2 * RATE))
+    for num_tokens in (160, 2_048, 2_064, 16_384):
+        assert decide(costs, num_tokens).local_s == pytest.approx(num_tokens / (0.2 * RATE))
+
+
+def test_a_prompt_of_many_steps_has_the_rate_of_such_steps() -> None:
+    """The steps beside running requests have few prompt tokens, however long a prompt is."""
+    costs = known(rest_s=0.01)
+    costs.observe_decode(0.05)
+    for _ in range(100):
+        costs.observe_beside(64, 0.05 + 64 / (0.1 * RATE))
+    costs.local_load = lambda: LocalLoad(num_running=3, step_tokens=64, chunk_tokens=256)
+    for num_steps in (1, 4, 5, 64):
+        forecast_s = decide(costs, 64 * num_steps).local_s
+        assert forecast_s == pytest.approx(num_steps * (64 / (0.1 * RATE) + 0.05))
+
+
+def test_a_remainder_of_no_tokens_takes_no_time_here() -> None:
+    costs = known(rest_s=0.01)
+    costs.local_load = lambda: LocalLoad(num_running=3, step_tokens=64)
+    assert not costs.tokens_per_s_beside
+    decision = decide(costs, 0)
+    assert decision.local_s == 0.0
+    assert not decision.is_remote
 
 
 def test_first_tokens_of_no_worth_never_delay_running_requests() -> None:
@@ -192,6 +216,16 @@ def test_first_tokens_of_no_worth_never_delay_running_requests() -> None:
     assert not decide(costs, 960, queued=100_000).is_remote
     costs.local_load = lambda: LocalLoad(num_running=1, step_tokens=10**6)
     assert decide(costs, 960, queued=100_000).is_remote
+    assert all(decide(costs, 64).is_remote for _ in range(5_000)), "nor to measure"
+
+
+def test_first_tokens_of_no_worth_delay_nobody_in_the_first_tries() -> None:
+    costs = FillCosts(None, PAGE, 0.0)
+    fill(costs, 64, 0.0)
+    costs.local_load = lambda: LocalLoad(num_running=1, step_tokens=64)
+    assert all(decide(costs, 64).is_remote for _ in range(3 * MAX_TRIES))
+    costs.local_load = LocalLoad
+    assert not decide(costs, 64).is_remote, "nobody runs now"
 
 
 def test_local_first_tokens_correct_the_forecast() -> None:

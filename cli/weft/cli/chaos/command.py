@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.only == "ranks" and arguments.tp == 1:
         parser.error("--only ranks needs workers of several ranks: add --tp 2")
+    if arguments.only == "ranks" and arguments.sabotage is not None:
+        parser.error("--only ranks and --sabotage exclude each other")
     console = Console()
     if arguments.sabotage == ALL:
         return _sabotage_all(argv, console)

@@ -74,7 +74,9 @@ class Injector:
         elif planned.kind == "stop":
             injection.has_happened = await self._stop(planned)
             injection.ended_s = loop.time()
-            if planned.part == "rank" and not await self._has_survived(injection):
+            # Ranks that waited too long for this one end their engine.
+            may_die = planned.part == "rank" and injection.has_happened
+            if may_die and not await self._has_survived(injection):
                 self._follow(injection)
         elif planned.kind == "link":
             assert planned.link is not None
@@ -127,7 +129,7 @@ class Injector:
         return True
 
     async def _has_survived(self, injection: Injection) -> bool:
-        """Whether an engine still runs steps after one of its ranks stood still."""
+        """Whether the target answers and has not died since before the fault."""
         target = injection.planned.target
         try:
             await self.mesh.dump(target)
@@ -169,14 +171,19 @@ class Injector:
         self._recoveries.append(task)
 
     async def _recover(self, injection: Injection) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + RECOVERY_TIMEOUT_S
+        # An answer may merely have been late, so a death need not follow.
+        while not (self._is_back(injection) or await self._has_survived(injection)):
+            if loop.time() > deadline:
+                what = f"{injection.planned.target} is not back"
+                raise MeshNotReady(f"{what} after {RECOVERY_TIMEOUT_S:g} s")
+            await asyncio.sleep(_POLL_S)
+        injection.ended_s = loop.time()
+
+    def _is_back(self, injection: Injection) -> bool:
+        """Whether the target has died since before the fault, and is ready again."""
+        # A process whose end was not noticed yet still counts as ready.
         target = injection.planned.target
-        # A process whose end was not noticed yet still counts as ready, so wait for its end first.
-        await self.mesh.until(
-            lambda: (
-                self.mesh.num_deaths(target) > injection.num_deaths
-                and self.mesh.ready(target) is not None
-            ),
-            f"{target} is not back",
-            RECOVERY_TIMEOUT_S,
-        )
-        injection.ended_s = asyncio.get_running_loop().time()
+        has_died = self.mesh.num_deaths(target) > injection.num_deaths
+        return has_died and self.mesh.ready(target) is not None

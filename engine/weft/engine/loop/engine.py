@@ -275,6 +275,7 @@ class Engine:
             scheduler.num_prefilling_tokens(),
             num_running,
             min(self.config.max_step_tokens, self._prompt_budget.tokens(num_running, num_waiting)),
+            self.config.prefill_chunk_tokens,
         )
 
     def _prefill_rate(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from statistics import median
@@ -19,11 +20,11 @@ this many.
 """
 
 FAR = 4
-"""Factor of the longest measured prompt beyond which a rate says little: what a step takes in any
-case weighs less in longer ones.
+"""Factor of the longest measured step's tokens beyond which a rate says little: what a step takes
+in any case weighs less in longer ones.
 """
 STAND_IN = 0.5
-"""Share of the filler's rate that this engine is thought to reach with prompts of such lengths."""
+"""Share of the filler's rate that this engine is thought to reach in steps of such lengths."""
 MAX_TRIED_TOKENS = 512
 """Largest remainder that is run locally to measure the local side."""
 MAX_TRIES = 8
@@ -63,7 +64,7 @@ class FillDecision(NamedTuple):
     is_remote: bool
     remote_s: float | None
     local_s: float | None
-    """Without the delay of running requests."""
+    """Forecast of the first token alone; the choice also weighs the delay of running requests."""
 
 
 class LocalLoad(NamedTuple):
@@ -75,6 +76,8 @@ class LocalLoad(NamedTuple):
     """Requests that get their next token in each step."""
     step_tokens: int = 1
     """Prompt tokens of a step beside these."""
+    chunk_tokens: int = sys.maxsize
+    """Most tokens of one prompt in a step."""
 
 
 class _Trials:
@@ -111,8 +114,10 @@ class _Rate:
         self._longest = max(self._longest, num_tokens)
 
     def of(self, num_tokens: int, other: float) -> float:
-        """The rate of so many tokens; `other` for far more than were measured, if it is larger."""
-        if num_tokens > FAR * self._longest:
+        """The rate of steps of so many tokens; `other` for far more than were measured, if it is
+        larger.
+        """
+        if not self.tokens_per_s or num_tokens > FAR * self._longest:
             return max(self.tokens_per_s, other)
         return self.tokens_per_s
 
@@ -129,7 +134,7 @@ class FillCosts:
     room before) and the local rest (what local first tokens took beyond the forecast). While a rate
     is unknown, the engine tries that side to measure it: the remote side first, the local side only
     with remainders that are not too long. For longer ones a share of the filler's rate stands in,
-    until one of such a length has been measured here.
+    until a step about as long as theirs has been measured here.
 
     A local prompt delays the next token of every running request by the time that it adds to their
     steps. This is weighed against the first tokens that wait if it ships: its own, and those of the
@@ -173,21 +178,23 @@ class FillCosts:
         candidate = request.candidates[0]
         if not (candidate.tokens_per_second and self._bytes_per_s):
             return FillDecision(True, None, None)
+        load = self.local_load()
+        may_delay = self._worth > 0 or not load.num_running
         if not self._alone.tokens_per_s and num_local <= MAX_TRIED_TOKENS:
-            is_tried = num_local >= MIN_MEASURED_TOKENS and self._num_tries < MAX_TRIES
+            is_measurable = num_local >= MIN_MEASURED_TOKENS
+            is_tried = may_delay and is_measurable and self._num_tries < MAX_TRIES
             self._num_tries += is_tried
             return FillDecision(not is_tried, None, None)
         num_pages = (end_token - request.num_computed) // self._page_size
         to_compute = max(0, end_token - candidate.match_tokens)
         work_s = (candidate.queued_tokens + to_compute) / candidate.tokens_per_second
         work_s += self._exposed_bytes(num_pages * page_bytes, to_compute) / self._bytes_per_s
-        load = self.local_load()
         rate = self._rate_beside(load, num_local, candidate.tokens_per_second)
         local_s = self._computing_s(num_local, load, rate) + self._local_rest_s
         remote_s = work_s + _known(self._rests) + _known(self._tails)
         weighed_s = local_s + self._weighed_delay_s(num_local / rate, load)
         is_remote = remote_s < weighed_s
-        may_try_local = num_local <= MAX_TRIED_TOKENS or not load.num_running
+        may_try_local = may_delay and (num_local <= MAX_TRIED_TOKENS or not load.num_running)
         if may_try_local if is_remote else to_compute <= MAX_WASTED * num_local:
             other = self._local if is_remote else self._remote
             is_remote ^= other.is_due(min(remote_s, weighed_s), abs(remote_s - weighed_s))
@@ -195,8 +202,11 @@ class FillCosts:
 
     def _rate_beside(self, load: LocalLoad, num_tokens: int, filler_rate: float) -> float:
         """Prompt tokens per second of this engine for a remainder, beside its running requests."""
-        alone = self._alone.of(num_tokens, STAND_IN * filler_rate)
-        return self._beside.of(num_tokens, alone) if load.num_running else alone
+        step_tokens = min(num_tokens, load.chunk_tokens)
+        if load.num_running:
+            step_tokens = min(step_tokens, load.step_tokens)
+        alone = self._alone.of(step_tokens, STAND_IN * filler_rate)
+        return self._beside.of(step_tokens, alone) if load.num_running else alone
 
     def _computing_s(self, num_tokens: int, load: LocalLoad, rate: float) -> float:
         """Seconds until this engine has computed a remainder, beside its running requests."""
