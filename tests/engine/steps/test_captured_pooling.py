@@ -57,7 +57,8 @@ def test_graphs_change_no_vector(
             steps = RecordedSteps(llm.engine, 0) if is_captured else None
             found.append(np.concatenate(llm.pool(prompts, embedding)))
             if steps is not None:
-                assert steps.num_replays["ragged"] > 3
+                # Twelve prompts, of which four run at a time: short ones take three steps.
+                assert steps.num_replays["ragged"] >= 3
             found.append(np.concatenate(llm.pool(prompts[:4], tokens)))
     assert np.allclose(found[0], found[2], atol=1e-5)
     assert np.allclose(found[1], found[3], atol=1e-4)

@@ -80,7 +80,7 @@ def flash_attention(
         cu_seqlens_k=rows.cu_lens,
         seqused_q=rows.lens,
         seqused_k=rows.lens,
-        # Bounds, which only choose how it is launched.
+        # Upper bounds are enough: they only choose how the kernel is launched.
         max_seqlen_q=q.shape[0],
         max_seqlen_k=q.shape[0],
         softmax_scale=scale,
@@ -112,7 +112,7 @@ def own_attention(
         v,
         cu_seqlens_q=bounds,
         cu_seqlens_k=bounds,
-        # Bounds, which only choose how it is launched.
+        # Upper bounds are enough: they only choose how the kernel is launched.
         max_seqlen_q=rows,
         max_seqlen_k=rows,
         softmax_scale=scale,
@@ -142,7 +142,7 @@ def earlier_attention(
         v,
         cu_seqlens_q=bounds,
         cu_seqlens_k=kv_bounds,
-        # Bounds, which only choose how it is launched.
+        # Upper bounds are enough: they only choose how the kernel is launched.
         max_seqlen_q=rows,
         max_seqlen_k=keys,
         softmax_scale=scale,

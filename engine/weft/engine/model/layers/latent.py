@@ -286,7 +286,7 @@ class LatentAttention:
         sums: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merges attention to the step's own rows with that to positions before, by heads."""
-        # Results of many parts would be rounded as often.
+        # Each merge rounds its result; with several parts the sum is kept in float32 until the end.
         total = values.float() if len(earlier.parts) > 1 else values
         for part, cu_kv_lens in earlier.parts:
             k, v = self._own_heads(read_latents(latents, self.in_pool, earlier.places[part]))

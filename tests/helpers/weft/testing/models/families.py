@@ -66,7 +66,7 @@ OWN_CODE: dict[str, dict[str, Any]] = {
         **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
     },
 }
-"""What files have that name a class of their own, of models that transformers knows by another."""
+"""config.json of families whose checkpoints name an architecture that transformers lacks."""
 _MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
