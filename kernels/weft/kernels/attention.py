@@ -85,8 +85,9 @@ class GroupStep(NamedTuple):
     is_cold: bool = False
     """Whether requests of several rows are known to have no positions before the step."""
     num_earlier: int | None = None
-    """Positions before the step of all requests of several rows, where it would pay to compute
-    latents' heads of them; None: it would not, or their number is not known.
+    """For latents: how many cached positions the requests with several rows have before the step,
+    if keys and values by head of all of them are worth computing; None: they are not, or the number
+    is not known.
     """
     is_settled: bool = False
     """Set by `settled` for consecutive layers in which all rows attend. The step is checked, and
@@ -97,8 +98,8 @@ class GroupStep(NamedTuple):
     latents: LatentPlan | None = None
     """Of latents in pages: how FlashMLA computes the rows; None: it does not."""
     earlier: EarlierLatents | None = None
-    """Of latents in pages: where those `num_earlier` positions are; None: heads of them are not
-    computed.
+    """For latents: the places in the pool of those `num_earlier` positions; None: their keys and
+    values by head are not computed.
     """
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in

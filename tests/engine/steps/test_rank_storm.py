@@ -67,7 +67,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 class Strike:
-    """Kills a rank, stops it for good, or stops it for a moment, a little later."""
+    """A fault of one rank after a while: it is killed, stopped for good or stopped for a moment."""
 
     def __init__(self, ranks: list[psutil.Process]) -> None:
         self.kind = random.choice(("kill", "stop", "pause"))
@@ -133,7 +133,7 @@ def strike_until_lost(folder: Path, size: int, texts: Texts, most: int) -> list[
 
 
 def load_until(strike: Strike, llm: LLM, texts: Texts) -> str:
-    """Asks until the engine has lost a rank, or a pause is over; how it was lost."""
+    """Sends requests until a rank is lost or a pause is over; returns how the rank was lost."""
     try:
         while not strike.is_over.is_set() or strike.kind != "pause":
             texts.check(llm)

@@ -85,7 +85,7 @@ def run(llm: LLM, prompts: list[list[int]], kinds: list[SamplingParams]) -> list
 
 
 def mapped_files(before: list[psutil.Process]) -> list[set[str]]:
-    """Shared memory and native code that each rank but the first maps."""
+    """The shared memory and native libraries that each rank but rank 0 has mapped."""
     ranks = [one for one in psutil.Process().children() if one not in before]
     maps = [Path(f"/proc/{one.pid}/maps").read_text().splitlines() for one in ranks]
     return [

@@ -53,7 +53,7 @@ class MeshNotReady(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Absence:
-    """Time in which a service was not there, in event loop times."""
+    """An interval, in times of the event loop, in which a service did not run."""
 
     name: str
     how: str

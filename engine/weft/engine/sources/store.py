@@ -124,7 +124,7 @@ class StoreLink:
         self._asked: dict[int, Request] = {}
         self._queue: deque[_Offer] = deque()
         self._put_at = 0.0
-        """Time from which queued pages do not wait for others."""
+        """When the queued pages are put at the latest, even if they do not fill a put."""
         self._open: dict[int, _Put] = {}
         self._epochs: dict[str, int] = {}
         self._sends_data = False

@@ -28,7 +28,7 @@ and (64, 2, 64) 365 (bench/gpu_hybrid.py).
 _ROWS = 16
 """Rows of the ring whose products are taken at once."""
 _STAGES = 3
-"""How many times as many keys are loaded ahead."""
+"""Stages of the loop over keys: Triton loads the keys of later turns ahead."""
 _PRECISION = "tf32x3"
 """Blocks are in float32; rounded to TF32 they would lose more than models in bfloat16 do."""
 _REGISTERS = 128
