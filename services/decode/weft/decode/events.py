@@ -97,6 +97,16 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
     return merged
 
 
+def has_next_tokens_alone(batch: GatewayBatch) -> bool:
+    """Whether a batch has nothing but tokens, and no sample's first one."""
+    if batch.accepted or batch.prompt_logprobs or batch.vectors or batch.preempted:
+        return False
+    if batch.finished or batch.failed or batch.pongs:
+        return False
+    is_first = any(tokens.first_index == 0 for tokens in batch.tokens)
+    return not is_first and not any(0 in columns.indices for columns in batch.columns)
+
+
 def _follows(tokens: Tokens, known: Tokens) -> bool:
     """Whether one entry can hold both, since all of its tokens have log-probabilities or
     none has.
