@@ -69,7 +69,7 @@ ENGINES = ("deepseek-v3-3-layers", "gemma-3-12b", "gemma-3-27b", "glm-4.5-air-12
 WINDOWS = {
     "gpt-oss-20b": (2, 2 << 30, 64),
     "gemma-3-12b": (6, 10 << 30, 24),
-    "mistral-7b": (2, 2 << 30, 24),
+    "mistral-7b": (32, 32 << 30, 24),
 }
 """Layers, in the model's own proportion; bytes of the pools; most running requests."""
 LOAD, LENGTH = 256, 1024

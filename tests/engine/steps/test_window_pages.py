@@ -33,7 +33,9 @@ LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"layer_types": LAYERS, "use_sliding_window": True},
     "qwen3": {"layer_types": [*LAYERS, LAYERS[0]], "num_hidden_layers": 4},
+    "mistral": {"num_hidden_layers": 3},
 }
+"""Models with a window in some layers and, the last one, in every layer."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +44,14 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["qwen2", pytest.param("qwen3", marks=pytest.mark.full)], scope="module")
+@pytest.fixture(
+    params=[
+        "qwen2",
+        pytest.param("mistral", marks=pytest.mark.full),
+        pytest.param("qwen3", marks=pytest.mark.full),
+    ],
+    scope="module",
+)
 def model_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> Path:
@@ -115,6 +124,21 @@ def test_prompts_that_part_from_a_cached_one_anywhere(
             hits.add((llm.engine.counters()["prefix_hit_tokens"] - before) // PAGE)
         assert window.memory.num_evictions
         assert len(hits) > 5
+        check(llm.engine)
+
+
+def test_a_window_in_every_layer(tmp_path: Path, seed: int) -> None:
+    """The first layer keeps its pages, the others free them."""
+    path = make_tiny("mistral", tmp_path, seed, sliding_window=WINDOW, num_hidden_layers=3)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prompt = random_prompt(random.randint(100, 130))
+    with LLM(path, dtype="float32", page_size=PAGE, num_pages=64, poison_free_pages=True) as llm:
+        kept, freed = llm.engine.parts.layout.groups
+        assert (kept.layers, freed.layers) == (1, 2)
+        for length in (len(prompt), random.randint(40, 99)):
+            cut = prompt[:length] + random_prompt(5)
+            assert generate(llm, [cut], 9) == [greedy(model, cut, 9)]
+        assert llm.engine.counters()["prefix_hit_tokens"]
         check(llm.engine)
 
 

@@ -141,20 +141,19 @@ def test_pages_left_behind_go_before_those_that_a_match_has_used() -> None:
         assert memory.allocate(1) == [page]
 
 
-SIZE, REACH, CONTEXT = 16, 128, 32_768 // 4
-"""A window of one in 64 of a context, as of gpt-oss one in 256."""
+SIZE = 16
 
 
-def most_at_once(num_pages: int, windows: tuple[WindowPages, ...]) -> int:
-    """How many requests of CONTEXT tokens are admitted at once."""
+def most_at_once(num_pages: int, windows: tuple[WindowPages, ...], context: int) -> int:
+    """How many requests of so many tokens are admitted at once."""
     limits = SchedulerLimits(SIZE, 2048, 2048, 64)
     pages = RequestPages(PageMemory(num_pages, None), None, SIZE, windows)
     waiting = make_queue("fcfs", 30.0, pages.num_cached_tokens, 2048)
     done: list[object] = []
     scheduler = Scheduler(limits, pages, waiting, None, done.append, lambda slot: None)
-    tokens = list(range(CONTEXT))
+    tokens = list(range(context))
     for number in range(64):
-        fields = {"num_prompt_tokens": CONTEXT, "max_tokens": 500, "arrival": number}
+        fields = {"num_prompt_tokens": context, "max_tokens": 500, "arrival": number}
         scheduler.add(bare_request(tokens.copy(), SIZE, NAMESPACE, **fields))
     most = 0
     while not done:
@@ -171,33 +170,45 @@ def most_at_once(num_pages: int, windows: tuple[WindowPages, ...]) -> int:
     return most
 
 
-def test_nearly_twice_as_many_requests_with_a_window_in_half_of_the_layers() -> None:
-    halves = [
-        PageGroup((PagedPlane(layers=12, heads=8, dim=64, dtype="bfloat16"),), reach)
-        for reach in (None, REACH)
-    ]
-    layout = CacheLayout(SIZE, tuple(halves))
-    all_kept = 20 * CONTEXT // SIZE
-    num_pages, num_window_pages = divide_pages(layout, all_kept, 64, 2048)
-    sizes = [half.page_bytes(SIZE) for half in halves]
+@pytest.mark.parametrize(
+    ("layers", "reach", "context", "gain"),
+    [
+        # Halves, and a window of one in 64 of the context; of gpt-oss one in 256.
+        pytest.param((12, 12), 128, 8192, 1.8, id="halves"),
+        # A window in every layer, of which the first keeps its pages: Mistral 7B.
+        pytest.param((1, 31), 4096, 32_000, 4.0, id="every-layer"),
+    ],
+)
+def test_more_requests_in_equal_memory(
+    layers: tuple[int, int], reach: int, context: int, gain: float
+) -> None:
+    kept, windowed = (PagedPlane(layers=n, heads=8, dim=64, dtype="bfloat16") for n in layers)
+    layout = CacheLayout(SIZE, (PageGroup((kept,)), PageGroup((windowed,), reach)))
+    all_kept = (20 if gain < 2 else 8) * context // SIZE
+    num_pages, num_window_pages = divide_pages(layout, all_kept, 64, 2048, context + 500)
+    sizes = [group.page_bytes(SIZE) for group in layout.groups]
     spent = num_pages * sizes[0] + num_window_pages * sizes[1]
     assert spent <= all_kept * sum(sizes)
-    window = WindowPages(PageMemory(num_window_pages, None), None, REACH, SIZE, 2048)
-    before, after = most_at_once(all_kept, ()), most_at_once(num_pages, (window,))
+    window = WindowPages(PageMemory(num_window_pages, None), None, reach, SIZE, 2048)
+    before = most_at_once(all_kept, (), context)
+    after = most_at_once(num_pages, (window,), context)
     print(f"{before} requests with all pages kept, {after} with those behind the window freed")
-    assert after >= 1.8 * before
+    assert after >= gain * before
 
 
 def test_memory_is_divided_by_what_windows_need() -> None:
     full = PageGroup((PagedPlane(layers=5, heads=2, dim=8, dtype="float32"),))
     windowed = PageGroup((PagedPlane(layers=25, heads=2, dim=8, dtype="float32"),), 1024)
-    layout = CacheLayout(SIZE, (full, windowed))
-    assert divide_pages(CacheLayout(SIZE, (full,)), 77, 64, 512) == (77,)
-    # With little memory the window is no shorter than what there is room for.
-    assert divide_pages(layout, 900, 64, 512) == (900, 900)
+    layout, context = CacheLayout(SIZE, (full, windowed)), 131_072
+    assert divide_pages(CacheLayout(SIZE, (full,)), 77, 64, 512, context) == (77,)
+    # Where memory is short, requests of few tokens need as many pages of each group.
+    assert divide_pages(layout, 900, 64, 512, 900) == (900, 900)
+    assert divide_pages(layout, 900, 64, 512, context) == (900 + 225 * 5, 675)
+    # The window of one request always fits.
+    assert divide_pages(layout, 150, 64, 512, context)[1] == 1 + 64 + 9 + window_reserve(1024, SIZE)
     needed = 64 * window_reserve(1024, SIZE) + step_reserve(512, SIZE)
-    num_pages, of_window = divide_pages(layout, 100_000, 64, 512)
+    num_pages, of_window = divide_pages(layout, 100_000, 64, 512, context)
     assert needed < of_window < needed + 100_000 // 10
     assert num_pages == 100_000 + (100_000 - of_window) * 5
-    assert divide_pages(layout, 100_000, 64, 512, is_fixed=True) == (100_000, of_window)
+    assert divide_pages(layout, 100_000, 64, 512, context, is_fixed=True) == (100_000, of_window)
     assert math.isclose(num_pages * 1 + of_window * 5, 600_000, rel_tol=1e-4)

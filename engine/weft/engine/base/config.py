@@ -155,9 +155,8 @@ class EngineConfig:
     """
     num_pages: int | None = None
     window_pages: Literal["auto", "keep"] = "auto"
-    """Pages of sliding-window layers in models that also have layers without a window. auto: the
-    engine frees pages behind the window unless a feature needs all of them (`keeps_windows`).
-    keep: the engine keeps all of them.
+    """Pages of sliding-window layers. auto: the engine frees pages behind the window unless a
+    feature needs all of them (`keeps_windows`). keep: the engine keeps all of them.
     """
     checkpoint_tokens: int = 1024
     """Models with recurrent layers: tokens from one state that the prefix cache keeps of a prompt

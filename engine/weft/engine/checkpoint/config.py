@@ -300,20 +300,23 @@ class ModelConfig:
         return len(shapes) == 1 and not has_others and len(set(self.decoder.mlp.sizes)) < 2
 
     @property
-    def has_mixed_windows(self) -> bool:
-        """Whether some layers have a sliding window, and some attend to the whole context."""
-        windows = [self.window_of(layer) for layer in self.attention_layers]
-        return None in windows and any(windows)
+    def has_windows(self) -> bool:
+        """Whether there are pages that could be freed behind a sliding window: of some layers, if
+        not of the one that the first page group needs.
+        """
+        windows = [self.window_of(n) for n in self.attention_layers if self.kv_source(n) == n]
+        return not self.is_encoder and any(windows) and len(windows) > 1
 
     @property
     def page_groups(self) -> list[tuple[int | None, list[int]]]:
         """For each page group its window and the numbers of its layers. None as window: the group
-        keeps all positions, as the first group always does.
+        keeps all positions, as the first group always does. It has the layers without a window, or
+        if all have one, the first layer.
         """
         numbers = [n for n in self.attention_layers if self.kv_source(n) == n]
-        if self.is_encoder or not (self.frees_windows and self.has_mixed_windows):
+        if not (self.frees_windows and self.has_windows):
             return [(None, numbers)]
-        kept = [layer for layer in numbers if self.window_of(layer) is None]
+        kept = [layer for layer in numbers if self.window_of(layer) is None] or numbers[:1]
         windowed = [layer for layer in numbers if layer not in kept]
         return [(None, kept), (max(self.window_of(layer) or 0 for layer in windowed), windowed)]
 

@@ -27,6 +27,10 @@ MIN_MARGIN_BYTES = 256 << 20
 _CONTEXT_BYTES = 768 << 20
 """Bytes of a GPU that a process takes beside its tensors: context, loaded kernels, libraries."""
 _PROBE_PAGES = 2
+LEAST_WINDOWS = 0.75
+"""Pages of a window group beside one that each group has if all have as many, at least, where
+requests need that many.
+"""
 CACHED_WINDOWS = 16
 """One page in so many of the first group has room for one that is cached behind a window."""
 TOKENS_OF_CACHED_BLOCK = 256
@@ -86,17 +90,21 @@ def divide_pages(
     num_pages: int,
     max_requests: int,
     max_step_tokens: int,
+    max_context_tokens: int,
     *,
     is_fixed: bool = False,
 ) -> tuple[int, ...]:
     """Divides memory among the page groups. A window group gets what as many requests as may run
-    have at most, and pages that are cached behind windows; the first group gets the rest.
+    have at most, and pages that are cached behind windows; the first group gets the rest. If that
+    is less than the longest requests need whose windows fit, a window group has as much less as
+    these have room for, but no less than `LEAST_WINDOWS` of an equal division, for short requests.
 
     Args:
         layout: The groups.
         num_pages: Pages that fit if every group has as many; the null page included.
         max_requests: Most running requests.
         max_step_tokens: Most new tokens of a step.
+        max_context_tokens: Longest request.
         is_fixed: The first group has `num_pages`, whatever the others need.
 
     Returns:
@@ -104,11 +112,16 @@ def divide_pages(
     """
     first, *others = layout.groups
     size, counts = layout.page_size, []
-    for group in others:
-        assert group.reach is not None
-        at_work = max_requests * window_reserve(group.reach, size)
-        needed = 1 + at_work + step_reserve(max_step_tokens, size)
-        counts.append(min(num_pages, needed + num_pages // CACHED_WINDOWS))
+    context = -(-max_context_tokens // size)
+    held = [min(context, window_reserve(group.reach or 0, size)) for group in others]
+    sizes = [group.page_bytes(size) for group in layout.groups]
+    longest = sum(count * of for count, of in zip((context, *held), sizes, strict=True))
+    num_longest = max(1, num_pages * sum(sizes) // longest)
+    for of_request in held:
+        beside = 1 + step_reserve(max_step_tokens, size) + num_pages // CACHED_WINDOWS
+        least = max(int(LEAST_WINDOWS * num_pages), num_longest * of_request + beside)
+        count = min(num_pages, max_requests * of_request + beside)
+        counts.append(count if is_fixed else min(count, least))
     saved = sum(
         (num_pages - count) * group.page_bytes(size)
         for group, count in zip(others, counts, strict=True)

@@ -471,7 +471,7 @@ def _size_pools(
         if device.type == "cuda":
             check_pool_fits(num_pages * page_bytes + draft_bytes, device)
     plan: list[str] = []
-    limits = config.max_running_requests, config.max_step_tokens
+    limits = config.max_running_requests, config.max_step_tokens, context
     is_fixed = config.num_pages is not None
     num_pages, *of_windows = divide_pages(layout, num_pages, *limits, is_fixed=is_fixed)
     if needs is not None:
@@ -481,7 +481,7 @@ def _size_pools(
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
     plan += describe_windows(layout, (num_pages, *of_windows))
-    if len(layout.groups) == 1 and models.loaded.config.has_mixed_windows:
+    if len(layout.groups) == 1 and models.loaded.config.has_windows:
         why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"
         plan.append(f"pages are kept behind sliding windows: {why}")
     return _Pools(num_pages, tuple(of_windows), num_blocks, num_draft_pages, plan)
