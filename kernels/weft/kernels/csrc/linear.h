@@ -392,6 +392,14 @@ static void unpack_part(const Weight *w, long p, long from, long pairs, int asks
     unpack_pairs(0, pairs, at, asks ? at + next : NULL, words);
 }
 
+/* Numbers of a row that are unpacked at a time: parts are as equal as steps and groups allow. */
+static long numbers_at_once(const Weight *w) {
+  const long n = w->in_features, most = 2 * UNPACK_PAIRS, unit = 2 * AMX_DEPTH;
+  const long parts = (n + most - 1) / most, even = (n + parts * unit - 1) / (parts * unit) * unit;
+  if (w->group == 0) return even;
+  return even < w->group ? w->group : even - even % w->group;
+}
+
 /* tiles [rows first .. end - 1][32] = rows of x times panel p, which becomes words of the rows' type
  * part by part. */
 static void unpacked_product(const Weight *w, const char *x, long m, long first_block,
@@ -405,8 +413,9 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
   const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1;
   const long stride = w->in_features * (is_bf16 ? 2 : 4), first_row = block_begin(w, m, first_block);
   ALIGNED uint32_t words[2 * UNPACK_PAIRS * PANEL];
-  for (long from = 0; from < w->in_features; from += 2 * UNPACK_PAIRS) {
-    const long numbers = at_most(w->in_features - from, 2 * UNPACK_PAIRS);
+  const long at_once = numbers_at_once(w);
+  for (long from = 0; from < w->in_features; from += at_once) {
+    const long numbers = at_most(w->in_features - from, (int)at_once);
     unpack_part(w, p, from, (numbers + 1) / 2, asks, words, amx);
     for (long block = first_block; block < last_block; block++) {
       const long row = block_begin(w, m, block);
