@@ -7,8 +7,13 @@
  * 8 i + 2 j + p of K. So a shift and a table make words of bfloat16 of them, exactly. Numbers of
  * 8 bits lie as in quantised.h.
  *
- * Each group is multiplied by itself in the rows' type, by the kernels of tile.h and amx.h, and
- * added with its scales in float32. The rows' sums over the group come in with the offsets. */
+ * On AMX rows of bfloat16 are multiplied by weights in bfloat16: scale * number + offset, rounded to
+ * nearest, ties away from zero. Rows share a part of a panel that is unpacked once, a single row
+ * rounds in registers, and all sum in the order of amx.h.
+ *
+ * Elsewhere, and in float32, each group is multiplied by itself in the rows' type, by the kernels of
+ * tile.h, and added with its scales in float32. The rows' sums over the group come in with the
+ * offsets. */
 #ifndef WEFT_GROUPED_H
 #define WEFT_GROUPED_H
 
@@ -159,105 +164,90 @@ INLINE void add_group(const int adds, const int has_offsets, int rows, const flo
 }
 
 #if HAS_AMX
-/* tile[16][32] (+)= 16 rows times two neighbouring groups of 32: `add_group` of one after the other,
- * which reads and writes the tile once. The tiles' registers are set up for AMX_ROWS. */
-static void amx_two_groups(int adds, int has_offsets, const char *x, long stride,
-                           const uint32_t *words, const GroupScales *of, const float *sums,
-                           long sums_stride, float *tile) {
-  ALIGNED float part[2][AMX_DEPTH * PANEL];
-  const uint32_t *next = words + AMX_DEPTH * PANEL;
-  complete_writes();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_loadd(4, x, stride);
-  _tile_loadd(6, words, PANEL * 4);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_loadd(7, words + AMX_DEPTH, PANEL * 4);
-  _tile_dpbf16ps(1, 4, 7);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_loadd(5, x + 64, stride);
-  _tile_loadd(6, next, PANEL * 4);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_loadd(7, next + AMX_DEPTH, PANEL * 4);
-  _tile_dpbf16ps(3, 5, 7);
-  _tile_stored(0, part[0], PANEL * 4);
-  _tile_stored(1, part[0] + AMX_DEPTH, PANEL * 4);
-  _tile_stored(2, part[1], PANEL * 4);
-  _tile_stored(3, part[1] + AMX_DEPTH, PANEL * 4);
-  for (int r = 0; r < AMX_DEPTH; r++, sums += sums_stride) {
-    const vf first = has_offsets ? vf_splat(sums[0]) : (vf){0};
-    const vf second = has_offsets ? vf_splat(sums[1]) : (vf){0};
+/* What each 4 bits are in float32; an index is taken modulo 16. */
+INLINE __m512 float_table(int kind) {
+  vi fours;
+  for (int i = 0; i < VL; i++) fours[i] = i;
+  return (__m512)floats_of_fours(kind, fours);
+}
+
+/* Weights whose upper halves are bfloat16. */
+INLINE __m512i near_weights(__m512 numbers, vf scales, vf offsets) {
+  const __m512i weights = (__m512i)_mm512_fmadd_ps(numbers, (__m512)scales, (__m512)offsets);
+  return _mm512_add_epi32(weights, _mm512_set1_epi32(0x8000));
+}
+
+/* The same of two neighbours along K in 16 columns; `at`: their bytes, of which 4 bits begin at bit
+ * `shift` and 16 bits above. Scales of 8 bits are times `word_scale`. */
+INLINE void near_pairs(const int bits, __m512 table, const char *at, int shift, vf scales,
+                       vf offsets, __m512i *first, __m512i *second) {
+  __m512 one, other;
+  if (bits == 4) {
+    const __m512i fours = _mm512_loadu_si512(at);
+    one = _mm512_permutexvar_ps(_mm512_srli_epi32(fours, shift), table);
+    other = _mm512_permutexvar_ps(_mm512_srli_epi32(fours, shift + 16), table);
+  } else {
+    widen_pairs((const int8_t *)at, &one, &other);
+  }
+  *first = near_weights(one, scales, offsets);
+  *second = near_weights(other, scales, offsets);
+}
+
+/* Bytes of a pair of all columns, and pairs that are read at once. */
+INLINE long bytes_of_pair(const int bits) { return PANEL * bits / 4; }
+INLINE int pairs_at_once(const int bits) { return bits == 4 ? 4 : 1; }
+
+/* Words of bfloat16 of some pairs of a panel in one group. `next`: see `unpack_pairs`. */
+INLINE void round_pairs(const int bits, int kind, long pairs, const GroupScales *of,
+                        const char *panel, const char *next, uint32_t *words) {
+  const __m512 table = float_table(kind);
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  const int count = pairs_at_once(bits);
+  const long half = bytes_of_pair(bits) * count / 2;
+  for (long s = 0; s < pairs; s += count, panel += 2 * half) {
+    for (long i = 0; i < 2 * half && next != NULL; i += 64, next += 64)
+      __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 2
-    for (int v = 0; v < PANEL / VL; v++) {
-      const long at = r * PANEL + v * VL;
-      vf sum = vf_fma(*(const vf *)(part[0] + at), of[0].scales[v],
-                      adds ? *(const vf *)(tile + at) : (vf){0});
-      if (has_offsets) sum = vf_fma(first, of[0].offsets[v], sum);
-      sum = vf_fma(*(const vf *)(part[1] + at), of[1].scales[v], sum);
-      if (has_offsets) sum = vf_fma(second, of[1].offsets[v], sum);
-      *(vf *)(tile + at) = sum;
-    }
+    for (int v = 0; v < 2; v++)
+#pragma GCC unroll 4
+      for (int j = 0; j < count; j++) {
+        __m512i first, second;
+        near_pairs(bits, table, panel + v * half, 4 * j, of->scales[v], of->offsets[v], &first,
+                   &second);
+        first = _mm512_srli_epi32(first, 16);
+        _mm512_storeu_si512(words + (s + j) * PANEL + v * 16,
+                            _mm512_ternarylogic_epi32(second, upper, first, 0xea)); /* (a & b) | c */
+      }
   }
 }
 
-/* sum[2] += 32 numbers of a row, apart by `split_pairs`, times eights of a panel of 4 bits. */
-INLINE void amx_fours_step(__m512i table, const float *even, const float *odd, int eights,
-                           const uint32_t *panel, long ahead, __m512 *sum) {
+/* sum[2] += up to 32 numbers of a row times a panel in one group, equal to the bit to the tile of
+ * their words. `next`: see `unpack_pairs`. */
+INLINE void rounded_step(const int bits, __m512 table, const bf16 *a, long left,
+                         const GroupScales *of, const char *panel, const char *next, __m512 *sum) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+  const int words = left >= 2 * AMX_DEPTH ? AMX_DEPTH : (int)(left + 1) / 2;
+  split_pairs(a, left, even, odd);
   __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
-  for (int i = 0; i < eights; i++, panel += PANEL) {
-    if (ahead > 0) {
-      __builtin_prefetch(panel + ahead, 0, 2);
-      __builtin_prefetch(panel + ahead + PANEL / 2, 0, 2);
-    }
-    const __m512i fours[2] = {_mm512_loadu_si512(panel), _mm512_loadu_si512(panel + 16)};
+  const int count = pairs_at_once(bits);
+  const long half = bytes_of_pair(bits) * count / 2;
+  for (int s = 0; s < words; s += count, panel += 2 * half) {
+    for (long i = 0; i < 2 * half && next != NULL; i += 64, next += 64)
+      __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < count; j++)
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
-        const __m512i pairs = _mm512_permutexvar_epi16(_mm512_srli_epi16(fours[v], 4 * j), table);
-        const __m512 first = (__m512)_mm512_slli_epi32(pairs, 16);
-        const __m512 second = (__m512)_mm512_and_si512(pairs, upper);
-        lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[4 * i + j]), lower[v]);
-        higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[4 * i + j]), higher[v]);
+        __m512i first, second;
+        near_pairs(bits, table, panel + v * half, 4 * j, of->scales[v], of->offsets[v], &first,
+                   &second);
+        first = _mm512_and_si512(first, upper), second = _mm512_and_si512(second, upper);
+        lower[v] = _mm512_fmadd_ps((__m512)first, _mm512_set1_ps(even[s + j]), lower[v]);
+        higher[v] = _mm512_fmadd_ps((__m512)second, _mm512_set1_ps(odd[s + j]), higher[v]);
       }
   }
   for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(lower[v], higher[v]));
-}
-
-/* A row of `n` numbers times a panel of 4 bits, group by group, its scales beginning at `at`: equal
- * to the bit to the tiles of its words. `sums`: null without offsets. The panel `ahead` words behind
- * is asked for meanwhile, if that is not 0. */
-INLINE void amx_fours_row(const int has_offsets, const int is_half, int kind, const bf16 *a, long n,
-                          long group, const uint32_t *panel, long ahead, const void *scales,
-                          long at, const float *sums, float *tile) {
-  const __m512i table = bf16_of_fours(kind);
-  __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (long from = 0; from < n; from += group) {
-    const long end = from + group < n ? from + group : n;
-    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (long k = from; k < end; k += 2 * AMX_DEPTH, panel += AMX_DEPTH / 4 * PANEL) {
-      ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
-      split_pairs(a + k, end - k, even, odd);
-      if (end - k >= 2 * AMX_DEPTH)
-        amx_fours_step(table, even, odd, AMX_DEPTH / 4, panel, ahead, sum);
-      else
-        amx_fours_step(table, even, odd, (int)eights_of(end - k), panel, ahead, sum);
-    }
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) {
-      const __m512 scale = (__m512)load_scales(scales, is_half, at + v * 16);
-      total[v] = _mm512_fmadd_ps(sum[v], scale, total[v]);
-      if (has_offsets) {
-        const __m512 offset = (__m512)load_scales(scales, is_half, at + PANEL + v * 16);
-        total[v] = _mm512_fmadd_ps(_mm512_set1_ps(*sums), offset, total[v]);
-      }
-    }
-    at += has_offsets ? 2 * PANEL : PANEL;
-    if (has_offsets) sums++;
-  }
-  for (int v = 0; v < 2; v++) _mm512_storeu_ps(tile + v * 16, total[v]);
 }
 #endif
 

@@ -320,34 +320,108 @@ static void product_added(int is_bf16, int rows, long steps, int odd, const char
     tile_product(0, 1, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
 }
 
-/* tiles [rows first .. end - 1][32] = rows of x times an int8 panel, unpacked part by part. */
+/* Whether weights lie in groups and become bfloat16. */
+static int rounds(const Weight *w) { return w->group > 0 && uses_amx(w->is_bf16); }
+
+#if HAS_AMX
+static GroupScales scales_behind(const Weight *w, long p, long from) {
+  const long groups = groups_along(w->in_features, w->group);
+  return scales_of_group(w->group_scales, w->is_half, w->has_offsets,
+                         w->bits == 8 ? word_scale(1) : 1.0f,
+                         (p * groups + from / w->group) * (w->has_offsets ? 2 : 1) * PANEL);
+}
+
+/* tile [32] = a row times panel p, whose weights are rounded. */
+INLINE void rounded_row(const int bits, const Weight *w, const bf16 *x, long p, int asks,
+                        float *tile) {
+  const __m512 table = float_table(kind_of_fours(w));
+  const char *panel = (const char *)(w->panels + p * panel_words(w));
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (long from = 0; from < w->in_features; from += w->group) {
+    const GroupScales of = scales_behind(w, p, from);
+    const long end = from + w->group < w->in_features ? from + w->group : w->in_features;
+    for (long k = from; k < end; k += 2 * AMX_DEPTH, panel += AMX_DEPTH * bytes_of_pair(bits)) {
+      const char *next = asks ? panel + panel_words(w) * 4 : NULL;
+      rounded_step(bits, table, x + k, end - k, &of, panel, next, sum);
+    }
+  }
+  for (int v = 0; v < 2; v++) _mm512_storeu_ps(tile + v * 16, sum[v]);
+}
+
+/* tile [32] = a row of bfloat16 times panel p, equal to the bit to `unpacked_product`. */
+static void unpacked_row(const Weight *w, const bf16 *x, long p, int asks, float *tile, Amx *amx) {
+  const uint32_t *panel = w->panels + p * panel_words(w);
+  flush_subnormals(amx);
+  if (w->group == 0)
+    amx_int8_row(x, w->in_features, (const int8_t *)panel,
+                 asks ? (const int8_t *)(panel + panel_words(w)) : NULL, tile);
+  else if (w->bits == 4)
+    rounded_row(4, w, x, p, asks, tile);
+  else
+    rounded_row(8, w, x, p, asks, tile);
+}
+#endif
+
+/* Words of some pairs of panel p, from number `from` on. */
+static void unpack_part(const Weight *w, long p, long from, long pairs, int asks, uint32_t *words,
+                        Amx *amx) {
+  const char *panel = (const char *)(w->panels + p * panel_words(w));
+  const long next = panel_words(w) * 4;
+#if HAS_AMX
+  if (rounds(w)) {
+    flush_subnormals(amx);
+    for (long s = 0; s < pairs; s += w->group / 2) {
+      const GroupScales of = scales_behind(w, p, from + 2 * s);
+      const long some = at_most(pairs - s, w->group / 2);
+      const char *at = panel + (from / 2 + s) * bytes_of_pair(w->bits);
+      uint32_t *to = words + s * PANEL;
+      if (w->bits == 4)
+        round_pairs(4, kind_of_fours(w), some, &of, at, asks ? at + next : NULL, to);
+      else
+        round_pairs(8, 0, some, &of, at, asks ? at + next : NULL, to);
+    }
+    return;
+  }
+#else
+  (void)amx;
+#endif
+  const int8_t *at = (const int8_t *)panel + from * PANEL;
+  if (w->is_bf16)
+    unpack_pairs(1, pairs, at, asks ? at + next : NULL, words);
+  else
+    unpack_pairs(0, pairs, at, asks ? at + next : NULL, words);
+}
+
+/* Numbers of a row that are unpacked at a time: parts are as equal as steps and groups allow. */
+static long numbers_at_once(const Weight *w) {
+  const long n = w->in_features, most = 2 * UNPACK_PAIRS, unit = 2 * AMX_DEPTH;
+  const long parts = (n + most - 1) / most, even = (n + parts * unit - 1) / (parts * unit) * unit;
+  if (w->group == 0) return even;
+  return even < w->group ? w->group : even - even % w->group;
+}
+
+/* tiles [rows first .. end - 1][32] = rows of x times panel p, which becomes words of the rows' type
+ * part by part. */
 static void unpacked_product(const Weight *w, const char *x, long m, long first_block,
-                             long last_block, const int8_t *panel, const int8_t *next,
-                             float *tiles, Amx *amx) {
+                             long last_block, long p, int asks, float *tiles, Amx *amx) {
 #if HAS_AMX
   if (m == 1 && uses_amx(w->is_bf16)) {
-    flush_subnormals(amx);
-    amx_int8_row((const bf16 *)x, w->in_features, panel, next, tiles);
+    unpacked_row(w, (const bf16 *)x, p, asks, tiles, amx);
     return;
   }
 #endif
   const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1;
   const long stride = w->in_features * (is_bf16 ? 2 : 4), first_row = block_begin(w, m, first_block);
   ALIGNED uint32_t words[2 * UNPACK_PAIRS * PANEL];
-  for (long from = 0; from < pairs_of(w); from += UNPACK_PAIRS) {
-    const long pairs = at_most(pairs_of(w) - from, UNPACK_PAIRS);
-    const long numbers = at_most(w->in_features - 2 * from, 2 * UNPACK_PAIRS);
-    const int8_t *part = panel + 2 * from * PANEL;
-    const int8_t *asked = next == NULL ? NULL : next + 2 * from * PANEL;
-    if (is_bf16)
-      unpack_pairs(1, pairs, part, asked, words);
-    else
-      unpack_pairs(0, pairs, part, asked, words);
+  const long at_once = numbers_at_once(w);
+  for (long from = 0; from < w->in_features; from += at_once) {
+    const long numbers = at_most(w->in_features - from, (int)at_once);
+    unpack_part(w, p, from, (numbers + 1) / 2, asks, words, amx);
     for (long block = first_block; block < last_block; block++) {
       const long row = block_begin(w, m, block);
       const int rows = (int)(block_begin(w, m, block + 1) - row);
       Prefetch none = {{NULL, NULL}, NULL, 0};
-      const char *rows_at = x + row * stride + 2 * from * (is_bf16 ? 2 : 4);
+      const char *rows_at = x + row * stride + from * (is_bf16 ? 2 : 4);
       float *tile = tiles + (row - first_row) * PANEL;
       const long steps = numbers / per_word;
       const int odd = is_bf16 && numbers % 2;
@@ -367,100 +441,24 @@ typedef struct {
   const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
 
-#if HAS_AMX
-/* tile [32] = a single row of bfloat16 times panel p, whose weights of 4 bits lie in groups. */
-static void grouped_row(const Weight *w, Input input, long p, int asks, float *tile, Amx *amx) {
-  const bf16 *row = (const bf16 *)input.rows;
-  const long n = w->in_features, group = w->group, ahead = asks ? panel_words(w) : 0;
-  const long at = p * groups_along(n, group) * (w->has_offsets ? 2 : 1) * PANEL;
-  const uint32_t *panel = w->panels + p * panel_words(w);
-  const void *scales = w->group_scales;
-  const int kind = kind_of_fours(w);
-  flush_subnormals(amx);
-  if (w->has_offsets && w->is_half)
-    amx_fours_row(1, 1, FOURS, row, n, group, panel, ahead, scales, at, input.sums, tile);
-  else if (w->has_offsets)
-    amx_fours_row(1, 0, FOURS, row, n, group, panel, ahead, scales, at, input.sums, tile);
-  else if (w->is_half)
-    amx_fours_row(0, 1, kind, row, n, group, panel, ahead, scales, at, NULL, tile);
-  else
-    amx_fours_row(0, 0, kind, row, n, group, panel, ahead, scales, at, NULL, tile);
-}
-#endif
-
-#if HAS_AMX
-/* Whether groups g and g + 1 are multiplied by `two_groups_product`. A row's result is the same. */
-static int takes_two_groups(const Weight *w, Input input, long m, long first_block,
-                            long last_block, long g) {
-  const long rows = block_begin(w, m, last_block) - block_begin(w, m, first_block);
-  return uses_amx(w->is_bf16) && w->bits == 4 && w->group == 2 * AMX_DEPTH &&
-         rows % AMX_DEPTH == 0 && (g + 2) * w->group <= w->in_features &&
-         (input.sums != NULL || !w->has_offsets);
-}
-
-static void two_groups_product(const Weight *w, Input input, long m, long first_block,
-                               long last_block, long p, long g, int asks, uint32_t *words,
-                               float *tiles, Amx *amx) {
-  const long stride = w->in_features * 2, groups = groups_along(w->in_features, w->group);
-  const long step = (w->has_offsets ? 2 : 1) * PANEL, from = g * w->group;
-  const uint32_t *at = w->panels + p * panel_words(w) + from / 8 * PANEL;
-  GroupScales of[2];
-  for (int i = 0; i < 2; i++)
-    of[i] = scales_of_group(w->group_scales, w->is_half, w->has_offsets, 1.0f,
-                            (p * groups + g + i) * step);
-  unpack_fours(1, kind_of_fours(w), 2 * w->group / 8, at,
-               asks ? at + panel_words(w) : NULL, words);
-  set_up_amx(amx, AMX_ROWS);
-  const long first = block_begin(w, m, first_block), end = block_begin(w, m, last_block);
-  for (long row = first; row < end; row += AMX_DEPTH) {
-    const float *sums = w->has_offsets ? input.sums + row * groups + g : NULL;
-    const char *x = input.rows + row * stride + from * 2;
-    float *tile = tiles + (row - first) * PANEL;
-    if (w->has_offsets)
-      amx_two_groups(g > 0, 1, x, stride, words, of, sums, groups, tile);
-    else
-      amx_two_groups(g > 0, 0, x, stride, words, of, NULL, 0, tile);
-  }
-}
-#endif
-
-/* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups. */
+/* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups
+ * and are not rounded. */
 static void grouped_product(const Weight *w, Input input, long m, long first_block, long last_block,
                             long p, int asks, float *tiles, Amx *amx) {
   const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1, size = is_bf16 ? 2 : 4;
   const long n = w->in_features, stride = n * size, first_row = block_begin(w, m, first_block);
   const long groups = groups_along(n, w->group), step = (w->has_offsets ? 2 : 1) * PANEL;
   const uint32_t *panel = w->panels + p * panel_words(w);
-  const float factor = w->bits == 8 ? word_scale(is_bf16) : 1.0f;
   ALIGNED uint32_t words[LARGEST_GROUP * PANEL];
   ALIGNED float part[MOST_TILE_ROWS * PANEL];
   float own_sums[MOST_TILE_ROWS];
   const int kind = kind_of_fours(w);
   for (long g = 0; g < groups; g++) {
-#if HAS_AMX
-    if (takes_two_groups(w, input, m, first_block, last_block, g)) {
-      two_groups_product(w, input, m, first_block, last_block, p, g, asks, words, tiles, amx);
-      g++;
-      continue;
-    }
-#endif
     const long from = g * w->group, numbers = at_most(n - from, w->group);
     const uint32_t *at = panel + (w->bits == 4 ? from / 8 * PANEL : from / 2 * (PANEL / 2));
     const uint32_t *next = asks ? at + panel_words(w) : NULL;
-    const GroupScales of_group = scales_of_group(w->group_scales, w->is_half, w->has_offsets, factor,
+    const GroupScales of_group = scales_of_group(w->group_scales, w->is_half, w->has_offsets, 1.0f,
                                                  (p * groups + g) * step);
-#if HAS_AMX
-    if (m == 1 && w->bits == 8 && uses_amx(is_bf16) && (input.sums != NULL || !w->has_offsets)) {
-      const bf16 *row = (const bf16 *)input.rows + from;
-      flush_subnormals(amx);
-      amx_int8_row(row, numbers, (const int8_t *)at, (const int8_t *)next, part);
-      if (w->has_offsets)
-        add_group(g > 0, 1, 1, part, &of_group, input.sums + g, 1, tiles);
-      else
-        add_group(g > 0, 0, 1, part, &of_group, NULL, 0, tiles);
-      continue;
-    }
-#endif
     if (w->bits == 4)
       unpack_fours(is_bf16, kind, eights_of(numbers), at, next, words);
     else
@@ -499,7 +497,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   const char *x = input.rows;
   const long stride = w->in_features * (w->is_bf16 ? 2 : 4), size = panel_words(w);
   const int is_adding = adds(add), odd = w->is_bf16 && (w->in_features & 1);
-  const int unpacks = w->scales != NULL && input.integers == NULL;
+  const int unpacks = rounds(w) || (w->scales != NULL && input.integers == NULL);
   const long blocks = blocks_of(w, m), groups = groups_of(w, m);
   const long p = unit % panels_of(w), group = unit / panels_of(w);
   const uint32_t *panel = w->panels + p * size;
@@ -513,17 +511,10 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   asked.count = 0;
   if (is_adding) ask_for_additions(w, add, m, unit, &asked);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
-#if HAS_AMX
-  if (m == 1 && w->bits == 4 && w->group > 0 && uses_amx(w->is_bf16) &&
-      (input.sums != NULL || !w->has_offsets))
-    grouped_row(w, input, p, prefetch, tiles, amx);
-  else
-#endif
-  if (w->group > 0)
+  if (unpacks)
+    unpacked_product(w, x, m, first_block, last_block, p, prefetch, tiles, amx);
+  else if (w->group > 0)
     grouped_product(w, input, m, first_block, last_block, p, prefetch, tiles, amx);
-  else if (unpacks)
-    unpacked_product(w, x, m, first_block, last_block, (const int8_t *)panel,
-                     prefetch ? (const int8_t *)next : NULL, tiles, amx);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);
@@ -557,10 +548,13 @@ static int needs_integers(const Weight *w) {
   return w->scales != NULL && uses_integers(w->is_bf16);
 }
 
+/* Whether it needs the sums over its rows' groups. */
+static int needs_sums(const Weight *w) { return w->has_offsets && !rounds(w); }
+
 /* Bytes of memory for what such a product needs to know of its rows beside themselves. */
 static long prepared_bytes(const Weight *w, long rows) {
   if (needs_integers(w)) return integers_bytes(rows, w->in_features);
-  return w->has_offsets ? rows * groups_along(w->in_features, w->group) * 4 : 0;
+  return needs_sums(w) ? rows * groups_along(w->in_features, w->group) * 4 : 0;
 }
 
 /* This thread's share of preparing x [rows, k] in such memory; used after the next barrier. */
@@ -572,7 +566,7 @@ static Input prepare_share(const Weight *w, const void *x, void *memory, long ro
     *integers = integers_in(memory, rows, k);
     integers_share(x, integers, rows, k, me);
     input.integers = integers;
-  } else if (w->has_offsets) {
+  } else if (needs_sums(w)) {
     sums_share(x, w->is_bf16, rows, k, w->group, memory, me);
     input.sums = memory;
   }

@@ -19,7 +19,7 @@
 #include "team.h"
 
 #define BLOCK_PAIRS 32 /* pairs of numbers with one scale */
-#define UNPACK_PAIRS 128 /* of a panel at a time: 16 KiB of bfloat16 or 32 of float32 */
+#define UNPACK_PAIRS 144 /* of a panel at a time, at most: 18 KiB of bfloat16 or 36 of float32 */
 
 typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias));
