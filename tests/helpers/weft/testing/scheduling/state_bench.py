@@ -128,13 +128,10 @@ class _Step:
             assert len(tokens) == start + end - begin
             row_tokens += tokens[start:]
             expected += sums(tokens)[start:]
-            for row, token in zip(range(begin, end), tokens[start:], strict=True):
-                page, offset = divmod(int(arrays.places[row]), PAGE)
-                content[page][offset] = token
-            pages = self.table[number]
-            for position, token in enumerate(tokens):
-                page, offset = pages[position // PAGE], position % PAGE
-                assert content[page][offset] == token, "a step reads another's KV"
+            places = arrays.places[begin:end]
+            content[places // PAGE, places % PAGE] = tokens[start:]
+            read = content[self.table[number, : -(-len(tokens) // PAGE)]].ravel()
+            assert (read[: len(tokens)] == tokens).all(), "a step reads another's KV"
         inputs = torch.tensor(row_tokens, dtype=torch.float64)
         for layer in range(LAYERS):
             found = self.states.run(layer, [inputs + layer], _scan)
@@ -395,6 +392,7 @@ class StateBench:
 
     def _fork(self, first: Request, sample: int) -> None:
         prompt = first.tokens[: first.num_prompt_tokens]
+        self.num_added += 1
         request = bare_request(
             prompt,
             PAGE,
@@ -402,8 +400,8 @@ class StateBench:
             key=first.key,
             num_prompt_tokens=len(prompt),
             max_tokens=first.max_tokens,
-            arrival=first.arrival,
-            timeline=Timeline(submitted_at=self.now),
+            arrival=self.num_added,
+            timeline=Timeline(submitted_at=first.timeline.submitted_at),
         )
         request.speculates, request.sample, request.is_sibling = first.speculates, sample, True
         if first.state is State.RUNNING:
