@@ -34,6 +34,7 @@ from weft.engine.loop.llm import LLM
 from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gpu import slot_states
 from weft.kernels.mamba2 import mamba2
+from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots, step_heads
 
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
@@ -143,7 +144,7 @@ def bench_prompt(rates: Rates, *, beside: bool = False) -> list[dict[str, Any]]:
     """A prompt's rows through one layer's states; `beside`: by the kernels of fla-core."""
     found = []
     rows = PROMPT_ROWS
-    bounds = torch.tensor([0, rows], device="cuda")
+    bounds = Sequences.of(torch.tensor([0, rows], device="cuda"))
     q, k = (torch.randn(rows, 16, 128, device="cuda", dtype=BF16) for _ in "qk")
     v = torch.randn(rows, 32, 128, device="cuda", dtype=BF16)
     decay, beta = -torch.rand(rows, 32, device="cuda") / 8, torch.rand(rows, 32, device="cuda")

@@ -52,6 +52,7 @@ from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
 from weft.engine.transfer.page_pool import HostPool
+from weft.kernels.sequences import Sequences
 from weft.testing.scheduling.bare_request import bare_request
 
 PAGE = 4
@@ -83,16 +84,16 @@ def sums(tokens: Sequence[int]) -> list[int]:
 
 
 def _scan(
-    inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    tokens, bounds = inputs[0].tolist(), cu_lens.tolist()
+    tokens, bounds = inputs[0].tolist(), sequences.cu_lens.tolist()
     outputs, totals = [], states[0][:, 0].tolist()
     for number, total in enumerate(totals):
         for token in tokens[bounds[number] : bounds[number + 1]]:
             total = (total * 31 + token + 1) % _PRIME
             outputs.append(total)
         totals[number] = total
-    counts = states[1] + cu_lens.diff()
+    counts = states[1] + sequences.cu_lens.diff()
     return torch.tensor(outputs, dtype=torch.float64), [
         torch.tensor(totals, dtype=torch.float64)[:, None].repeat(1, _COPIES),
         counts,
