@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.sequences import CHUNK
 
@@ -37,8 +38,8 @@ def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Ten
     cu_lens, chunks = sequences.cu_lens, sequences.chunks
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
     most, firsts = chunks.shape[0], sequences.first_chunks
-    block_keys = triton.next_power_of_2(max(16, keys))
-    tile = min(64, triton.next_power_of_2(max(16, values)))
+    block_keys = next_power_of_2(max(16, keys))
+    tile = min(64, next_power_of_2(max(16, values)))
     by_key = decay.dim() == 3
     warps = 8 if by_key else 4
     if by_key:
@@ -68,13 +69,13 @@ def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Ten
         )  # fmt: skip
     begins = torch.empty((most, heads, keys, values), dtype=v.dtype, device=v.device)
     narrow = min(32, tile)
-    _states_kernel[(count * heads, triton.cdiv(values, narrow))](
+    _states_kernel[(count * heads, cdiv(values, narrow))](
         *(k, v, decay, steps, weights, lasting, updates, states, after, begins, cu_lens, firsts),
         *(*rows_of[1:], *heads_of[1:], heads, shared),
         **sizes, TILE=narrow, IS_UNIT=is_unit, num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
-    _outputs_kernel[(most, heads, triton.cdiv(values, tile))](
+    _outputs_kernel[(most, heads, cdiv(values, tile))](
         *(q, k, v, decay, skips, updates, begins, out, chunks, *rows_of, *heads_of),
         *(heads, shared, scale),
         **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=warps, num_stages=2,
