@@ -62,7 +62,10 @@ def ride(rng: random.Random, num_operations: int, folder: Path, *, is_late: bool
         elif chance < 0.2 and (open_ones := [r for r in added if r.state is not State.FINISHED]):
             bench.cancel(rng.choice(open_ones))
             bench.check_cached()
-        elif chance < 0.201:
+        elif chance < 0.22 and bench.scheduler.running:
+            bench.scheduler.preempt(rng.choice(bench.scheduler.running))
+            bench.check_cached()
+        elif chance < 0.221:
             bench.blocks.flush_cache()
             bench.memory.flush_cache()
         else:
@@ -97,12 +100,13 @@ def test_states_are_right_whatever_the_load(
         seen["accepted"] += bench.num_accepted
         seen["hits"] += bench.scheduler.num_prefix_hit_tokens
         seen["rerun"] += bench.num_rerun
+        seen["preempted"] += bench.scheduler.num_preemptions
         seen["late"] += isinstance(bench, LateStateBench) and bench.num_late
         for tier in [] if bench.tiers is None else bench.tiers.report():
             seen[tier.name] += tier.counters["loaded_pages"]
     print(seen)
     expected = {"accepted", "late"} if is_late else {"accepted", "hits", "rerun"}
-    expected |= {"hits", "rerun", "host", "disk"} if total > 10_000 else set()
+    expected |= {"hits", "rerun", "host", "disk", "preempted"} if total > 10_000 else set()
     assert all(seen[name] for name in expected), seen
 
 
