@@ -22,8 +22,9 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def ride(rng: random.Random, num_operations: int, folder: Path, *, is_late: bool) -> StateBench:
-    """Prompts that begin alike, turns of chats, forks, cancels, preemptions, accepted drafts; with
-    tiers or without. `is_late`: only the device knows where requests with drafts are.
+    """Prompts that begin alike, turns of chats, forks, cancels, preemptions, accepted drafts, texts
+    that another worker began; with tiers or without. `is_late`: only the device knows where
+    requests with drafts are.
     """
     max_running = rng.randint(1, 6)
     limits = SchedulerLimits(
@@ -39,7 +40,7 @@ def ride(rng: random.Random, num_operations: int, folder: Path, *, is_late: bool
     )
     bench = (LateStateBench if is_late else StateBench)(
         rng,
-        rng.randint(60, 160),
+        rng.randint(65, 160),
         1 + BLOCKS_OF_REQUEST * rng.randint(1, max_running) + rng.choice([0, 3, 20]),
         limits,
         checkpoint_tokens=rng.choice([PAGE, 4 * PAGE, 16 * PAGE]),
@@ -58,7 +59,9 @@ def ride(rng: random.Random, num_operations: int, folder: Path, *, is_late: bool
             if added and rng.random() < 0.4:
                 prompt = rng.choice(added[-8:]).tokens[:110]
             prompt = prompt + random_tokens(rng, rng.randint(1, 20))
-            added.append(bench.add(prompt, rng.randint(1, 40), rng.choice([0, 0, 0, 1, 3])))
+            begun = random_tokens(rng, rng.randint(1, 20)) if rng.random() < 0.2 else []
+            samples = rng.choice([0, 0, 0, 1, 3])
+            added.append(bench.add(prompt, rng.randint(1, 40), samples, begun))
         elif chance < 0.2 and (open_ones := [r for r in added if r.state is not State.FINISHED]):
             bench.cancel(rng.choice(open_ones))
             bench.check_cached()

@@ -274,7 +274,8 @@ class StateBench:
         self.num_computed = 0
         self.num_rerun = 0
         """Rows that were computed for their states alone."""
-        self._siblings: dict[Request, int] = {}
+        self._siblings: dict[Request, list[list[int]]] = {}
+        """Samples that are still to be forked: the tokens that each has generated elsewhere."""
 
     def _make_tiers(
         self, pages: RequestPages, policy: TierPolicy, slots: tuple[int, int], folder: Path
@@ -318,22 +319,32 @@ class StateBench:
     def _free_slot(self, slot: int) -> None:
         self.table.clear(slot)
 
-    def add(self, tokens: Sequence[int], max_tokens: int, num_siblings: int = 0) -> Request:
-        """Queues a prompt, of which samples are forked behind its first token."""
+    def add(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        num_siblings: int = 0,
+        generated: Sequence[int] = (),
+    ) -> Request:
+        """Queues a prompt, of which samples are forked behind its first token. Where another worker
+        has `generated` tokens, the siblings have a part of these.
+        """
         self.num_added += 1
         request = bare_request(
-            list(tokens),
+            [*tokens, *generated],
             PAGE,
             NAMESPACE,
             key=RequestKey(0, str(self.num_added), 1),
             num_prompt_tokens=len(tokens),
-            max_tokens=max_tokens,
+            max_tokens=max_tokens + len(generated),
             arrival=self.num_added,
             timeline=Timeline(submitted_at=self.now),
         )
         request.speculates = self.scheduler.running_plans.gate is not None
         if num_siblings:
-            self._siblings[request] = num_siblings
+            self._siblings[request] = [
+                list(generated[: self.rng.randint(0, len(generated))]) for _ in range(num_siblings)
+            ]
         if self.tiers is not None:
             self.tiers.look_up(request)
         self.scheduler.add(request)
@@ -426,20 +437,19 @@ class StateBench:
     def _settle(self, request: Request) -> None:
         """Forks and ends a request that drew."""
         is_last = request.num_generated >= request.max_tokens
-        for sample in range(self._siblings.pop(request, 0)):
-            self._fork(request, sample + 1)
+        for number, generated in enumerate(self._siblings.pop(request, ())):
+            self._fork(request, number + 1, generated)
         if is_last or self.rng.random() < self.stop_chance:
             self.scheduler.finish(request)
 
-    def _fork(self, first: Request, sample: int) -> None:
-        prompt = first.tokens[: first.num_prompt_tokens]
+    def _fork(self, first: Request, sample: int, generated: list[int]) -> None:
         self.num_added += 1
         request = bare_request(
-            prompt,
+            first.tokens[: first.num_prompt_tokens] + generated,
             PAGE,
             NAMESPACE,
             key=first.key,
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=first.num_prompt_tokens,
             max_tokens=first.max_tokens,
             arrival=self.num_added,
             timeline=Timeline(submitted_at=first.timeline.submitted_at),
