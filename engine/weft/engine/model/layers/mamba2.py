@@ -73,9 +73,8 @@ class Mamba2(RecurrentMixer):
         self._shared = config.groups * config.state_size
         size, shared = config.state_size, config.heads // config.groups
         # Of each place in a block's tail, its channel.
-        kinds = torch.arange(conv.shape[1], device=conv.device).split(
-            [self._inner, self._shared, self._shared]
-        )
+        channels = torch.arange(conv.shape[1], device=conv.device)
+        kinds = torch.split(channels, [self._inner, self._shared, self._shared])
         by_group = torch.cat([kind.view(config.groups, -1) for kind in kinds], dim=1).flatten()
         in_tails = by_group.argsort()
         self._orders = None if config.groups == 1 else (in_tails, by_group)
