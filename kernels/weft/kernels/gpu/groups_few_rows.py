@@ -22,7 +22,6 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.groups_unpack import power_of_two
-from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
 
@@ -60,7 +59,7 @@ def few_rows_shape(rows: int, k: int, half: int, *, is_gated: bool) -> FewRowsSh
     """The launch shape of a product of K columns in blocks of 2 * half (measured on an H100, K of
     2,880, 4,096 and 14,336).
     """
-    blocks = min(16, next_power_of_2(cdiv(k, 2 * half)))
+    blocks = min(16, triton.next_power_of_2(triton.cdiv(k, 2 * half)))
     if rows == 1:
         return FewRowsShape(8, blocks, 4, is_ahead=2 * blocks * 2 * half < k)
     return FewRowsShape(8, blocks, 2) if is_gated else FewRowsShape(16, blocks, 4)
@@ -115,7 +114,7 @@ def multiply_few(
         given["IS_SETTLED"] = experts.is_settled
         own = None if more.placement is None else weight.data.shape[0]
     shape = shape or few_rows_shape(given["ROWS"], k, first.half, is_gated=is_gated)
-    _few_kernel[(cdiv(columns, shape.columns), programs)](
+    _few_kernel[(triton.cdiv(columns, shape.columns), programs)](
         out,
         x,
         weight.data,

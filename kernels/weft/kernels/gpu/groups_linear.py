@@ -24,7 +24,6 @@ from weft.kernels.gpu.dependent_launch import (
 from weft.kernels.gpu.groups_few_rows import can_take, multiply_few
 from weft.kernels.gpu.groups_product import MAX_GATED_ROWS, multiply_groups, product_shape
 from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
-from weft.kernels.gpu.launch_sizes import cdiv
 from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
 from weft.kernels.lora import LoraAddition
 from weft.kernels.packed_groups import LONG_HALF, PackedGroups
@@ -98,7 +97,7 @@ def in_floats(matrix: PackedGroups, dtype: torch.dtype) -> torch.Tensor:
     """The matrix in 16-bit floats, [N, K], rounded once; one launch."""
     (rows, columns), device = matrix.shape, matrix.data.device
     out = torch.empty((rows, columns), dtype=dtype, device=device)
-    grid = (cdiv(columns, 2 * matrix.half), cdiv(rows, _ROWS_AT_ONCE))
+    grid = (triton.cdiv(columns, 2 * matrix.half), triton.cdiv(rows, _ROWS_AT_ONCE))
     _in_floats_kernel[grid](
         out,
         matrix.data,

@@ -24,7 +24,6 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
-from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
@@ -84,9 +83,9 @@ def product_shape(
             return GroupsShape(8, 16, 4, 4, 6)
         return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
     if rows <= 64 and splits and not is_gated:
-        return GroupsShape(max(16, next_power_of_2(rows)), 128, 0, 8, 4, 8)
+        return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
     if rows <= 64 or is_gated or is_short:
-        few = min(64, max(16, next_power_of_2(rows)))
+        few = min(64, max(16, triton.next_power_of_2(rows)))
         return GroupsShape(few, 64, 0, 4, 4 if is_gated or not can_split else 6)
     if splits:
         return GroupsShape(128, 128, 0, 8, 3, 2)
@@ -139,7 +138,7 @@ def multiply_groups(
     columns, k = (out.shape[1], first.columns)
     given: dict[str, Any]
     if experts is None:
-        many, more = cdiv(x.shape[0], shape.rows), PLAIN_EXPERTS
+        many, more = triton.cdiv(x.shape[0], shape.rows), PLAIN_EXPERTS
         given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
         given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
     else:
@@ -155,7 +154,7 @@ def multiply_groups(
     parts, target = (shape.splits, x.shape[0], first.rows), out
     if is_split:
         target = torch.empty(parts, dtype=torch.float32, device=x.device)
-    _groups_kernel[(cdiv(columns, shape.columns), many, shape.splits)](
+    _groups_kernel[(triton.cdiv(columns, shape.columns), many, shape.splits)](
         target,
         x,
         weight.data,
@@ -184,7 +183,7 @@ def multiply_groups(
         **(options or launch_options(x.device)),
     )
     if is_split:
-        _sum_kernel[(x.shape[0], cdiv(columns, _SUMMED))](
+        _sum_kernel[(x.shape[0], triton.cdiv(columns, _SUMMED))](
             out,
             target,
             bias,

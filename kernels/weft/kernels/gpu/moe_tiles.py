@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
+import triton
 
 _TABLE = Path(__file__).with_name("moe_tiles.json")
 
@@ -52,7 +52,7 @@ def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> T
 
 def default_tiles(pairs: int, experts: int) -> Tiles:
     """Default tiles for the average number of pairs per expert."""
-    rows = min(128, max(16, next_power_of_2(cdiv(pairs, experts))))
+    rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts))))
     tile = Tile(64, 128, 4, 4) if rows <= 32 else Tile(128, 64, 8 if rows == 128 else 4, 3)
     return Tiles(rows, tile, tile)
 
@@ -62,7 +62,7 @@ def packed_tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
     whose kernels take no fewer than 16 pairs.
     """
     # Twice the average: an expert of two blocks has its weights read twice.
-    rows = next_power_of_2(2 * cdiv(pairs, experts))
+    rows = triton.next_power_of_2(2 * triton.cdiv(pairs, experts))
     rows = min(64, max(8 if is_plain else 16, rows))
     return Tiles(rows, *default_tiles(pairs, experts)[1:])
 
