@@ -34,6 +34,7 @@ from weft.engine.loop.llm import LLM
 from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gpu import slot_states
 from weft.kernels.mamba2 import mamba2
+from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots, step_heads
 
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
@@ -143,7 +144,7 @@ def bench_prompt(rates: Rates, *, beside: bool = False) -> list[dict[str, Any]]:
     """A prompt's rows through one layer's states; `beside`: by the kernels of fla-core."""
     found = []
     rows = PROMPT_ROWS
-    bounds = torch.tensor([0, rows], device="cuda")
+    bounds = Sequences.of(torch.tensor([0, rows], device="cuda"))
     q, k = (torch.randn(rows, 16, 128, device="cuda", dtype=BF16) for _ in "qk")
     v = torch.randn(rows, 32, 128, device="cuda", dtype=BF16)
     decay, beta = -torch.rand(rows, 32, device="cuda") / 8, torch.rand(rows, 32, device="cuda")
@@ -378,16 +379,22 @@ class ForcedChains:
     """Has a head's chains be accepted at a mean length, whatever its weights: the LM head gives all
     tokens the same logits, so that one token is always drawn, and drafts are it or another.
 
+    Of one chain after another 0, 1, ... `depth` drafts are accepted, and then the same again. Where
+    a request begins in this order depends on its slot.
+
     Args:
         depth: Drafts of a chain.
-        slots: Number of slots.
+        device: Of the model.
     """
 
-    def __init__(self, depth: int, slots: int) -> None:
-        self.right = torch.zeros((), dtype=torch.int64, device="cuda")
+    def __init__(self, depth: int, device: str = "cuda") -> None:
+        self.right = torch.zeros((), dtype=torch.int64, device=device)
         """The token that is drawn."""
-        # Each number of accepted drafts is as likely as another.
-        self._accepted = torch.randint(0, depth + 1, (slots + 1, 61), device="cuda")
+        begins = list(itertools.accumulate(range(depth + 2)))
+        accepted = [
+            next(begin for begin in begins if begin > at) - at - 1 for at in range(begins[-1])
+        ]
+        self._accepted = torch.tensor(accepted, device=device)
         self._run = StaticChains.run
 
     def run(self, chains: StaticChains, shape: ChainShape) -> torch.Tensor:
@@ -395,10 +402,9 @@ class ForcedChains:
         found = self._run(chains, shape)
         slots, starts, *_ = chains._inputs.request_rows(shape.requests)
         known = chains._known
-        at = torch.where(starts < 0, known.starts[slots], starts) % 61
-        drafts = torch.arange(shape.depth, device="cuda")[:, None]
-        is_right = drafts < self._accepted[slots, at]
-        found.copy_(torch.where(is_right, self.right, self.right + 1))
+        at = (torch.where(starts < 0, known.starts[slots], starts) + slots) % len(self._accepted)
+        drafts = torch.arange(shape.depth, device=slots.device)[:, None]
+        found.copy_(torch.where(drafts < self._accepted[at], self.right, self.right + 1))
         known.tokens[1 : 1 + shape.depth].index_copy_(1, slots, found)
         return found
 
@@ -410,7 +416,7 @@ def bench_mtp(name: str, depths: list[int], profiled: list[int], budget_s: float
         if time.perf_counter() - began > budget_s:
             break
         release()
-        forced, run_of = ForcedChains(max(1, depth), 64), StaticChains.run
+        forced, run_of = ForcedChains(max(1, depth)), StaticChains.run
         settings: dict[str, Any] = {"mtp_head": True}
         if depth:
             settings = {"drafter": "mtp", "draft_gate": "fixed", "max_draft_tokens": depth}

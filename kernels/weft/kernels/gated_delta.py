@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
-from weft.kernels.segments import LONGEST, Segments, Wave, num_rows_of
+from weft.kernels.segments import LONGEST, Segments, Wave
+from weft.kernels.sequences import Sequences
 
 _LONGEST, _LONGEST_BY_ELEMENT = LONGEST, 16
 """Rows of a piece; with decays of each element the products of a piece are its length times larger.
@@ -31,7 +32,7 @@ def gated_delta(
     decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    cu_lens: torch.Tensor,
+    sequences: Sequences,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes the rows of ragged sequences through the state of each.
 
@@ -43,7 +44,7 @@ def gated_delta(
         beta: [T, Hv], between 0 and 1, or 2.
         states: [S, Hv, Dk, Dv] before the first rows; not changed. Their dtype, float32 or
             float64, is that of the computation.
-        cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
+        sequences: Of T rows.
 
     Returns:
         [T, Hv, Dv] of the dtype of `v`, and the states behind the last rows, [S, Hv, Dk, Dv].
@@ -51,15 +52,15 @@ def gated_delta(
     Raises:
         ValueError: Shapes do not fit.
     """
-    _check(q, k, v, decay, beta, states, cu_lens)
-    rows = HeadRows(*(q, k, v, decay, cu_lens), beta=beta, scale=q.shape[2] ** -0.5, is_unit=True)
+    _check(q, k, v, decay, beta, states, sequences)
+    rows = HeadRows(*(q, k, v, decay, sequences), beta=beta, scale=q.shape[2] ** -0.5, is_unit=True)
     if v.is_cuda:
         from weft.kernels.gpu import recurrence as gpu
 
         return gpu.fastest_recurrence(rows, states)
     native = native_recurrence_for(v, states, q, k)
     if native is None:
-        return gated_delta_reference(q, k, v, decay, beta, states, cu_lens)
+        return gated_delta_reference(q, k, v, decay, beta, states, sequences.cu_lens)
     return native_recurrence(native, rows, states)
 
 
@@ -168,11 +169,11 @@ def _check(
     decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    cu_lens: torch.Tensor,
+    given: Sequences,
 ) -> None:
     rows, heads, value = v.shape
     shared, dim = k.shape[1:]
-    num_rows, sequences = num_rows_of(v, cu_lens), len(cu_lens) - 1
+    num_rows, sequences = given.num_rows, given.num_sequences
     fits = (
         q.shape == k.shape == (rows, shared, dim)
         and heads % shared == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from weft.kernels.sequences import Sequences
 
 
 class HeadRows(NamedTuple):
@@ -18,8 +19,8 @@ class HeadRows(NamedTuple):
     """[T, H, Dv]; H / Hk consecutive heads share a head of q and k."""
     decay: torch.Tensor
     """[T, H] or [T, H, Dk]: logarithms of what is left of a state."""
-    cu_lens: torch.Tensor
-    """[S + 1] int64: where each sequence begins."""
+    sequences: Sequences
+    """Where the rows lie."""
     beta: torch.Tensor | None = None
     """[T, H]: with it, the delta rule; see `weft.kernels.gated_delta`."""
     steps: torch.Tensor | None = None
@@ -30,11 +31,6 @@ class HeadRows(NamedTuple):
     """Factor on queries."""
     is_unit: bool = False
     """Whether keys and queries are normalised to length 1."""
-
-    @property
-    def num_sequences(self) -> int:
-        """S."""
-        return len(self.cu_lens) - 1
 
     @property
     def shared(self) -> int:
@@ -53,7 +49,6 @@ class HeadRows(NamedTuple):
             k=k,
             v=v,
             decay=self.decay.to(torch.float32).contiguous(),
-            cu_lens=self.cu_lens.contiguous(),
             beta=beta,
             steps=steps,
             skips=skips,

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
-from weft.kernels.segments import Segments, Wave, num_rows_of
+from weft.kernels.segments import Segments, Wave
+from weft.kernels.sequences import Sequences
 
 
 def mamba2(
@@ -25,7 +26,7 @@ def mamba2(
     c: torch.Tensor,
     d: torch.Tensor,
     states: torch.Tensor,
-    cu_lens: torch.Tensor,
+    sequences: Sequences,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes the rows of ragged sequences through the state of each.
 
@@ -38,7 +39,7 @@ def mamba2(
         d: [H].
         states: [S, H, N, P] before the first rows; not changed. Their dtype, float32 or float64,
             is that of the computation.
-        cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
+        sequences: Of T rows.
 
     Returns:
         [T, H, P] of the dtype of `x`, and the states behind the last rows, [S, H, N, P].
@@ -48,29 +49,28 @@ def mamba2(
     """
     rows, heads, width = x.shape
     groups, size = b.shape[1:]
-    num_rows, sequences = num_rows_of(x, cu_lens), len(cu_lens) - 1
+    num_rows, count = sequences.num_rows, sequences.num_sequences
     fits = (
         dt.shape == (rows, heads)
         and b.shape == c.shape == (rows, groups, size)
         and heads % groups == 0
         and a.shape == d.shape == (heads,)
-        and states.shape == (sequences, heads, size, width)
+        and states.shape == (count, heads, size, width)
         and rows == num_rows
     )
     if not fits:
         shapes = [tuple(t.shape) for t in (x, dt, a, b, c, d, states)]
         raise ValueError(
-            f"x, dt, a, b, c, d, states {shapes} do not fit {num_rows} rows of {sequences} "
-            "sequences"
+            f"x, dt, a, b, c, d, states {shapes} do not fit {num_rows} rows of {count} sequences"
         )
-    of_heads = HeadRows(c, b, x, dt.float() * a.float(), cu_lens, steps=dt, skips=d)
+    of_heads = HeadRows(c, b, x, dt.float() * a.float(), sequences, steps=dt, skips=d)
     if x.is_cuda:
         from weft.kernels.gpu import recurrence as gpu
 
         return gpu.fastest_recurrence(of_heads, states)
     native = native_recurrence_for(x, states, b, c)
     if native is None:
-        return mamba2_reference(x, dt, a, b, c, d, states, cu_lens)
+        return mamba2_reference(x, dt, a, b, c, d, states, sequences.cu_lens)
     return native_recurrence(native, of_heads, states)
 
 

@@ -35,7 +35,8 @@ def native_recurrence(
     Returns:
         [T, H, Dv] of the dtype of `v`, and the states behind the last rows.
     """
-    q, k, v, decay, bounds, beta, steps, skips, scale, is_unit = rows.packed()
+    q, k, v, decay, sequences, beta, steps, skips, scale, is_unit = rows.packed()
+    bounds = sequences.cu_lens.contiguous()
     heads, values = v.shape[1:]
     after = states.clone(memory_format=torch.contiguous_format)
     out = torch.empty(v.shape, dtype=v.dtype)
@@ -46,7 +47,7 @@ def native_recurrence(
         *(each.stride(1) for each in (q, k, v)),
         *(None if each is None else each.data_ptr() for each in gates),
         *(each.data_ptr() for each in (after, out, bounds)),
-        *(rows.num_sequences, heads, rows.shared, k.shape[2], values),
+        *(sequences.num_sequences, heads, rows.shared, k.shape[2], values),
         1 if decay.dim() == 2 else k.shape[2],
         scale,
         v.dtype == torch.bfloat16,

@@ -82,11 +82,6 @@ class Segments(NamedTuple):
         return out, after
 
 
-def num_rows_of(rows: torch.Tensor, cu_lens: torch.Tensor) -> int:
-    """Rows of all sequences; on a GPU, which is not waited for, those that there are."""
-    return len(rows) if cu_lens.is_cuda else int(cu_lens[-1])
-
-
 @lru_cache(maxsize=8)
 def _segments(cu_lens: tuple[int, ...], longest: int, device: torch.device) -> Segments:
     """Made once for all layers of a step."""

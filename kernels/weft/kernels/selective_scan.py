@@ -11,6 +11,7 @@ import ctypes
 
 import torch
 from weft.kernels import cpu
+from weft.kernels.sequences import Sequences
 
 
 def selective_scan(
@@ -21,7 +22,7 @@ def selective_scan(
     c: torch.Tensor,
     d: torch.Tensor,
     states: torch.Tensor,
-    cu_lens: torch.Tensor,
+    sequences: Sequences,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes the rows of ragged sequences through the states of each, one row after another.
 
@@ -34,7 +35,7 @@ def selective_scan(
         d: [C].
         states: [S, N, C] before the first rows; not changed. Their dtype, float32 or float64, is
             that of the computation.
-        cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
+        sequences: Of T rows.
 
     Returns:
         [T, C] of the dtype of `x`, and the states behind the last rows, [S, N, C].
@@ -48,23 +49,25 @@ def selective_scan(
         and b.shape == c.shape == (rows, size)
         and a.shape == (size, channels)
         and d.shape == (channels,)
-        and states.shape == (len(cu_lens) - 1, size, channels)
-        and rows == int(cu_lens[-1])
+        and states.shape == (sequences.num_sequences, size, channels)
+        and rows == sequences.num_rows
     )
     if not fits:
         shapes = [tuple(t.shape) for t in (x, dt, a, b, c, d, states)]
-        raise ValueError(f"x, dt, a, b, c, d, states {shapes} do not fit {cu_lens.tolist()}")
+        raise ValueError(
+            f"x, dt, a, b, c, d, states {shapes} do not fit {sequences.cu_lens.tolist()}"
+        )
     native = cpu.native_cpu_for(x)
     is_native = native is not None and size <= native.max_keys and states.dtype == torch.float32
     if native is None or not is_native or not b.dtype == c.dtype == x.dtype:
-        return selective_scan_reference(x, dt, a, b, c, d, states, cu_lens)
+        return selective_scan_reference(x, dt, a, b, c, d, states, sequences.cu_lens)
     typed = [each.contiguous() for each in (x, b, c)]
     wide = [each.to(torch.float32).contiguous() for each in (dt, a, d)]
     after, out = states.clone(memory_format=torch.contiguous_format), torch.empty_like(typed[0])
-    bounds = cu_lens.contiguous()
+    bounds = sequences.cu_lens.contiguous()
     described = cpu.SelectionStruct(
         *(each.data_ptr() for each in (*typed, *wide, after, out, bounds)),
-        *(len(bounds) - 1, channels, size, x.dtype == torch.bfloat16),
+        *(sequences.num_sequences, channels, size, x.dtype == torch.bfloat16),
     )
     native.selective_scan(ctypes.byref(described))
     return out, after

@@ -7,7 +7,8 @@ import ctypes
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
-from weft.kernels.segments import Segments, num_rows_of
+from weft.kernels.segments import Segments
+from weft.kernels.sequences import Sequences
 
 
 def short_conv(
@@ -15,7 +16,7 @@ def short_conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tails: torch.Tensor,
-    cu_lens: torch.Tensor,
+    sequences: Sequences,
     *,
     has_silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +28,7 @@ def short_conv(
         bias: [C], or None.
         tails: [S, C, K - 1]: each sequence's values before its first row, the latest last; zeros
             at the beginning of a context. Not changed.
-        cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
+        sequences: Of T rows.
         has_silu: Whether SiLU is applied to the sums.
 
     Returns:
@@ -38,7 +39,7 @@ def short_conv(
         ValueError: Shapes do not fit.
     """
     taps, channels = weight.shape
-    rows, count = num_rows_of(x, cu_lens), len(cu_lens) - 1
+    rows, count = sequences.num_rows, sequences.num_sequences
     if x.shape != (rows, channels) or tails.shape != (count, channels, taps - 1):
         raise ValueError(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and tails {tuple(tails.shape)} do "
@@ -47,15 +48,16 @@ def short_conv(
     if x.is_cuda:
         from weft.kernels.gpu import recurrence as gpu
 
-        return gpu.short_conv(x, weight, bias, tails, cu_lens, has_silu=has_silu)
+        return gpu.short_conv(x, weight, bias, tails, sequences, has_silu=has_silu)
     native = cpu.native_cpu_for(x)
     is_native = native is not None and taps <= native.max_taps_of_conv and tails.dtype == x.dtype
     if native is None or not is_native:
-        return short_conv_reference(x, weight, bias, tails, cu_lens, has_silu=has_silu)
+        bounds = sequences.cu_lens
+        return short_conv_reference(x, weight, bias, tails, bounds, has_silu=has_silu)
     x = x if x.stride(1) == 1 else x.contiguous()
     factors = [None if w is None else w.to(torch.float32).contiguous() for w in (weight, bias)]
     left = tails.clone(memory_format=torch.contiguous_format)
-    out, bounds = torch.empty(x.shape, dtype=x.dtype), cu_lens.contiguous()
+    out, bounds = torch.empty(x.shape, dtype=x.dtype), sequences.cu_lens.contiguous()
     described = cpu.ConvolutionStruct(
         *(x.data_ptr(), x.stride(0)),
         *(None if each is None else each.data_ptr() for each in factors),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from weft.kernels.gated_delta import gated_delta, gated_delta_reference
 from weft.kernels.mamba2 import mamba2, mamba2_reference
+from weft.kernels.sequences import Sequences
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -27,7 +28,7 @@ def test_gated_delta(by_element: bool) -> None:
         q, k = (part.repeat_interleave(2, dim=1) for part in (q, k))
     decay = -torch.rand((ROWS, 8, 128) if by_element else (ROWS, 8), device="cuda") / 4
     beta, states = torch.rand(ROWS, 8, device="cuda"), torch.randn(3, 8, 128, 128, device="cuda")
-    made = gated_delta(q, k, v, decay, beta, states, CU_LENS.cuda())
+    made = gated_delta(q, k, v, decay, beta, states, Sequences.of(CU_LENS.cuda()))
     wide = (each.double() for each in (q, k, v, decay, beta, states))
     close(made, gated_delta_reference(*wide, CU_LENS.cuda()))
 
@@ -37,6 +38,6 @@ def test_mamba2() -> None:
     b, c = torch.randn(2, ROWS, 2, 128, device="cuda").bfloat16()
     dt, a = torch.rand(ROWS, 16, device="cuda"), -torch.rand(16, device="cuda")
     d, states = torch.randn(16, device="cuda"), torch.randn(3, 16, 128, 64, device="cuda")
-    made = mamba2(x, dt, a, b, c, d, states, CU_LENS.cuda())
+    made = mamba2(x, dt, a, b, c, d, states, Sequences.of(CU_LENS.cuda()))
     wide = (each.double() for each in (x, dt, a, b, c, d, states))
     close(made, mamba2_reference(*wide, CU_LENS.cuda()))

@@ -23,6 +23,7 @@ from weft.kernels.norm import rms_norm, rms_norm_reference
 from weft.kernels.quantised import quantise_channels
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
 from weft.kernels.selective_scan import selective_scan, selective_scan_reference
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv, short_conv_reference
 from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
@@ -234,12 +235,13 @@ def test_recurrences(dtype: torch.dtype, by_element: bool) -> None:
     v = torch.randn(rows, heads, values).to(dtype)
     size = (rows, heads, keys) if by_element else (rows, heads)
     states = torch.randn(2, heads, keys, values)
-    delta = (q, k, v, -torch.rand(size), torch.rand(rows, heads), states, cu_lens)
+    sequences = Sequences.of(cu_lens)
+    delta = (q, k, v, -torch.rand(size), torch.rand(rows, heads), states)
     gates = torch.rand(rows, heads), -torch.rand(heads)
-    mamba = (v, *gates, k, q, torch.randn(heads), states, cu_lens)
+    mamba = (v, *gates, k, q, torch.randn(heads), states)
     for made, expected in (
-        (gated_delta(*delta), gated_delta_reference(*delta)),
-        (mamba2(*mamba), mamba2_reference(*mamba)),
+        (gated_delta(*delta, sequences), gated_delta_reference(*delta, cu_lens)),
+        (mamba2(*mamba, sequences), mamba2_reference(*mamba, cu_lens)),
     ):
         torch.testing.assert_close(made[0], expected[0], rtol=1e-2, atol=10 * TOLERANCE[dtype])
         torch.testing.assert_close(made[1], expected[1], rtol=1e-3, atol=1e-4)
@@ -251,7 +253,7 @@ def test_selective_scans(dtype: torch.dtype) -> None:
     x, (b, c) = torch.randn(rows, channels).to(dtype), torch.randn(2, rows, size).to(dtype)
     a, states = -torch.rand(size, channels), torch.randn(2, size, channels)
     bounds, dt, d = torch.tensor([0, 1, rows]), torch.rand(rows, channels), torch.randn(channels)
-    made, after = selective_scan(x, dt, a, b, c, d, states, bounds)
+    made, after = selective_scan(x, dt, a, b, c, d, states, Sequences.of(bounds))
     expected, behind = selective_scan_reference(x, dt, a, b, c, d, states, bounds)
     torch.testing.assert_close(made, expected, rtol=1e-2, atol=10 * TOLERANCE[dtype])
     torch.testing.assert_close(after, behind, rtol=1e-4, atol=1e-5)
@@ -263,7 +265,7 @@ def test_convolutions(dtype: torch.dtype) -> None:
     x, tails = torch.randn(rows, channels).to(dtype), torch.randn(2, channels, taps - 1).to(dtype)
     given = (x, torch.randn(taps, channels), torch.randn(channels), tails)
     bounds = torch.tensor([0, 1, rows])
-    made, left = short_conv(*given, bounds, has_silu=True)
+    made, left = short_conv(*given, Sequences.of(bounds), has_silu=True)
     expected, behind = short_conv_reference(*given, bounds, has_silu=True)
     torch.testing.assert_close(made, expected, rtol=1e-2, atol=TOLERANCE[dtype])
     assert torch.equal(left, behind)

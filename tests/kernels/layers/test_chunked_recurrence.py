@@ -10,11 +10,13 @@ from weft.kernels.gpu import recurrent_rows as rows_gpu
 from weft.kernels.gpu.chunked_recurrence import chunked_recurrence
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.mamba2 import mamba2_reference
+from weft.kernels.sequences import Sequences
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
 CU_LENS = torch.tensor([0, 70, 73, 150])
+SEQUENCES = Sequences.of(CU_LENS)
 ROWS, HEADS, KEYS, VALUES = 150, 2, 24, 40
 
 
@@ -35,7 +37,7 @@ def test_gated_delta(spread: float, by_element: bool) -> None:
     if by_element:
         decay = decay[..., None] * 400 * torch.rand(ROWS, HEADS, KEYS) ** 8
     states = torch.randn(3, HEADS, KEYS, VALUES)
-    rows = HeadRows(q, k, v, decay, CU_LENS, beta=beta, scale=KEYS**-0.5, is_unit=True)
+    rows = HeadRows(q, k, v, decay, SEQUENCES, beta=beta, scale=KEYS**-0.5, is_unit=True)
     made = chunked_recurrence(rows, states)
     wide = (each.double() for each in (q, k, v, decay, beta, states))
     close(made, gated_delta_reference(*wide, CU_LENS))
@@ -46,7 +48,7 @@ def test_mamba2() -> None:
     x, (b, c) = torch.randn(ROWS, HEADS, VALUES).half(), torch.randn(2, ROWS, 1, KEYS).half()
     dt, a, d = torch.rand(ROWS, HEADS), -torch.rand(HEADS), torch.randn(HEADS)
     states = torch.randn(3, HEADS, KEYS, VALUES)
-    made = chunked_recurrence(HeadRows(c, b, x, dt * a, CU_LENS, steps=dt, skips=d), states)
+    made = chunked_recurrence(HeadRows(c, b, x, dt * a, SEQUENCES, steps=dt, skips=d), states)
     wide = (each.double() for each in (x, dt, a, b, c, d, states))
     close(made, mamba2_reference(*wide, CU_LENS))
 

@@ -15,6 +15,7 @@ from weft.kernels.gated_delta import gated_delta, unit_length
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.selective_scan import selective_scan
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.testing.kernels.kernel_checks import DTYPES
 
@@ -31,7 +32,7 @@ class Case(NamedTuple):
     cu_lens: torch.Tensor
 
     def run(self, operation: Operation) -> tuple[torch.Tensor, torch.Tensor]:
-        return operation(*self.rows, *self.shared, self.states, self.cu_lens)
+        return operation(*self.rows, *self.shared, self.states, Sequences.of(self.cu_lens))
 
     def to(self, dtype: torch.dtype) -> Case:
         """With rows of a dtype; what there is one of for each row, and states, in float32."""
@@ -69,9 +70,9 @@ class Case(NamedTuple):
             rows = torch.cat(
                 [torch.arange(starts[n] + begins[n], starts[n] + ends[n]) for n in live]
             )
-            sizes = torch.tensor([0, *[ends[n] - begins[n] for n in live]])
+            sizes = torch.tensor([0, *[ends[n] - begins[n] for n in live]]).cumsum(0)
             parts = [each[rows] for each in self.rows]
-            out, states[live] = operation(*parts, *self.shared, states[live], sizes.cumsum(0))
+            out, states[live] = operation(*parts, *self.shared, states[live], Sequences.of(sizes))
             if not made.numel():
                 made = out.new_empty(starts[-1], *out.shape[1:])
             made[rows] = out
@@ -135,9 +136,10 @@ def mamba(
     c: torch.Tensor,
     a: torch.Tensor,
     d: torch.Tensor,
-    *states: torch.Tensor,
+    states: torch.Tensor,
+    sequences: Sequences,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return mamba2(x, dt, a, b, c, d, *states)
+    return mamba2(x, dt, a, b, c, d, states, sequences)
 
 
 def mamba_row(
@@ -173,9 +175,10 @@ def select(
     c: torch.Tensor,
     a: torch.Tensor,
     d: torch.Tensor,
-    *states: torch.Tensor,
+    states: torch.Tensor,
+    sequences: Sequences,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return selective_scan(x[..., 0], dt, a, b[..., 0], c[..., 0], d, *states)
+    return selective_scan(x[..., 0], dt, a, b[..., 0], c[..., 0], d, states, sequences)
 
 
 def select_row(
@@ -201,9 +204,14 @@ def conv_case(taps: int) -> Case:
     return Case((rows,), (weight, torch.randn(channels, dtype=WIDE)), tails, cu_lens)
 
 
-def conv(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x, weight, bias, tails, cu_lens = arguments
-    out, left = short_conv(x[..., 0], weight, bias, tails.to(x.dtype), cu_lens, has_silu=True)
+def conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    tails: torch.Tensor,
+    sequences: Sequences,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, left = short_conv(x[..., 0], weight, bias, tails.to(x.dtype), sequences, has_silu=True)
     return out, left.to(tails.dtype)
 
 
@@ -268,7 +276,7 @@ def test_gated_delta_of_one_sequence_is_transformers() -> None:
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    made, states = gated_delta(*rows, state, torch.tensor([0, count]))
+    made, states = gated_delta(*rows, state, Sequences.of(torch.tensor([0, count])))
     torch.testing.assert_close(made, expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(states, after, rtol=1e-4, atol=1e-4)
 
@@ -289,7 +297,8 @@ def test_mamba2_of_one_sequence_is_transformers() -> None:
         initial_states=case.states[:1].float().transpose(2, 3),
         return_final_states=True,
     )
-    made, states = mamba2(x, dt, a, b, c, d, case.states[:1].float(), torch.tensor([0, len(x)]))
+    whole = Sequences.of(torch.tensor([0, len(x)]))
+    made, states = mamba2(x, dt, a, b, c, d, case.states[:1].float(), whole)
     torch.testing.assert_close(made, expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(states, after.transpose(2, 3), rtol=1e-4, atol=1e-4)
 
@@ -311,7 +320,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     case = delta_case()
     short = tuple(each[:-1] for each in case.rows)
     with pytest.raises(ValueError, match="do not fit"):
-        gated_delta(*short, case.states, case.cu_lens)
+        gated_delta(*short, case.states, Sequences.of(case.cu_lens))
     with pytest.raises(ValueError, match="do not fit"):
         conv_case(4).run(lambda *parts: conv(parts[0][:-1], *parts[1:]))
     broken = mamba_case()

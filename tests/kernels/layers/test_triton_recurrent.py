@@ -8,6 +8,7 @@ from weft.kernels.gated_delta import gated_delta_reference
 from weft.kernels.gpu import recurrence as gpu
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.mamba2 import mamba2_reference
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv_reference
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 
 ROWS, HEADS, KEYS, VALUES = 9, 4, 12, 40
 CU_LENS = torch.tensor([0, 1, 3, ROWS])
+SEQUENCES = Sequences.of(CU_LENS)
 
 
 def close(made: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
@@ -33,7 +35,7 @@ def test_gated_delta(dtype: torch.dtype, by_element: bool) -> None:
     decay = -torch.rand((ROWS, HEADS, KEYS) if by_element else (ROWS, HEADS))
     beta, states = torch.rand(ROWS, HEADS), torch.randn(3, HEADS, KEYS, VALUES)
     before = states.clone()
-    rows = HeadRows(q, k, v, decay, CU_LENS, beta=beta, scale=KEYS**-0.5, is_unit=True)
+    rows = HeadRows(q, k, v, decay, SEQUENCES, beta=beta, scale=KEYS**-0.5, is_unit=True)
     made = gpu.recurrence(rows, states)
     close(made, gated_delta_reference(q, k, v, decay, beta, states, CU_LENS))
     assert torch.equal(states, before)
@@ -46,7 +48,7 @@ def test_mamba2(dtype: torch.dtype) -> None:
     b, c = torch.randn(2, ROWS, HEADS // 2, KEYS).to(dtype)
     dt, a, d = torch.rand(ROWS, HEADS), -torch.rand(HEADS), torch.randn(HEADS)
     states = torch.randn(3, HEADS, KEYS, VALUES)
-    made = gpu.recurrence(HeadRows(c, b, x, dt * a, CU_LENS, steps=dt, skips=d), states)
+    made = gpu.recurrence(HeadRows(c, b, x, dt * a, SEQUENCES, steps=dt, skips=d), states)
     close(made, mamba2_reference(x, dt, a, b, c, d, states, CU_LENS))
 
 
@@ -57,7 +59,7 @@ def test_short_conv(dtype: torch.dtype, taps: int) -> None:
     channels = 300
     x, bias = torch.randn(ROWS, channels).to(dtype), torch.randn(channels)
     weight, tails = torch.randn(taps, channels), torch.randn(3, channels, taps - 1).to(dtype)
-    made = gpu.short_conv(x, weight, bias, tails, CU_LENS, has_silu=True)
+    made = gpu.short_conv(x, weight, bias, tails, SEQUENCES, has_silu=True)
     expected = short_conv_reference(x, weight, bias, tails, CU_LENS, has_silu=True)
     close((made[0], made[1].float()), (expected[0], expected[1].float()))
     assert torch.equal(made[1], expected[1])

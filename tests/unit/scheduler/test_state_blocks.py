@@ -10,6 +10,7 @@ import pytest
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.state import Request, State
+from weft.testing.scheduling.late_state_bench import LateStateBench
 from weft.testing.scheduling.scheduler_bench import Bench
 from weft.testing.scheduling.state_bench import PAGE, VOCAB, StateBench
 
@@ -20,9 +21,10 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def ride(rng: random.Random, num_operations: int, folder: Path) -> StateBench:
-    """Prompts that begin alike, turns of chats, forks, cancels, preemptions, accepted drafts; with
-    tiers or without.
+def ride(rng: random.Random, num_operations: int, folder: Path, *, is_late: bool) -> StateBench:
+    """Prompts that begin alike, turns of chats, forks, cancels, preemptions, accepted drafts, texts
+    that another worker began; with tiers or without. `is_late`: only the device knows where
+    requests with drafts are.
     """
     max_running = rng.randint(1, 6)
     limits = SchedulerLimits(
@@ -31,15 +33,19 @@ def ride(rng: random.Random, num_operations: int, folder: Path) -> StateBench:
         rng.choice([PAGE, 4 * PAGE, 10 * PAGE]),
         max_running,
     )
-    bench = StateBench(
+    form = (
+        {"drafts": True}
+        if is_late
+        else {"drafts": rng.random() < 0.7, "is_overlapped": rng.random() < 0.6}
+    )
+    bench = (LateStateBench if is_late else StateBench)(
         rng,
-        rng.randint(60, 160),
+        rng.randint(65, 160),
         1 + BLOCKS_OF_REQUEST * rng.randint(1, max_running) + rng.choice([0, 3, 20]),
         limits,
         checkpoint_tokens=rng.choice([PAGE, 4 * PAGE, 16 * PAGE]),
         has_cache=rng.random() < 0.9,
-        drafts=rng.random() < 0.7,
-        is_overlapped=rng.random() < 0.6,
+        **form,
         stop_chance=rng.choice([0.0, 0.05]),
         slots=(rng.choice([0, 12, 40, 200]), rng.choice([0, 0, 0, 100])),
         folder=folder,
@@ -53,11 +59,16 @@ def ride(rng: random.Random, num_operations: int, folder: Path) -> StateBench:
             if added and rng.random() < 0.4:
                 prompt = rng.choice(added[-8:]).tokens[:110]
             prompt = prompt + random_tokens(rng, rng.randint(1, 20))
-            added.append(bench.add(prompt, rng.randint(1, 40), rng.choice([0, 0, 0, 1, 3])))
+            begun = random_tokens(rng, rng.randint(1, 20)) if rng.random() < 0.2 else []
+            samples = rng.choice([0, 0, 0, 1, 3])
+            added.append(bench.add(prompt, rng.randint(1, 40), samples, begun))
         elif chance < 0.2 and (open_ones := [r for r in added if r.state is not State.FINISHED]):
             bench.cancel(rng.choice(open_ones))
             bench.check_cached()
-        elif chance < 0.201:
+        elif chance < 0.22 and bench.scheduler.running:
+            bench.scheduler.preempt(rng.choice(bench.scheduler.running))
+            bench.check_cached()
+        elif chance < 0.221:
             bench.blocks.flush_cache()
             bench.memory.flush_cache()
         else:
@@ -71,25 +82,34 @@ def ride(rng: random.Random, num_operations: int, folder: Path) -> StateBench:
 
 
 @pytest.mark.parametrize(
-    "num_operations",
-    [1_500, pytest.param(100_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])],
-    ids=str,
+    ("num_operations", "is_late"),
+    [
+        (1_500, False),
+        (500, True),
+        pytest.param(100_000, False, marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+        pytest.param(50_000, True, marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+    ],
 )
-def test_states_are_right_whatever_the_load(num_operations: int, tmp_path: Path) -> None:
+def test_states_are_right_whatever_the_load(
+    num_operations: int, is_late: bool, tmp_path: Path
+) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
     rng, total, seen = random.Random(seed), 0, Counter[str]()
     while total < num_operations:
         count = rng.randint(100, 500)
-        bench = ride(rng, count, tmp_path / str(total))
+        bench = ride(rng, count, tmp_path / str(total), is_late=is_late)
         total += count
         seen["accepted"] += bench.num_accepted
         seen["hits"] += bench.scheduler.num_prefix_hit_tokens
         seen["rerun"] += bench.num_rerun
+        seen["preempted"] += bench.scheduler.num_preemptions
+        seen["late"] += isinstance(bench, LateStateBench) and bench.num_late
         for tier in [] if bench.tiers is None else bench.tiers.report():
             seen[tier.name] += tier.counters["loaded_pages"]
     print(seen)
-    expected = {"accepted", "hits", "rerun", *(["host", "disk"] if total > 10_000 else [])}
+    expected = {"accepted", "late"} if is_late else {"accepted", "hits", "rerun"}
+    expected |= {"hits", "rerun", "host", "disk", "preempted"} if total > 10_000 else set()
     assert all(seen[name] for name in expected), seen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +15,15 @@ from weft.engine.base.state_rows import NO_TABLE, StateRows
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.memory.layout import StatePart, StatePlane
 from weft.engine.memory.page_memory import NULL_PAGE
-from weft.engine.model.state_step import StatePools, StateRound, StateStep
+from weft.engine.model.state_step import Rows, StatePools, StateRound, StateStep
 from weft.kernels.page_ops import page_index
+from weft.kernels.sequences import HostSequences, Sequences
 from weft.kernels.slot_states import plan_slots
 
 _NOTHING = np.zeros(0, np.int64)
+_NO_ROWS = slice(0, 0)
+_HostRows = Int64Array | slice
+"""`Rows` on the host."""
 
 
 class RankBlocks(NamedTuple):
@@ -97,7 +101,7 @@ class StateMemory:
             ]
         except RuntimeError as error:
             raise ConfigError(f"rings of recurrent layers do not fit: {error}") from error
-        return self.pools._replace(found=tuple(found))
+        return replace(self.pools, found=tuple(found))
 
     def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
         """Copies a block into pages of a pool, which have room for it.
@@ -141,9 +145,16 @@ class StateMemory:
         return _made(self.pools, numbers, [torch.from_numpy(each) for each in numbers.flat])
 
     def numbers(
-        self, slots: Int64Array, starts: Int64Array, counts: Int64Array, rows: StateRows | None
+        self,
+        slots: Int64Array,
+        starts: Int64Array,
+        counts: Int64Array,
+        rows: StateRows | None,
+        num_before: int = 0,
     ) -> _Numbers:
-        """Where each request begins and what it writes; arguments as `step` takes them."""
+        """Where each request begins and what it writes; arguments as `step` takes them, and the
+        number of the step's rows before those of these requests.
+        """
         ends, is_kept = starts + counts, rows is not None
         if rows is None:
             nowhere = np.zeros_like(slots)
@@ -161,11 +172,17 @@ class StateMemory:
         num_kept = np.maximum(ends - firsts, 0)
         assert (num_kept <= self._ring_rows).all(), "a ring is too short"
         new_rows = _behind(np.cumsum(counts) - counts + firsts - starts, num_kept)
+        order, rounds = _rounds(borders, starts, ends, rows)
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        back = np.concatenate([np.arange(num_before), num_before + back[len(of_old) :]])
         return _Numbers(
             ring_slots=slots[of_old],
             ring_rows=old_positions % self._ring_rows,
-            rounds=_rounds(borders, starts, ends, rows),
-            new_rows=new_rows,
+            order=_as_range(order),
+            rounds=rounds,
+            back=_as_range(back),
+            new_rows=_as_range(new_rows),
             new_slots=np.repeat(slots, num_kept),
             new_ring_rows=_behind(firsts, num_kept) % self._ring_rows,
             lasts=lasts,
@@ -246,7 +263,8 @@ class DeviceStates:
             writes = rows.writes[:, rows.writes[0] >= few] - np.array([[few], [0], [0]])
             own = StateRows(rows.borders[chunks], rows.blocks[chunks], writes)
         starts, counts = arrays.positions[bounds[:-1]], np.diff(bounds).astype(np.int64)
-        numbers = self._memory.numbers(arrays.slots[chunks], starts, counts, own)
+        num_few = int(bounds[0])
+        numbers = self._memory.numbers(arrays.slots[chunks], starts, counts, own, num_few)
         of_few = NO_TABLE if rows is None else rows.table[:few]
         lasts, table, *sent = self._copies.send((numbers.lasts, of_few, *numbers.flat))
         step = _made(self._pools, numbers, sent)
@@ -256,7 +274,7 @@ class DeviceStates:
         if not few:
             return step
         first = self._few(slots[:few], cu_q_lens[: few + 1], positions, table.view(-1, 3))
-        return replace(step, few=first.few, num_few=int(bounds[0]))
+        return replace(step, few=first.few, num_few=num_few)
 
     def _few(
         self,
@@ -271,8 +289,10 @@ class DeviceStates:
             pools=self._pools,
             ring_slots=nothing,
             ring_rows=nothing,
+            order=_NO_ROWS,
             rounds=(),
-            new_rows=nothing,
+            back=slice(None),
+            new_rows=_NO_ROWS,
             new_slots=nothing,
             new_ring_rows=nothing,
             few=few,
@@ -283,20 +303,22 @@ class DeviceStates:
 class _Round(NamedTuple):
     """A `StateRound` on the host."""
 
-    rows: Int64Array
-    cu_lens: Int64Array
-    begins: Int64Array
-    kept: Int64Array
+    sequences: HostSequences
+    begins: _HostRows
+    kept: _HostRows
     blocks: Int64Array
 
 
-class _Numbers(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numbers:
     """A `StateStep` on the host."""
 
     ring_slots: Int64Array
     ring_rows: Int64Array
+    order: _HostRows
     rounds: tuple[_Round, ...]
-    new_rows: Int64Array
+    back: _HostRows
+    new_rows: _HostRows
     new_slots: Int64Array
     new_ring_rows: Int64Array
     lasts: Int64Array
@@ -304,27 +326,38 @@ class _Numbers(NamedTuple):
 
     @property
     def flat(self) -> list[Int64Array]:
-        """All arrays that the step needs, one after another."""
-        of_rounds = [each for part in self.rounds for each in part]
-        rings = self.ring_slots, self.ring_rows
-        return [*rings, self.new_rows, self.new_slots, self.new_ring_rows, *of_rounds]
+        """All arrays that the step needs, in the order in which `_made` asks for them."""
+        rows = [self.order, self.back, self.new_rows]
+        arrays = [self.ring_slots, self.ring_rows, self.new_slots, self.new_ring_rows]
+        for part in self.rounds:
+            arrays += [*part.sequences, part.blocks]
+            rows += [part.begins, part.kept]
+        return arrays + [each for each in rows if not isinstance(each, slice)]
 
 
 def _made(pools: StatePools, numbers: _Numbers, sent: Sequence[torch.Tensor]) -> StateStep:
     """The step of these numbers, of which `_Numbers.flat` was sent to the device."""
-    ring_slots, ring_rows, new_rows, new_slots, new_ring_rows, *rest = sent
-    width = len(_Round._fields)
-    rounds = [
-        StateRound(*rest[number * width : (number + 1) * width])
-        for number in range(len(numbers.rounds))
+    left = iter(sent)
+    ring_slots, ring_rows, new_slots, new_ring_rows = (next(left) for _ in range(4))
+    of_rounds = [
+        (Sequences(next(left), next(left), next(left).view(-1, 2), next(left)), next(left))
+        for _ in numbers.rounds
     ]
-    if len(rounds) == 1 and not len(ring_slots):
-        rounds = [rounds[0]._replace(rows=None)]
+
+    def rows(on_host: _HostRows) -> Rows:
+        return on_host if isinstance(on_host, slice) else next(left)
+
+    order, back, new_rows = rows(numbers.order), rows(numbers.back), rows(numbers.new_rows)
     return StateStep(
         pools=pools,
         ring_slots=ring_slots,
         ring_rows=ring_rows,
-        rounds=tuple(rounds),
+        order=order,
+        rounds=tuple(
+            StateRound(sequences, rows(part.begins), rows(part.kept), blocks)
+            for (sequences, blocks), part in zip(of_rounds, numbers.rounds, strict=True)
+        ),
+        back=back,
         new_rows=new_rows,
         new_slots=new_slots,
         new_ring_rows=new_ring_rows,
@@ -333,9 +366,9 @@ def _made(pools: StatePools, numbers: _Numbers, sent: Sequence[torch.Tensor]) ->
 
 def _rounds(
     borders: Int64Array, starts: Int64Array, ends: Int64Array, rows: StateRows
-) -> tuple[_Round, ...]:
+) -> tuple[Int64Array, tuple[_Round, ...]]:
     """Cuts each request's positions where states are written. The first pieces are one round, the
-    second ones another, and so on.
+    second ones another, and so on. Returns also `StateStep.order`.
     """
     num_old, counts = starts - borders, ends - starts
     first_old = np.cumsum(num_old) - num_old
@@ -343,10 +376,10 @@ def _rounds(
     writes: list[list[tuple[int, int]]] = [[] for _ in borders]
     for request, position, block in rows.writes.T.tolist():
         writes[request].append((position, block))
-    rounds: list[_Round] = []
+    rounds, order = list[_Round](), [_NOTHING]
     begun = [(request, int(border), -1) for request, border in enumerate(borders)]
     while begun:
-        pieces, lengths, kept, blocks, following = [], [], list[int](), list[int](), []
+        lengths, kept, blocks, following = [], list[int](), list[int](), []
         for number, (request, begin, _) in enumerate(begun):
             end, cuts = int(ends[request]), writes[request]
             if cuts:
@@ -358,20 +391,28 @@ def _rounds(
             start = int(starts[request])
             old = np.arange(begin, min(end, start)) + (first_old[request] - borders[request])
             new = np.arange(max(begin, start), end) + (first_new[request] - start)
-            pieces += [old, new]
+            order += [old, new]
             lengths.append(end - begin)
-        begins = [before for _, _, before in begun] if rounds else rows.blocks
+        before = _as_range(np.array([number for _, _, number in begun], np.int64))
         rounds.append(
             _Round(
-                rows=np.concatenate(pieces),
-                cu_lens=np.cumsum([0, *lengths]),
-                begins=np.array(begins, np.int64),
-                kept=np.array(kept, np.int64),
+                sequences=HostSequences.of(np.array(lengths, np.int64)),
+                begins=before if rounds else rows.blocks,
+                kept=_as_range(np.array(kept, np.int64)),
                 blocks=np.array(blocks, np.int64),
             )
         )
         begun = following
-    return tuple(rounds)
+    return np.concatenate(order), tuple(rounds)
+
+
+def _as_range(numbers: Int64Array) -> _HostRows:
+    """The same as a range if they follow one another."""
+    if not len(numbers):
+        return _NO_ROWS
+    first, end = int(numbers[0]), int(numbers[-1]) + 1
+    follow = end - first == len(numbers) and bool((np.diff(numbers) == 1).all())
+    return slice(first, end) if follow else numbers
 
 
 def _behind(firsts: Int64Array, counts: Int64Array) -> Int64Array:

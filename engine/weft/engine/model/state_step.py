@@ -17,28 +17,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
+from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
 
 FewRows = Callable[[SlotRows, LayerMemory, tuple[torch.Tensor, ...]], torch.Tensor]
 """Takes the first rows of a step, [T, *shape] of each part of the ring, through a layer's states in
 place; see `weft.kernels.slot_states`. Returns what a `Scan` does.
 """
+Rows = torch.Tensor | slice
+"""Numbers of rows, int64; a range where they follow one another, which is read without a copy."""
 
 
 class Scan(Protocol):
     """The mathematics of a recurrent layer over ragged sequences; changes none of its arguments."""
 
     def __call__(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Continues S sequences, N positions in all.
 
         Args:
             inputs: For each part of `StatePlane.ring`, [N, *shape] in the part's dtype.
-            cu_lens: [S + 1] int64: where each sequence begins; each has at least one position.
+            sequences: Where each sequence's positions lie.
             states: For each part of `StatePlane.parts`, [S, *shape]: before the first position.
 
         Returns:
@@ -46,7 +50,8 @@ class Scan(Protocol):
         """
 
 
-class StatePools(NamedTuple):
+@dataclass(frozen=True)
+class StatePools:
     """The memory of a model's recurrent layers."""
 
     blocks: tuple[torch.Tensor, ...]
@@ -62,19 +67,34 @@ class StatePools(NamedTuple):
     found: tuple[torch.Tensor, ...] = ()
     """On a GPU, for each part of `StatePlane.found`, like rings."""
 
+    @cached_property
+    def of_layers(self) -> tuple[LayerMemory, ...]:
+        """The same by layer."""
+        return tuple(
+            LayerMemory(
+                tuple(pool[:, layer] for pool in self.blocks),
+                tuple(pool[:, :, layer] for pool in self.rings),
+                tuple(pool[:, :, layer] for pool in self.found),
+            )
+            for layer in range(self.blocks[0].shape[1])
+        )
+
+    @cached_property
+    def of_rows(self) -> StatePools:
+        """The memory of `StatePlane.rows`, as if it were a layer's."""
+        return StatePools(self.row_blocks, self.row_rings)
+
 
 class StateRound(NamedTuple):
     """Sequences that one call of a `Scan` continues, at most one of each request."""
 
-    rows: torch.Tensor | None
-    """[N] int64: rows of the gathered ring rows followed by the step's rows; None: all in order."""
-    cu_lens: torch.Tensor
-    """[S + 1] int64."""
-    begins: torch.Tensor
+    sequences: Sequences
+    """Of the next rows of `StateStep.order`."""
+    begins: Rows
     """[S] int64: blocks with which they begin; in rounds after the first, sequences of the round
     before.
     """
-    kept: torch.Tensor
+    kept: Rows
     """[W] int64: sequences whose last states are written to blocks."""
     blocks: torch.Tensor
     """[W] int64: these blocks, all different."""
@@ -89,17 +109,21 @@ class StateStep:
     """[M] int64: slot of each ring row that is read."""
     ring_rows: torch.Tensor
     """[M] int64: its row in the slot's ring."""
+    order: Rows
+    """[N]: the ring rows that are read, followed by the step's rows, in the order of `rounds`."""
     rounds: tuple[StateRound, ...]
-    """Together they have each row of the step once, but for those of `few`."""
-    new_rows: torch.Tensor
+    """Together they have each of these rows once."""
+    back: Rows
+    """[T]: where the outputs of the step's rows lie among those of `few` and then of `rounds`."""
+    new_rows: Rows
     """[K] int64: rows of the step whose inputs later steps need."""
     new_slots: torch.Tensor
     """[K] int64: their slots."""
     new_ring_rows: torch.Tensor
     """[K] int64: their rows in these slots' rings, all different for one slot."""
     few: SlotRows | None = None
-    """The first requests, where the device takes them through the states by itself; the fields
-    above are of the others, and count rows from these on.
+    """The first requests, where the device takes them through the states by itself; all fields
+    above but `back` are of the others, and count rows from these on.
     """
     num_few: int = 0
     """Rows of these requests, and padding."""
@@ -122,57 +146,53 @@ class StateStep:
         Returns:
             [T, ...]: outputs of the step's rows.
         """
-        if self.few is None:
-            return self._scan(layer, inputs, scan)
-        assert few_rows is not None, "a layer on a GPU has both forms"
-        memory = LayerMemory(
-            tuple(pool[:, layer] for pool in self.pools.blocks),
-            tuple(pool[:, :, layer] for pool in self.pools.rings),
-            tuple(pool[:, :, layer] for pool in self.pools.found),
-        )
-        first = few_rows(self.few, memory, tuple(part[: self.num_few] for part in inputs))
-        if not self.rounds:
-            return first
-        rest = self._scan(layer, [part[self.num_few :] for part in inputs], scan)
-        return torch.cat([first, rest])
+        memory, outputs = self.pools.of_layers[layer], list[torch.Tensor]()
+        if self.few is not None:
+            assert few_rows is not None, "a layer on a GPU has both forms"
+            first = tuple(part[: self.num_few] for part in inputs)
+            outputs.append(few_rows(self.few, memory, first))
+            inputs = [part[self.num_few :] for part in inputs]
+        if self.rounds:
+            outputs += self._scan(memory, inputs, scan)
+        return _at(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.back)
 
-    def _scan(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
-        """`run` of the rows behind those of `few`."""
-        blocks, rings = self.pools.blocks, self.pools.rings
-        num_old = self.ring_slots.shape[0]
-        gathered = [new.to(ring.dtype) for ring, new in zip(rings, inputs, strict=True)]
-        if num_old:
-            olds = [ring[self.ring_slots, self.ring_rows, layer] for ring in rings]
+    def _scan(
+        self, memory: LayerMemory, inputs: Sequence[torch.Tensor], scan: Scan
+    ) -> list[torch.Tensor]:
+        """Outputs of the rows behind those of `few`, by round."""
+        gathered = [new.to(ring.dtype) for ring, new in zip(memory.rings, inputs, strict=True)]
+        if self.ring_slots.shape[0]:
+            olds = [ring[self.ring_slots, self.ring_rows] for ring in memory.rings]
             gathered = [torch.cat(both) for both in zip(olds, gathered, strict=True)]
-        outputs: torch.Tensor | None = None
+        gathered = [_at(each, self.order) for each in gathered]
+        outputs, end = list[torch.Tensor](), 0
         states: Sequence[torch.Tensor] = ()
-        for number, part in enumerate(self.rounds):
-            begins = [pool[part.begins, layer] for pool in blocks]
-            if number:
-                begins = [state.index_select(0, part.begins) for state in states]
-            if part.rows is None:
-                outputs, states = scan(gathered, part.cu_lens, begins)
+        for part in self.rounds:
+            begin, end = end, end + part.sequences.num_rows
+            if outputs:
+                begins = [_at(state, part.begins) for state in states]
             else:
-                rows = [each.index_select(0, part.rows) for each in gathered]
-                made, states = scan(rows, part.cu_lens, begins)
-                if outputs is None:
-                    outputs = made.new_empty((gathered[0].shape[0], *made.shape[1:]))
-                outputs.index_copy_(0, part.rows, made)
-            if part.kept.shape[0]:
-                for pool, state in zip(blocks, states, strict=True):
-                    pool[part.blocks, layer] = state.index_select(0, part.kept).to(pool.dtype)
-        for ring, new in zip(rings, inputs, strict=True):
-            kept = new.index_select(0, self.new_rows).to(ring.dtype)
-            ring[self.new_slots, self.new_ring_rows, layer] = kept
-        assert outputs is not None, "a step has rows"
-        return outputs[num_old:]
+                begins = [pool[part.begins] for pool in memory.blocks]
+            rows = [each[begin:end] for each in gathered]
+            made, states = scan(rows, part.sequences, begins)
+            outputs.append(made)
+            if part.blocks.shape[0]:
+                for pool, state in zip(memory.blocks, states, strict=True):
+                    pool[part.blocks] = _at(state, part.kept).to(pool.dtype)
+        if self.new_slots.shape[0]:
+            for ring, new in zip(memory.rings, inputs, strict=True):
+                ring[self.new_slots, self.new_ring_rows] = _at(new, self.new_rows).to(ring.dtype)
+        return outputs
 
     def rows_before(self, rows: torch.Tensor) -> torch.Tensor:
         """Keeps the step's rows as `StatePlane.rows` says, and returns the row of each one's
         request before it, [T, H] -> [T, H]; zeros before position 0.
         """
-        of_rows = StatePools(self.pools.row_blocks, self.pools.row_rings)
-        return replace(self, pools=of_rows).run(0, (rows,), _last_rows, _rows_before)
+        return replace(self, pools=self.pools.of_rows).run(0, (rows,), _last_rows, _rows_before)
+
+
+def _at(each: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return each[rows] if isinstance(rows, slice) else each.index_select(0, rows)
 
 
 def _rows_before(
@@ -187,10 +207,10 @@ def _rows_before(
 
 
 def _last_rows(
-    inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """A `Scan` whose state is the last row and whose output the row before."""
-    (rows,), (before,) = inputs, states
+    (rows,), (before,), cu_lens = inputs, states, sequences.cu_lens
     shifted = rows.roll(1, dims=0)
     shifted[cu_lens[:-1]] = before.to(rows.dtype)
     return shifted, (rows[cu_lens[1:] - 1],)

@@ -325,6 +325,8 @@ class StateBlocks:
         held, newest = self._held[request], end // self._page_size
         if newest <= held.newest:
             return
+        # Without accepted drafts, a block may have become certain though no page was filled since.
+        self.committed(request)
         for border in [*self._kept_between(request, held.newest, newest), newest]:
             if border < newest:
                 if self._num_reserved >= self.memory.num_usable_pages:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.head_rows import HeadRows
+from weft.kernels.sequences import CHUNK
 
-CHUNK = 64
 _FEWEST = 32
 """Fewest rows a sequence, on average, for which chunks are faster than row by row."""
 _LARGEST_KEY = 256
@@ -26,23 +27,19 @@ def takes_chunks(rows: HeadRows) -> bool:
     """Whether rows are computed by chunks."""
     v, keys = rows.v, rows.k.shape[2]
     is_narrow = v.dtype in (torch.bfloat16, torch.float16) and keys <= _LARGEST_KEY
-    return is_narrow and v.shape[0] >= _FEWEST * rows.num_sequences
+    return is_narrow and v.shape[0] >= _FEWEST * rows.sequences.num_sequences
 
 
 def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.gpu.recurrence.recurrence` of rows for which `takes_chunks` holds."""
-    q, k, v, decay, cu_lens, beta, steps, skips, scale, is_unit = given.packed()
+    q, k, v, decay, sequences, beta, steps, skips, scale, is_unit = given.packed()
     rows, heads, values = v.shape
-    keys, count, shared = k.shape[2], given.num_sequences, given.shared
+    keys, shared, count = k.shape[2], given.shared, sequences.num_sequences
+    cu_lens, chunks = sequences.cu_lens, sequences.chunks
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
-    most = rows // CHUNK + count
-    chunks = torch.zeros((most, 2), dtype=torch.int64, device=v.device)
-    firsts = torch.empty(count, dtype=torch.int64, device=v.device)
-    _chunks_kernel[(count,)](
-        cu_lens, chunks, firsts, count, BLOCK=triton.next_power_of_2(count), CHUNK=CHUNK
-    )
-    block_keys = triton.next_power_of_2(max(16, keys))
-    tile = min(64, triton.next_power_of_2(max(16, values)))
+    most, firsts = chunks.shape[0], sequences.first_chunks
+    block_keys = next_power_of_2(max(16, keys))
+    tile = min(64, next_power_of_2(max(16, values)))
     by_key = decay.dim() == 3
     warps = 8 if by_key else 4
     if by_key:
@@ -72,41 +69,18 @@ def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Ten
         )  # fmt: skip
     begins = torch.empty((most, heads, keys, values), dtype=v.dtype, device=v.device)
     narrow = min(32, tile)
-    _states_kernel[(count * heads, triton.cdiv(values, narrow))](
+    _states_kernel[(count * heads, cdiv(values, narrow))](
         *(k, v, decay, steps, weights, lasting, updates, states, after, begins, cu_lens, firsts),
         *(*rows_of[1:], *heads_of[1:], heads, shared),
         **sizes, TILE=narrow, IS_UNIT=is_unit, num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
-    _outputs_kernel[(most, heads, triton.cdiv(values, tile))](
+    _outputs_kernel[(most, heads, cdiv(values, tile))](
         *(q, k, v, decay, skips, updates, begins, out, chunks, *rows_of, *heads_of),
         *(heads, shared, scale),
         **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=warps, num_stages=2,
     )  # fmt: skip
     return out, after
-
-
-@triton.jit(do_not_specialize=["count"])
-def _chunks_kernel(
-    cu_lens: tl.tensor,
-    chunks: tl.tensor,
-    firsts: tl.tensor,
-    count: int,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Begin and length of each chunk, and each sequence's first chunk."""
-    sequence, other = tl.program_id(0), tl.arange(0, BLOCK)
-    mask = other < count
-    lengths = tl.load(cu_lens + other + 1, mask=mask, other=0)
-    lengths -= tl.load(cu_lens + other, mask=mask, other=0)
-    first = tl.sum(tl.where(other < sequence, (lengths + CHUNK - 1) // CHUNK, 0), axis=0)
-    tl.store(firsts + sequence, first)
-    begin, end = tl.load(cu_lens + sequence), tl.load(cu_lens + sequence + 1)
-    for number in range(0, (end - begin + CHUNK - 1) // CHUNK):
-        own = begin + number * CHUNK
-        tl.store(chunks + (first + number) * 2, own)
-        tl.store(chunks + (first + number) * 2 + 1, tl.minimum(end - own, CHUNK))
 
 
 @triton.jit

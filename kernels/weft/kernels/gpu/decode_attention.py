@@ -29,6 +29,7 @@ from weft.kernels.gpu.kv_entries import (
     weights_in_units,
     widened,
 )
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
 from weft.kernels.scaled_kv import is_scaled
@@ -118,7 +119,7 @@ def decode_attention(
     tile, warps = launch_shape(q.dtype, dim, max_rows)
     block_rows = rows_of_program(q.dtype, group, max_rows)
     # Tensor cores take at least 16 rows.
-    block_group = max(1 if is_float32 else 16, triton.next_power_of_2(block_rows * group))
+    block_group = max(1 if is_float32 else 16, next_power_of_2(block_rows * group))
     blocks = requests * (max_rows // block_rows)
     share = 1
     if max_rows > _SMALL_ROWS:
@@ -129,7 +130,7 @@ def decode_attention(
             share = max(1, block_group // 32)
     # A window may begin anywhere in a tile.
     walked = max_kv_len if window is None else min(max_kv_len, window + max_rows + tile)
-    splits = num_splits(share * blocks * kv_heads, triton.cdiv(walked, tile), q.device)
+    splits = num_splits(share * blocks * kv_heads, cdiv(walked, tile), q.device)
     programs = share * blocks * kv_heads * splits
     if block_group == 16 and dim <= 128 and (splits == 1 or is_scaled(pool)):
         # Many programs hide each other's waits, and more warps would each widen the same keys for
@@ -208,7 +209,7 @@ def decode_attention(
             IS_UNIFORM=is_uniform,
             IS_BY_TOKEN=is_by_token,
             ROWS=max_rows,
-            BLOCK_SPLITS=triton.next_power_of_2(splits),
+            BLOCK_SPLITS=next_power_of_2(splits),
             DIM=dim,
             BLOCK_DIM=block_dim(dim),
             TILE=tile,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.decode_attention import request_of
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import next_power_of_2
 
 if TYPE_CHECKING:
     from weft.kernels.draft_head import DraftHeadWeight, DraftRows
@@ -48,7 +49,7 @@ def keep_last(g: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> None:
         rows.cu_q_lens,
         rows.request_slots,
         width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         num_warps=4,
         **launch_options(g.device),
     )
@@ -67,7 +68,7 @@ def _join(
     out = state.new_empty((num_rows, 2 * width))
     if num_rows == 0:
         return out
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _join_kernel[(num_rows,)](
         out,
         token_ids,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.draft_tree import Expanded
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from weft.kernels.draft_tree import DraftTrees, Nodes
@@ -29,7 +30,7 @@ def grow(
     """`weft.kernels.draft_tree.grow_reference` for CUDA tensors; of equally likely tokens the first
     one comes first."""
     (rows, vocab_size), width, device = logits.shape, trees.width, logits.device
-    requests, tiles = len(trees.starts), triton.cdiv(vocab_size, _TILE)
+    requests, tiles = len(trees.starts), cdiv(vocab_size, _TILE)
     of_tiles = torch.empty((2, rows, tiles), dtype=torch.float32, device=device)
     values = torch.empty((rows, tiles * width), dtype=torch.float32, device=device)
     ids = torch.empty((rows, tiles * width), dtype=torch.int32, device=device)
@@ -70,9 +71,9 @@ def grow(
         PARENTS=num_parents,
         WIDTH=width,
         IS_LAST=depth + 1 == trees.depth,
-        TILES=triton.next_power_of_2(tiles),
-        FOUND=triton.next_power_of_2(tiles * width),
-        CHILDREN=triton.next_power_of_2(num_parents * width),
+        TILES=next_power_of_2(tiles),
+        FOUND=next_power_of_2(tiles * width),
+        CHILDREN=next_power_of_2(num_parents * width),
         num_warps=1,
     )
     return Expanded(tokens, scores, paths, state_rows)
@@ -92,8 +93,8 @@ def keep_best(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]
         num_expanded,
         num_nodes,
         requests,
-        GROWN=triton.next_power_of_2(num_grown),
-        EXPANDED=triton.next_power_of_2(max(1, num_expanded)),
+        GROWN=next_power_of_2(num_grown),
+        EXPANDED=next_power_of_2(max(1, num_expanded)),
         num_warps=8,
     )
     return tokens, words

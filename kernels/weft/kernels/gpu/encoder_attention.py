@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.extend_attention import mix_tile, request_of_tile
+from weft.kernels.gpu.launch_sizes import next_power_of_2
 
 
 class _Shape(NamedTuple):
@@ -85,7 +86,7 @@ def encoder_attention(
         ROWS=shape.rows,
         TILE=shape.tile,
         DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_DIM=next_power_of_2(dim),
         REACH=-1 if reach is None else reach,
         IS_FUSED=q.dtype.itemsize == 2,
         num_warps=shape.warps,

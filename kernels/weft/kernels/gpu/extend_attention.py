@@ -31,6 +31,7 @@ from weft.kernels.gpu.kv_entries import (
     weights_in_units,
     widened,
 )
+from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.gpu.softmax import capped, with_sink
 
 
@@ -166,7 +167,7 @@ def extend_attention(
 
 def block_dim(dim: int) -> int:
     """Columns of a program that holds heads of `dim` elements: tensor cores take at least 16."""
-    power: int = triton.next_power_of_2(dim)
+    power: int = next_power_of_2(dim)
     return max(16, power)
 
 

@@ -25,6 +25,7 @@ from weft.kernels.gpu.extend_attention import (
     window_of_rows,
 )
 from weft.kernels.gpu.kv_entries import SCALE_BYTES
+from weft.kernels.gpu.launch_sizes import cdiv
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import with_sink
 
@@ -77,7 +78,7 @@ def fixed_attention(
     shape = launch_shape(q.dtype, dim, 0, is_copied=False)
     # A bound: each request leaves at most one tile that is not full.
     tiles = tokens // (shape.rows // group) + requests
-    segments = triton.cdiv(max_kv_len, SEGMENT)
+    segments = cdiv(max_kv_len, SEGMENT)
     is_split = segments > 1 and tokens * segments <= _MAX_PARTS
     is_split &= kv_heads * tiles <= _PROGRAMS_PER_SM * num_multiprocessors(q.device)
     partial, sums = out, out

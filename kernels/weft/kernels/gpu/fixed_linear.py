@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv
 from weft.kernels.gpu.sliced_linear import MAX_ROWS
 from weft.kernels.gpu.small_linear import FIXED, small_linear
 
@@ -61,7 +62,7 @@ def fixed_linear(
         return small_linear(x, weight, bias, residual, out_dtype, is_fixed=True)
     shape = launch_shape(rows, columns)
     is_copied = can_copy(x) and can_copy(weight)
-    tiles = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.columns))
+    tiles = (cdiv(rows, shape.rows), cdiv(columns, shape.columns))
     _fixed_linear_kernel[(tiles[0] * tiles[1],)](
         out,
         x,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import GROUP, WeightScales
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.sliced_linear import residual_of, store_product
 from weft.kernels.quantised import FP8_GROUP, Fp8Matrix, Int8Channels
@@ -44,7 +45,7 @@ class FewRows(NamedTuple):
 
 def spread_shape(k: int, *, is_gated: bool, is_blocks: bool) -> SpreadShape:
     """The launch shape of plain multiplication (measured on an H100, K of 4,096 and 14,336)."""
-    groups = triton.next_power_of_2(triton.cdiv(k, FP8_GROUP))
+    groups = next_power_of_2(cdiv(k, FP8_GROUP))
     if groups <= 8:
         return SpreadShape(4, groups, warps=2 if groups <= 4 else 4)
     is_long = k > 8192
@@ -88,7 +89,7 @@ def few_rows(
     if scales.rows:
         # Columns of a program have their scales in common.
         shape = shape._replace(columns=min(shape.columns, scales.rows))
-    _fp8_spread_kernel[(triton.cdiv(columns, shape.columns),)](
+    _fp8_spread_kernel[(cdiv(columns, shape.columns),)](
         out,
         x,
         matrix.data,

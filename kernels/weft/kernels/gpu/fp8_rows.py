@@ -10,6 +10,7 @@ import triton.language as tl
 from weft.kernels.fp8 import FP8, FP8_MAX
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import GROUP
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.quantised import FP8_GROUP
 
 ROWS_OF_GROUPS = 16
@@ -45,16 +46,16 @@ def quantise_rows(x: torch.Tensor, *, has_groups: bool, is_gated: bool = False) 
         is_gated: silu of the first half times the second half is rounded.
     """
     rows, k = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
-    groups = triton.cdiv(k, FP8_GROUP)
+    groups = cdiv(k, FP8_GROUP)
     # torch's product of groups takes whole tiles of rows; what stands in the last ones is ignored.
-    whole = triton.cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
+    whole = cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
     data = torch.empty((whole, k), dtype=FP8, device=x.device)
     shape = (groups, whole) if has_groups else (rows,)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(groups)
+    block = next_power_of_2(groups)
     # Groups are independent of each other: more programs share a row of many.
     at_once = min(block, 8) if has_groups else block
-    _fp8_rows_kernel[(rows, triton.cdiv(groups, at_once))](
+    _fp8_rows_kernel[(rows, cdiv(groups, at_once))](
         data, scales, x, whole, groups, K=k, IS_GATED=is_gated, HAS_GROUPS=has_groups,
         GROUPS=at_once, num_warps=max(1, min(16, at_once * FP8_GROUP // _ELEMENTS_PER_WARP)),
         **launch_options(x.device),

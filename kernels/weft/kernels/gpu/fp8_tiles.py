@@ -15,6 +15,7 @@ from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_rows import Fp8Rows
 from weft.kernels.gpu.fp8_weights import GROUP, WeightScales
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.sliced_linear import residual_of, store_product
 from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
 
@@ -45,12 +46,12 @@ class TileShape(NamedTuple):
 def tile_shape(rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> TileShape:
     """The launch shape of a product (measured on an H100, K of 4,096 and 14,336)."""
     if is_blocks:
-        few = max(16, triton.next_power_of_2(rows))
+        few = max(16, next_power_of_2(rows))
         if rows <= 64:
             return TileShape(few, 128, FP8_GROUP, 8, 5, is_turned=True)
         return TileShape(128, 128, FP8_GROUP, 8, 4, is_copied=True)
     if rows <= 32 or (rows <= 64 and k <= _LONG):
-        few = max(16, triton.next_power_of_2(rows))
+        few = max(16, next_power_of_2(rows))
         return TileShape(few, 64, 256, 4, 5 if few == 16 else 4, is_turned=True)
     if rows <= 64:
         return TileShape(64, 32, 256, 4, 5)
@@ -89,7 +90,7 @@ def multiply_fp8(
     if scales.rows:
         shape = shape._replace(columns=min(shape.columns, scales.rows), tile=FP8_GROUP)
     is_copied = shape.is_copied and can_copy(x.data) and can_copy(matrix.data)
-    tiles = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.columns))
+    tiles = (cdiv(rows, shape.rows), cdiv(columns, shape.columns))
     _fp8_tiles_kernel[(tiles[0] * tiles[1],)](
         out,
         x.data,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 
 _TILE = 4096
 _MOST_AT_ONCE = 8192
@@ -36,12 +37,12 @@ def greedy_rows(
             names,
             logits.stride(0),
             vocab_size,
-            BLOCK=triton.next_power_of_2(vocab_size),
+            BLOCK=next_power_of_2(vocab_size),
             num_warps=8,
             **launch_options(logits.device),
         )
         return tokens
-    tiles = triton.cdiv(vocab_size, _TILE)
+    tiles = cdiv(vocab_size, _TILE)
     largest = torch.empty((rows, tiles), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, tiles), dtype=torch.int32, device=logits.device)
     _largest_of_tile_kernel[(rows, tiles)](
@@ -60,7 +61,7 @@ def greedy_rows(
         ids,
         names,
         tiles,
-        TILES=triton.next_power_of_2(tiles),
+        TILES=next_power_of_2(tiles),
         num_warps=1,
         **launch_options(logits.device),
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_few_rows import MAX_ROWS, FewRows, few_rows
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
 from weft.kernels.lora import LoraAddition
 from weft.kernels.quantised import INT8_MAX, Int8Channels
@@ -64,7 +65,7 @@ def _product(
         return out
     data, scales = round_rows(x, max(rows, _LEAST_ROWS))
     sums = torch._int_mm(data, matrix.data.t())
-    _finish_kernel[(rows, triton.cdiv(w.out_features, _TILE))](
+    _finish_kernel[(rows, cdiv(w.out_features, _TILE))](
         out, sums, scales, matrix.scales, w.bias, residual, w.out_features, TILE=_TILE,
         num_warps=4, **launch_options(x.device),
     )  # fmt: skip
@@ -85,7 +86,7 @@ def round_rows(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
     data = torch.empty((count, k), dtype=torch.int8, device=x.device)
     scales = torch.empty(count, dtype=torch.float32, device=x.device)
     _round_kernel[(count,)](
-        data, scales, x, rows, K=k, TILE=min(4096, triton.next_power_of_2(k)), num_warps=4,
+        data, scales, x, rows, K=k, TILE=min(4096, next_power_of_2(k)), num_warps=4,
         **launch_options(x.device),
     )  # fmt: skip
     return data, scales

@@ -15,6 +15,7 @@ import triton.language as tl
 from weft.kernels.attention import GroupStep
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.flash_mla import flash_mla
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.latent_attention import NOTHING, LatentSpec
 
@@ -74,9 +75,9 @@ def _attend(
     if rows == 0:
         return out
     shape = launch_shape(q.dtype, rows, heads)
-    blocks = triton.cdiv(heads, shape.heads)
-    wanted = triton.cdiv(2 * num_multiprocessors(device), rows * blocks)
-    parts = max(1, min(_MAX_PARTS, wanted, triton.cdiv(step.max_kv_len, _MIN_PART)))
+    blocks = cdiv(heads, shape.heads)
+    wanted = cdiv(2 * num_multiprocessors(device), rows * blocks)
+    parts = max(1, min(_MAX_PARTS, wanted, cdiv(step.max_kv_len, _MIN_PART)))
     rest = dim - width
     partial, lse = None, sums
     if parts > 1:
@@ -88,25 +89,25 @@ def _attend(
         out, partial, lse, q, pool, step.page_table, step.cu_q_lens, step.kv_lens, step.ancestors,
         requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0), parts,
         FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
-        BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
-        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        BLOCK_WIDTH=max(16, next_power_of_2(width)),
+        BLOCK_REST=max(16, next_power_of_2(rest)),
         HEADS=shape.heads, POSITIONS=shape.positions, IS_SPLIT=parts > 1,
         IS_BEFORE=sums is not None,
-        REQUESTS=min(_REQUESTS_AT_ONCE, triton.next_power_of_2(requests)),
+        REQUESTS=min(_REQUESTS_AT_ONCE, next_power_of_2(requests)),
         IS_EXACT=q.dtype == torch.float32, num_warps=shape.warps, num_stages=shape.stages,
         **options,
     )  # fmt: skip
     if parts > 1:
         _merge_latents_kernel[(rows, heads)](
-            out, partial, lse, sums, heads, parts, BLOCK_PARTS=triton.next_power_of_2(parts),
-            WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4, **options,
+            out, partial, lse, sums, heads, parts, BLOCK_PARTS=next_power_of_2(parts),
+            WIDTH=width, BLOCK_WIDTH=next_power_of_2(width), num_warps=4, **options,
         )  # fmt: skip
     return out
 
 
 def launch_shape(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchShape:
     """The launch shape for so many rows of so many heads."""
-    most = max(16, triton.next_power_of_2(heads))
+    most = max(16, next_power_of_2(heads))
     if dtype == torch.float32:
         return LatentLaunchShape(16, 16, warps=4, stages=2)
     if rows >= _MANY_ROWS and most > 16:

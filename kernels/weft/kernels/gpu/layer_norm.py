@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import next_power_of_2
 
 
 def add_layer_norm(
@@ -20,7 +21,7 @@ def add_layer_norm(
         raise ValueError("x and residual must be contiguous")
     rows, width = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     if rows:
         _add_layer_norm_kernel[(rows,)](
             out,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.lora import LoraWeights
 
 MAX_FOLDED_ROWS = 128
@@ -33,7 +34,7 @@ class Folded(NamedTuple):
     def sums(self) -> tuple[int, int]:
         """Number of partial sums, and the next power of two."""
         count = self.ranks.shape[0]
-        return count, triton.next_power_of_2(count)
+        return count, next_power_of_2(count)
 
     def arguments(self) -> tuple[Any, ...]:
         """Arguments for the kernel that reads the product."""

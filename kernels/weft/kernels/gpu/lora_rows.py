@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_parts import (
     FREE,
     Parts,
@@ -119,7 +120,7 @@ def shrink_rows(
         0 if entries is None else entries.shape[2], *(norm or (None, 0.0)), K=depth,
         EXPERTS=slots.experts, TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k,
         SPLITS=splits, PROGRAMS=programs, IS_EARLY=is_early,
-        TILE=min(_TILE, triton.next_power_of_2(triton.cdiv(depth, splits))),
+        TILE=min(_TILE, next_power_of_2(cdiv(depth, splits))),
         num_warps=4, **options,
     )  # fmt: skip
     return ranks
@@ -149,7 +150,7 @@ def expand_rows(
             added.
         ranks_top_k: Rows that have the same ranks.
     """
-    blocks = sum(triton.cdiv(part.out_features, _COLUMNS) for part in parts)
+    blocks = sum(cdiv(part.out_features, _COLUMNS) for part in parts)
     _expand_kernel[(out.shape[0], blocks)](
         out, ranks, slots.token_slots, slots.ids, *three([p.b for p in parts]),
         *tables(parts, [p.rows_of_b for p in parts]), layer, parts[0].table.shape[1],

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS
 from weft.kernels.gpu.lora_parts import (
     FREE,
@@ -117,13 +118,13 @@ def shrink_tiles(
     (tokens, depth), products, segments = x.shape, addition.parts, addition.segments
     assert all(part.b_table is None for part in (*products, *following)), "A and B have one table"
     parts, tile = (*products, *following), UNIT if is_fixed else tile_of(tokens)
-    tiles = triton.cdiv(tokens, tile)
+    tiles = cdiv(tokens, tile)
     assert not is_ahead or can_be_ahead(tokens, depth)
     shape = AHEAD if is_ahead else SHAPES[tile]
-    splits = triton.cdiv(depth, shape.block)
+    splits = cdiv(depth, shape.block)
     leaves_sums = is_ahead or is_fixed
     if is_fixed:
-        splits = min(_MAX_SUMS, triton.cdiv(depth, _FIXED_PART))
+        splits = min(_MAX_SUMS, cdiv(depth, _FIXED_PART))
     elif not is_ahead:
         is_alone = tokens > MAX_FOLDED_ROWS and tile < max(SHAPES)
         splits = splits_of(tiles * len(products), depth, *(_ALONE if is_alone else _BESIDE))
@@ -137,13 +138,13 @@ def shrink_tiles(
     elif splits > 1:
         assert tiles * len(products) <= _MAX_COUNTERS
         arrived = _counters(x.device)
-    groups = min(shape.sharers, triton.cdiv(shrunk.rows.shape[2], shape.group))
+    groups = min(shape.sharers, cdiv(shrunk.rows.shape[2], shape.group))
     _shrink_kernel[(tiles, len(parts), 1 + splits * groups)](
         *shrunk, sums, arrived, x, segments.order, segments.ordered, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), addition.layer, parts[0].table.shape[1],
         *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
         0 if shrunk.entries is None else shrunk.entries.shape[2], PRODUCTS=len(products), K=depth,
-        TILE=min(shape.block, triton.next_power_of_2(depth)), TOKENS=tile, RANKS=UNIT,
+        TILE=min(shape.block, next_power_of_2(depth)), TOKENS=tile, RANKS=UNIT,
         GROUP=shape.group, GROUPS=groups, NOTED=NOTED, SPLITS=splits, IS_FOLDED=is_folded,
         ADDS_UP=splits > 1 and not leaves_sums, IS_AHEAD=is_ahead,
         IS_EARLY=is_ahead and addition.are_given,
@@ -163,9 +164,9 @@ def _new_shrunk(
 ) -> Shrunk:
     parts, device, tokens = (*products, *following), x.device, x.shape[0]
     listed = products if is_folded else following
-    width, tiles = sum(unit_ranks(part) for part in products), triton.cdiv(tokens, tile)
+    width, tiles = sum(unit_ranks(part) for part in products), cdiv(tokens, tile)
     most = min(tile, segments.slots.shape[0]) * max(unit_ranks(part) for part in parts)
-    most = max(1, triton.cdiv(most, NOTED)) * NOTED
+    most = max(1, cdiv(most, NOTED)) * NOTED
     size = (0 if is_folded else len(parts), tiles)
     return Shrunk(
         torch.empty((1, tokens, width), dtype=x.dtype, device=device),

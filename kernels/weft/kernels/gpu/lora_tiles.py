@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_parts import (
     FREE,
     aligned,
@@ -74,13 +75,13 @@ def expand_tiles(
     parts, segments = addition.parts, addition.segments
     tile = UNIT if is_fixed else tile_of(out.shape[0])
     shape, sums = _FIXED if is_fixed else SHAPES[tile], shrunk.ranks.shape[0]
-    blocks = sum(triton.cdiv(part.out_features, shape.block * shape.blocks) for part in parts)
+    blocks = sum(cdiv(part.out_features, shape.block * shape.blocks) for part in parts)
     starts = [sum(unit_ranks(part) for part in parts[:n]) for n in range(len(parts))]
-    _expand_kernel[(blocks, triton.cdiv(out.shape[0], tile))](
+    _expand_kernel[(blocks, cdiv(out.shape[0], tile))](
         out, *shrunk[:4], segments.order, segments.ordered, *three([p.b for p in parts]),
         *columns(parts), *three(starts), *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
         out.shape[1], COLUMNS=shape.block, EACH=shape.blocks, TOKENS=tile, RANKS=UNIT,
-        GROUP=shape.group, SUMS=sums, BLOCK_SUMS=triton.next_power_of_2(sums),
+        GROUP=shape.group, SUMS=sums, BLOCK_SUMS=next_power_of_2(sums),
         ALIGNMENT=column_alignment(parts, out.shape[1]), IS_EXACT=out.dtype == torch.float32,
         **shape.options(), **options,
     )  # fmt: skip
@@ -107,13 +108,13 @@ def expand_tiles_silu(
     out = torch.empty((tokens, inner), dtype=both.dtype, device=both.device)
     tile = tile_of(tokens)
     shape = SILU_SHAPES[tile]
-    blocks = triton.cdiv(inner, shape.block * shape.blocks)
+    blocks = cdiv(inner, shape.block * shape.blocks)
     down_ranks = torch.empty(
         (blocks, tokens, 0 if down is None else unit_ranks(down)),
         dtype=torch.float32,
         device=both.device,
     )
-    _expand_silu_kernel[(blocks, triton.cdiv(tokens, tile))](
+    _expand_silu_kernel[(blocks, cdiv(tokens, tile))](
         out, both, down_ranks, *shrunk[:4], segments.order, segments.ordered, gate.b, up.b,
         None if down is None else down.a, inner, unit_ranks(gate), tokens, shrunk.ranks.shape[2],
         down_ranks.shape[2], shrunk.rows.shape[2], COLUMNS=shape.block, EACH=shape.blocks,

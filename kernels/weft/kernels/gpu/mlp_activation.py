@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv
 
 _BLOCK = 1024
 
@@ -17,7 +18,7 @@ def activate(x: torch.Tensor, activation: str, *, is_gated: bool) -> torch.Tenso
     rows, width = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        _activate_kernel[(rows, triton.cdiv(width, _BLOCK))](
+        _activate_kernel[(rows, cdiv(width, _BLOCK))](
             out,
             x,
             width,

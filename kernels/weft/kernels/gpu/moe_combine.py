@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_fold import ranks_at_once
 from weft.kernels.gpu.moe_lora_pairs import (
     FOLDED,
@@ -62,16 +63,16 @@ def combine(
     """
     pairs, hidden = products.shape
     out = torch.empty((pairs // top_k, hidden), dtype=products.dtype, device=products.device)
-    whole = triton.next_power_of_2(hidden)
+    whole = next_power_of_2(hidden)
     block = whole if after is not None else min(1024, whole)
     stream, gain, eps = after or (None, None, 0.0)
     ids, experts = share or (None, 0)
     sums = 1 if folded is None else top_k * folded.down.sums
-    _combine_kernel[(pairs // top_k, triton.cdiv(hidden, block))](
+    _combine_kernel[(pairs // top_k, cdiv(hidden, block))](
         out, products, residual, added, stream, gain, ids, hidden, experts, eps,
         *(NOTHING if folded is None else folded.arguments()), TOP_K=top_k, BLOCK=block,
         IS_ADDED_BY_PAIR=added is not None and added.shape[0] == pairs,
-        IS_FIXED=is_fixed, SUMS=sums, BLOCK_SUMS=triton.next_power_of_2(sums),
+        IS_FIXED=is_fixed, SUMS=sums, BLOCK_SUMS=next_power_of_2(sums),
         UNIT=ranks_at_once(block, products.element_size()),
         num_warps=max(1, min(16, block // 256)), **options,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from weft.kernels.gpu.fp8_weights import (
     scales_of_expert,
     summed_row,
 )
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
@@ -63,7 +64,7 @@ def direct_moe(
         added = gate_up_additions(x, ids, width, experts, lora, options, is_share=is_share)
     tile, parts, warps = _PART, width, 4
     if hidden <= _MAX_TILE:
-        tile = triton.next_power_of_2(hidden)
+        tile = next_power_of_2(hidden)
         warps = max(2, tile // _ELEMENTS_PER_WARP)
         programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
         # Of pairs whose experts are here, on average.
@@ -75,10 +76,10 @@ def direct_moe(
         TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(), **scaling,
         **options,
     )  # fmt: skip
-    tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
+    tile, at_once = next_power_of_2(width), next_power_of_2(top_k)
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
     data, scaling = _scaled(w2)
-    _direct_out_kernel[(rows, triton.cdiv(hidden, _OUT_COLUMNS))](
+    _direct_out_kernel[(rows, cdiv(hidden, _OUT_COLUMNS))](
         out, inner, data, ids, shares, residual, more.down_bias, hidden, experts, K=width,
         TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once if is_whole else 1, COLUMNS=_OUT_COLUMNS,
         TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **scaling, **options,

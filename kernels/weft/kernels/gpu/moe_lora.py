@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv
 from weft.kernels.gpu.lora_parts import aligned, alignment_of
 from weft.kernels.gpu.lora_rows import RowSlots, expand_rows, shrink_rows, slot_of, times_b
 from weft.kernels.gpu.moe_lora_tiles import Items, expand_items, shrink_items, tokens_of
@@ -128,7 +129,7 @@ def down_additions(
     ranks = shrink_rows(
         inner, lora.w2, lora.layer, slots, options, is_fixed=is_fixed, are_zero=are_zero
     )
-    _weigh_kernel[(rows, triton.cdiv(hidden, _COLUMNS))](
+    _weigh_kernel[(rows, cdiv(hidden, _COLUMNS))](
         out, ranks, lora.token_slots, ids, shares, part.b, part.rows_of_b, part.counts,
         part.table.shape[2], lora.layer, part.table.shape[1], *ranks.shape[1:], hidden,
         EXPERTS=places, TOP_K=top_k, IS_SHARED=part.is_b_shared, IS_NEW=onto is None,

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_parts import max_rows
 from weft.kernels.gpu.moe_lora_tiles import can_tile
 from weft.kernels.lora import ExpertAddition, LoraWeights
@@ -113,8 +114,8 @@ def activate_pairs(
     width //= 2
     down = lora.w2[0] if lora.w2 else None
     inner = torch.empty((pairs, width), dtype=gate.b.dtype, device=both.device)
-    columns = min(SHAPE.columns, triton.next_power_of_2(width))
-    sums = triton.cdiv(width, columns)
+    columns = min(SHAPE.columns, next_power_of_2(width))
+    sums = cdiv(width, columns)
     to_down = None
     of_down: tuple[Any, ...] = (None, None, None, 0)
     if down is not None:

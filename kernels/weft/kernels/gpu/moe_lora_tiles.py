@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_parts import (
     FREE,
     Parts,
@@ -69,7 +70,7 @@ class Items(NamedTuple):
     def num_tiles(self) -> int:
         """Number of tiles; some of them may be empty."""
         if self.blocks is None:
-            return int(triton.cdiv(self.num_items, self.rows))
+            return int(cdiv(self.num_items, self.rows))
         return self.blocks.expert.shape[0] * self.tiles_each
 
     @property
@@ -137,7 +138,7 @@ def shrink_items(
         K=x.shape[1], EXPERTS=items.experts, EACH=items.places, TOP_K=items.top_k, X_TOP_K=x_top_k,
         ROWS=items.rows, TILES_EACH=items.tiles_each, SHARERS=items.sharers,
         UNIT=min(_UNIT, _most_ranks(parts)),
-        TILE=min(_DEPTH, max(16, triton.next_power_of_2(x.shape[1]))),
+        TILE=min(_DEPTH, max(16, next_power_of_2(x.shape[1]))),
         IS_EXACT=x.dtype == torch.float32, num_warps=4, num_stages=3, **options,
     )  # fmt: skip
     return ranks
@@ -170,8 +171,8 @@ def expand_items(
             share.
         summed: The same without shares: n.
     """
-    span = _span(items.num_tiles * triton.cdiv(sum(p.out_features for p in parts), _COLUMNS))
-    spans = sum(triton.cdiv(part.out_features, _COLUMNS * span) for part in parts)
+    span = _span(items.num_tiles * cdiv(sum(p.out_features for p in parts), _COLUMNS))
+    spans = sum(cdiv(part.out_features, _COLUMNS * span) for part in parts)
     _expand_kernel[(items.num_tiles, spans, items.sharers)](
         out, ranks, shares, items.token_slots, *(items.blocks or (None,) * 4),
         *three([p.b for p in parts]), *tables(parts, [p.rows_of_b for p in parts]),
@@ -194,7 +195,7 @@ def _span(programs: int) -> int:
 
 def _most_ranks(parts: Parts) -> int:
     """The most ranks of an adapter, as a power of two that tensor cores multiply."""
-    return max(16, int(triton.next_power_of_2(max(part.max_rank for part in parts))))
+    return max(16, int(next_power_of_2(max(part.max_rank for part in parts))))
 
 
 @triton.jit

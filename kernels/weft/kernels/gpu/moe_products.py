@@ -12,6 +12,7 @@ from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import GROUP, data_of, widened
 from weft.kernels.gpu.groups_product import Experts, multiply_groups, product_shape
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.gpu.moe_tiles import Tiles
@@ -81,7 +82,7 @@ def multiply_sorted(
     columns = columns // 2 if is_gated else columns
     tile = tiles.up if is_gated else tiles.down
     # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
-    inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
+    inner = min(tile.depth * 2 // x.dtype.itemsize, next_power_of_2(depth))
     data, scaling = data_of(weight)
     if scaling["SCALE_ROWS"]:
         # Deeper tiles take fewer stages, so that as many bytes are being loaded.
@@ -93,7 +94,7 @@ def multiply_sorted(
     if tiles.rows >= MIN_COPIED_ROWS and can_copy(flat):
         weight_tiles = copied_tiles(flat, tile.columns, inner)
     # Programs that run together share a block's rows and an expert's weights in the cache.
-    _sorted_kernel[(triton.cdiv(columns, tile.columns), blocks.expert.shape[0])](
+    _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
         out, x, data, weight_tiles, shares, *blocks, added,
         more.gate_up_bias if is_gated else more.down_bias, columns, experts, K=depth, **scaling,
         **more.gating_arguments(),

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.gpu.moe_sort import Blocks, num_blocks
 from weft.kernels.moe import SOFTMAX, RouterForm
 
@@ -41,7 +42,7 @@ def route(
             TOP_K=top_k,
             RENORMALISE=renormalise,
             **_described(form, experts),
-            BLOCK=triton.next_power_of_2(experts),
+            BLOCK=next_power_of_2(experts),
             num_warps=1 if experts <= 256 else 4,
             **launch_options(logits.device),
         )
@@ -200,7 +201,7 @@ def choose_by_score(
 
 def is_sorted_at_once(rows: int, experts: int) -> bool:
     """Whether `route_and_sort` takes so many."""
-    size = triton.next_power_of_2(rows) * triton.next_power_of_2(experts)
+    size = next_power_of_2(rows) * next_power_of_2(experts)
     return rows > 0 and size <= _MAX_AT_ONCE
 
 
@@ -232,7 +233,7 @@ def route_and_sort(
     bound = num_blocks(rows * top_k, own, block)
     order = torch.empty(rows * top_k, dtype=torch.int32, device=logits.device)
     table = torch.empty((3, bound), dtype=torch.int32, device=logits.device)
-    padded = triton.next_power_of_2(rows)
+    padded = next_power_of_2(rows)
     _route_and_sort_kernel[(1,)](
         ids,
         shares,
@@ -250,9 +251,9 @@ def route_and_sort(
         RENORMALISE=renormalise,
         **_described(form, experts),
         ROWS=padded,
-        BINS=triton.next_power_of_2(experts),
+        BINS=next_power_of_2(experts),
         BLOCK=block,
-        BOUND=triton.next_power_of_2(bound),
+        BOUND=next_power_of_2(bound),
         num_warps=4 if padded <= 16 else 8,
         **launch_options(logits.device),
     )

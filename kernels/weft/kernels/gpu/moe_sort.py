@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = 128
 """Pairs that one program looks at."""
@@ -45,7 +46,7 @@ def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
     """
     pairs = ids.numel()
     bound = num_blocks(pairs, experts, block)
-    chunks, bins = triton.cdiv(pairs, _CHUNK), triton.next_power_of_2(experts + 1)
+    chunks, bins = cdiv(pairs, _CHUNK), next_power_of_2(experts + 1)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     table = torch.empty((3, bound), dtype=torch.int32, device=ids.device)
     counts = torch.empty((chunks + 1, bins), dtype=torch.int32, device=ids.device)
@@ -56,7 +57,7 @@ def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
         )
     is_scanned = chunks > _MAX_SUMMED_CHUNKS
     if is_scanned:
-        _scan_kernel[(triton.cdiv(bins, _SCANNED_BINS),)](
+        _scan_kernel[(cdiv(bins, _SCANNED_BINS),)](
             counts, chunks, BINS=bins, CHUNKS=_SCANNED_CHUNKS, PART=_SCANNED_BINS, num_warps=4,
             **options,
         )  # fmt: skip

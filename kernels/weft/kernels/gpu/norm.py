@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.gpu.lora_fold import FOLDED, NOTHING, Folded, added_to_row, ranks_at_once
 
 
@@ -55,7 +56,7 @@ def _launch(
         )
     if rows == 0:
         return
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     sums, block_sums = (1, 1) if added is None else added.sums
     _rms_norm_kernel[(rows,)](
         *(out, x, residual, weight, tap, width, 0 if tap is None else tap.stride(0), eps),

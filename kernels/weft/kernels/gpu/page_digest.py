@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import cdiv
 
 _TILE, _TILES, _WARPS = 1024, 4, 8
 """Words at once, how often, and warps a program digests with (measured on an H200)."""
@@ -13,7 +14,7 @@ _TILE, _TILES, _WARPS = 1024, 4, 8
 def row_digests(rows: torch.Tensor, pages: torch.Tensor, first_word: int = 0) -> torch.Tensor:
     """`weft.kernels.page_digest.page_digests` for CUDA tensors of int64 words."""
     num_pages, num_words = len(pages), rows.shape[1]
-    parts = triton.cdiv(num_words, _TILE * _TILES)
+    parts = cdiv(num_words, _TILE * _TILES)
     partial = torch.empty((num_pages, parts), dtype=torch.int64, device=rows.device)
     # Programs of one page follow each other: those that run together read what lies together.
     _digest_kernel[(num_pages * parts,)](

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import cdiv
 
 _TILE = 4096
 """Words copied by one program."""
@@ -12,7 +13,7 @@ _TILE = 4096
 
 def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
     """`weft.kernels.page_ops.gather_pages` for CUDA tensors of int32 words."""
-    parts = triton.cdiv(rows.shape[1], _TILE)
+    parts = cdiv(rows.shape[1], _TILE)
     sizes = (rows.shape[1], rows.stride(0), out.stride(0), parts)
     grid = (len(pages) * parts,)
     _gather_kernel[grid](out, rows, pages, *sizes, TILE=_TILE, num_warps=8)
@@ -20,7 +21,7 @@ def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> N
 
 def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
     """`weft.kernels.page_ops.scatter_pages` for CUDA tensors of int32 words."""
-    parts = triton.cdiv(rows.shape[1], _TILE)
+    parts = cdiv(rows.shape[1], _TILE)
     sizes = (rows.shape[1], rows.stride(0), source.stride(0), parts)
     grid = (len(pages) * parts,)
     _scatter_kernel[grid](rows, source, pages, *sizes, TILE=_TILE, num_warps=8)

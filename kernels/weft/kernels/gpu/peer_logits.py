@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.peer_sum import await_turn
 
 _BLOCK = 4096
@@ -82,12 +83,12 @@ def gather_logits(memory: LogitsMemory, part: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"a part {tuple(part.shape)} {part.dtype} of logits {memory.rows, memory.columns}"
         )
-    blocks = triton.cdiv(share_of(memory.columns, memory.size), _BLOCK)
+    blocks = cdiv(share_of(memory.columns, memory.size), _BLOCK)
     if rows:
         _gather_kernel[(rows * blocks,)](
             *(part, width, share.start, memory.columns, blocks, memory.bases, memory.turns),
             *(memory.control, counts_at(memory.columns, memory.rows)),
-            RANK=memory.rank, SIZE=memory.size, LANES=triton.next_power_of_2(memory.size),
+            RANK=memory.rank, SIZE=memory.size, LANES=next_power_of_2(memory.size),
             BLOCK=_BLOCK, HAS_TIMER=part.is_cuda, num_warps=8, **launch_options(part.device),
         )  # fmt: skip
     return memory.logits[:rows]

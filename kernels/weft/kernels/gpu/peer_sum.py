@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.norm import Norm
 
 MAX_TOKENS = 1 << 14
@@ -149,7 +150,7 @@ def sum_rows(
         if is_once
         else (layout.twice_flags, layout.twice_parts, layout.sum_flags, layout.sums)
     )
-    block = triton.next_power_of_2(memory.width)
+    block = next_power_of_2(memory.width)
     while begin < rows:
         end = min(rows, begin + most)
         part_tap = None if tap is None else tap[begin:end]
@@ -159,7 +160,7 @@ def sum_rows(
             *(memory.width, 0 if tap is None else tap.stride(0), 0.0 if norm is None else norm.eps),
             *(memory.bases, memory.turns[0 if is_once else memory.once_rows :], memory.control),
             *where, most if is_once else most // memory.size,
-            RANK=memory.rank, SIZE=memory.size, LANES=triton.next_power_of_2(memory.size),
+            RANK=memory.rank, SIZE=memory.size, LANES=next_power_of_2(memory.size),
             IS_ONCE=is_once, BLOCK=block, HAS_TIMER=x.is_cuda,
             num_warps=max(1, min(16, block // 256)),
             **launch_options(x.device),
@@ -187,10 +188,10 @@ def share_tokens(memory: PeerMemory, tokens: torch.Tensor) -> torch.Tensor:
     out = tokens if memory.rank == 0 else torch.empty_like(tokens)
     layout = layout_of(memory.size, memory.row_bytes, memory.once_rows, memory.twice_rows)
     if count:
-        _share_kernel[(triton.cdiv(count, _TOKENS),)](
+        _share_kernel[(cdiv(count, _TOKENS),)](
             *(out, tokens, count, memory.bases, memory.turns[-(MAX_TOKENS // _TOKENS) :]),
             *(memory.control, layout.token_flags, layout.tokens, MAX_TOKENS),
-            RANK=memory.rank, SIZE=memory.size, LANES=triton.next_power_of_2(memory.size),
+            RANK=memory.rank, SIZE=memory.size, LANES=next_power_of_2(memory.size),
             BLOCK=_TOKENS, HAS_TIMER=tokens.is_cuda, num_warps=1,
             **launch_options(tokens.device),
         )  # fmt: skip

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.chunked_recurrence import chunked_recurrence, takes_chunks
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.head_rows import HeadRows
+from weft.kernels.sequences import Sequences
 
 _VALUES = 32
 """Values of a program."""
@@ -36,17 +38,17 @@ def recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torc
     Returns:
         [T, H, Dv] of the dtype of `v`, and the states behind the last rows.
     """
-    q, k, v, decay, cu_lens, *gates, scale, is_unit = rows.packed()
+    q, k, v, decay, sequences, *gates, scale, is_unit = rows.packed()
     heads, values = v.shape[1:]
     keys = k.shape[2]
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    grid = (rows.num_sequences * heads, triton.cdiv(values, _VALUES))
+    grid = (sequences.num_sequences * heads, cdiv(values, _VALUES))
     _recurrence_kernel[grid](
-        *(q, k, v, decay, *gates, states, after, out, cu_lens),
+        *(q, k, v, decay, *gates, states, after, out, sequences.cu_lens),
         *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
         *(heads, rows.shared, scale),
-        KEYS=keys, VALUES=values, BLOCK_KEYS=triton.next_power_of_2(keys), BLOCK_VALUES=_VALUES,
+        KEYS=keys, VALUES=values, BLOCK_KEYS=next_power_of_2(keys), BLOCK_VALUES=_VALUES,
         IS_UNIT=is_unit, BY_KEY=decay.dim() == 3, num_warps=4,
     )  # fmt: skip
     return out, after
@@ -57,7 +59,7 @@ def short_conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tails: torch.Tensor,
-    cu_lens: torch.Tensor,
+    sequences: Sequences,
     *,
     has_silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,15 +68,13 @@ def short_conv(
     x = x if x.stride(1) == 1 else x.contiguous()
     weight, tails = weight.contiguous(), tails.contiguous()
     out = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
-    left, count = torch.empty_like(tails), len(cu_lens) - 1
-    numbers = torch.arange(count, device=x.device)
-    owners = numbers.repeat_interleave(cu_lens.diff(), output_size=rows)
+    left, cu_lens = torch.empty_like(tails), sequences.cu_lens
     sizes = (x.stride(0), channels)
-    _conv_kernel[(triton.cdiv(rows, _CONV_ROWS), triton.cdiv(channels, _CONV_CHANNELS))](
-        *(x, weight, bias, tails, out, owners, cu_lens, rows, *sizes),
+    _conv_kernel[(cdiv(rows, _CONV_ROWS), cdiv(channels, _CONV_CHANNELS))](
+        *(x, weight, bias, tails, out, sequences.owners, cu_lens, rows, *sizes),
         TAPS=taps, HAS_SILU=has_silu, ROWS=_CONV_ROWS, BLOCK=_CONV_CHANNELS,
     )  # fmt: skip
-    _tails_kernel[(count * (taps - 1), triton.cdiv(channels, _CHANNELS))](
+    _tails_kernel[(sequences.num_sequences * (taps - 1), cdiv(channels, _CHANNELS))](
         *(x, tails, left, cu_lens, *sizes), BEFORE=taps - 1, BLOCK=_CHANNELS
     )
     return out, left

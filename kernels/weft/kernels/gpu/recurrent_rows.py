@@ -29,9 +29,10 @@ def gated_norm(
     x = x.contiguous()
     gate = gate if gate.stride(2) == 1 else gate.contiguous()
     out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
-    together = min(max(1, _ELEMENTS // block), triton.next_power_of_2(rows * groups))
-    _norm_kernel[(triton.cdiv(rows * groups, together),)](
+    # Triton's functions of sizes serve kernels too, and take microseconds.
+    block = 1 << (width - 1).bit_length()
+    together = min(max(1, _ELEMENTS // block), 1 << max(0, rows * groups - 1).bit_length())
+    _norm_kernel[(-(-rows * groups // together),)](
         *(x, gate, weight, out, gate.stride(0), gate.stride(1), rows * groups, groups, eps),
         *(0 if weight is None or weight.dim() == 1 else width,),
         WIDTH=width, BLOCK=block, TOGETHER=together, IS_SILU=form == "silu",
@@ -47,7 +48,7 @@ def delta_gates(
     rows, heads = ba.shape[0], rates.shape[0]
     ba = ba if ba.stride(1) == 1 else ba.contiguous()
     made = torch.empty((2, rows, heads), dtype=torch.float32, device=ba.device)
-    _gates_kernel[(triton.cdiv(rows * heads, 256),)](
+    _gates_kernel[(-(-rows * heads // 256),)](
         *(ba, rates, dt_bias, made[0], made[1], ba.stride(0), rows * heads, heads, shared),
         BLOCK=256, num_warps=4,
     )  # fmt: skip

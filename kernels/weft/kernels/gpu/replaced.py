@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_parts import dot
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def replace_embeddings(
     _, vocabulary, width = matrices.shape
     _embedding_kernel[(out.shape[0],)](
         out, token_ids, token_slots, places, matrices, vocabulary, width,
-        BLOCK=min(4096, triton.next_power_of_2(width)), num_warps=4,
+        BLOCK=min(4096, next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def replace_products(
     _, width, depth = matrices.shape
     is_few, is_exact = is_fixed or out.shape[0] <= _FEW, x.dtype == torch.float32
     columns, warps = (64, 4) if is_few else (128, 8)
-    _product_kernel[(triton.cdiv(width, columns),)](
+    _product_kernel[(cdiv(width, columns),)](
         out, x, matrices, places, segments.order, segments.starts, segments.slots,
         segments.slots.shape[0], places.shape[0], width, K=depth, COLUMNS=columns,
         TOKENS=_FEW if is_few else _MANY, TILE=_EXACT_TILE if is_exact else _TILE,

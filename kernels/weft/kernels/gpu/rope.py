@@ -8,6 +8,7 @@ import triton.language as tl
 from weft.kernels.fp8 import FP8_MAX
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.kv_entries import SCALE_BYTES
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.scaled_kv import INT8_MAX, head_dim
 
 _BLOCK_HEADS = 16
@@ -43,7 +44,7 @@ def rope_and_cache(
     if rows == 0:
         return q
     heads = num_heads + 2 * num_kv_heads
-    _rope_and_cache_kernel[(rows, triton.cdiv(heads, _BLOCK_HEADS))](
+    _rope_and_cache_kernel[(rows, cdiv(heads, _BLOCK_HEADS))](
         q,
         k_out,
         qkv,
@@ -63,7 +64,7 @@ def rope_and_cache(
         PAGE_STRIDE=pool.stride(0),
         HALF=dim // 2,
         NUM_ADJACENT=num_adjacent,
-        BLOCK_HALF=triton.next_power_of_2(dim // 2),
+        BLOCK_HALF=next_power_of_2(dim // 2),
         BLOCK_HEADS=_BLOCK_HEADS,
         num_warps=4,
         **launch_options(qkv.device),
@@ -184,14 +185,14 @@ def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     if x.stride(2) != 1 or x.stride(1) != dim or cos_sin.shape[1] != dim:
         raise ValueError(f"x {tuple(x.shape)} does not fit turns {tuple(cos_sin.shape)}")
     if rows:
-        _rotate_kernel[(rows, triton.cdiv(heads, _BLOCK_HEADS))](
+        _rotate_kernel[(rows, cdiv(heads, _BLOCK_HEADS))](
             x,
             positions,
             cos_sin,
             x.stride(0),
             HEADS=heads,
             HALF=dim // 2,
-            BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            BLOCK_HALF=next_power_of_2(dim // 2),
             BLOCK_HEADS=_BLOCK_HEADS,
             num_warps=4,
             **launch_options(x.device),

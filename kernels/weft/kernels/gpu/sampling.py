@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.device_sampling import DraftedRows, Field, SlotTables
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.sampling_noise import (
     exp_of_negative,
     gumbel_noise,
@@ -113,14 +114,14 @@ def draw_rows(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return tokens
-    tiles = triton.cdiv(vocab, TILE)
+    tiles = cdiv(vocab, TILE)
     # What is not of this kind is not read.
     firsts, row_tokens, words = drafted or (slots, slots, None)
     kind = NOT_DRAFTED if drafted is None else CHAINS if words is None else TREES
     rest = (firsts, row_tokens, slots if words is None else words, kind)
     source = Source(logits, logits.stride(0), vocab, slots, positions, *tables, *rest)
     work = _new_work(rows, tiles, logits.device)
-    tiled, padded_tiles = (rows, tiles), triton.next_power_of_2(tiles)
+    tiled, padded_tiles = (rows, tiles), next_power_of_2(tiles)
     exact = {"enable_fp_fusion": False}
     _scan_kernel[tiled](source, work, TILE=TILE, CHUNK=CHUNK, **exact)
     _bound_kernel[(rows,)](

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.device_sampling import TopLogits
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.sampling_noise import exp_of_negative, key_of, natural_log, value_of
 
 TILE = 1024
@@ -27,7 +28,7 @@ def top_logits(
     )
     if count == 0:
         return result
-    tiles = triton.cdiv(vocab, TILE)
+    tiles = cdiv(vocab, TILE)
     # The largest one of each tile is what its mass is measured in, so it is kept in any case.
     kept = max(1, num_top)
     packed = torch.empty((count, tiles, kept), dtype=torch.int64, device=device)
@@ -38,7 +39,7 @@ def top_logits(
     )
     _top_of_row_kernel[(count,)](
         *result, packed, masses, logits, logits.stride(0), rows, tokens, tiles, kept, num_top,
-        TILES=triton.next_power_of_2(tiles), PACKED=triton.next_power_of_2(tiles * kept),
+        TILES=next_power_of_2(tiles), PACKED=next_power_of_2(tiles * kept),
         num_warps=8, **exact,
     )  # fmt: skip
     return result

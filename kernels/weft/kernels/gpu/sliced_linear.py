@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_product import (
     NOTHING,
     ProductAddition,
@@ -45,7 +46,7 @@ class SlicedShape(NamedTuple):
 def launch_shape(columns: int, k: int, *, is_gated: bool) -> SlicedShape:
     """The launch shape of a product (measured on an H200, at 6 and 16 rows, K of 576 to 3,072)."""
     slices = 8 if k >= _LONG and not is_gated else 4
-    slices = min(slices, triton.next_power_of_2(triton.cdiv(k, _TILE)))
+    slices = min(slices, next_power_of_2(cdiv(k, _TILE)))
     is_wide = columns >= _MANY_COLUMNS and not is_gated and slices <= 4
     return SlicedShape(32 if is_wide else 16, slices, _TILE)
 
@@ -75,7 +76,7 @@ def sliced_linear(
     """
     (rows, k), columns = x.shape, out.shape[1]
     shape = shape or launch_shape(columns, k, is_gated=gated)
-    _sliced_linear_kernel[(triton.cdiv(columns, shape.columns),)](
+    _sliced_linear_kernel[(cdiv(columns, shape.columns),)](
         out,
         x,
         weight,

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from weft.kernels.slot_states import HeadForm, LayerMemory
@@ -69,11 +70,11 @@ def step_heads(
     _convolve(form.conv, form.bias, plan, (ring, tails), new, mixed, form.in_tails, for_heads=True)
     out = new.new_empty((new.shape[0], form.heads, form.value_dim))
     values, warps, tile = _TILES[max(count for count in _TILES if count <= max(1, requests))]
-    values = min(values, max(16, triton.next_power_of_2(form.value_dim)))
+    values = min(values, max(16, next_power_of_2(form.value_dim)))
     rows, by_key = ring.shape[1], gate.dim() == 3
-    block_keys = max(16, triton.next_power_of_2(form.key_dim))
+    block_keys = max(16, next_power_of_2(form.key_dim))
     sizes = requests, rows, form.heads
-    shares = new.new_empty((*sizes, 2, triton.cdiv(rows, _ROWS) * _ROWS), dtype=torch.float32)
+    shares = new.new_empty((*sizes, 2, cdiv(rows, _ROWS) * _ROWS), dtype=torch.float32)
     factors = new.new_empty((*sizes, 4), dtype=torch.float32)
     decays = new.new_empty((*sizes, block_keys), dtype=torch.float32) if by_key else None
     found = shares, factors, decays
@@ -90,7 +91,7 @@ def step_heads(
         *(form.scale, *form.queries, *form.keys),
         **shapes, IS_UNIT=form.is_unit, num_warps=1, num_stages=1, **launch_options(new.device),
     )  # fmt: skip
-    _heads_kernel[(requests * form.heads, triton.cdiv(form.value_dim, values))](
+    _heads_kernel[(requests * form.heads, cdiv(form.value_dim, values))](
         *(plan, mixed, ring_gate, ring_beta[0] if beta else None, keys, updates, states),
         *(form.rates, form.skips, *found, out, len(out), channels, *of_ring, *of_beta),
         *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
@@ -129,7 +130,7 @@ def _convolve(
     for_heads: bool,
 ) -> None:
     (ring, tails), channels = memory, x.shape[1]
-    _conv_kernel[(plan.shape[0], triton.cdiv(channels, _CHANNELS))](
+    _conv_kernel[(plan.shape[0], cdiv(channels, _CHANNELS))](
         *(plan, x, ring, tails, weight, bias, in_tails, out),
         *(x.stride(0), ring.stride(0), ring.stride(1), tails.stride(0), channels),
         RING_ROWS=ring.shape[1], TAPS=weight.shape[0], FOR_HEADS=for_heads, BLOCK=_CHANNELS,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.lora_product import (
     NOTHING,
     ProductAddition,
@@ -114,7 +115,7 @@ def small_linear(
     if is_fixed and added is not None:
         raise ValueError("what adapters add to products of fixed bits comes behind them")
     shape = FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
-    _small_linear_kernel[(triton.cdiv(columns, shape.columns),)](
+    _small_linear_kernel[(cdiv(columns, shape.columns),)](
         out,
         x,
         weight,
@@ -128,7 +129,7 @@ def small_linear(
         K=k,
         IS_GATED=gated,
         **(NOTHING if added is None else added.arguments()),
-        BLOCK_ROWS=triton.next_power_of_2(rows) if is_spread else MAX_ROWS,
+        BLOCK_ROWS=next_power_of_2(rows) if is_spread else MAX_ROWS,
         IS_SPREAD=is_spread,
         ROUNDS_FIRST=is_fixed,
         BLOCK_COLUMNS=shape.columns,
@@ -161,7 +162,7 @@ def launch_shape(columns: int, k: int, *, is_gated: bool) -> SmallLinearShape:
     if k < _WHOLE_BELOW:
         # Measured on an H200, one and two rows, K of 576 to 3,072.
         is_wide = k >= 2048 or (columns >= 4096 and not is_gated)
-        tile, warps = triton.next_power_of_2(k), 1 if k < 2048 else 4
+        tile, warps = next_power_of_2(k), 1 if k < 2048 else 4
         return SmallLinearShape(4 if is_wide else 2, tile, warps, stages=1)
     fitting = [size for size in (2048, 1024, 512) if k % size == 0]
     return SmallLinearShape(2, fitting[0] if fitting else 2048, warps=4, stages=1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from weft.kernels.step_requests import DecodeColumns, StepColumns
@@ -23,7 +24,7 @@ def expand_requests(
     """
     assert step.requests is not None
     rows, (requests, width) = step.token_ids.shape[0], step.verify_rows.shape
-    _expand_kernel[(requests + triton.cdiv(rows, _BLOCK),)](
+    _expand_kernel[(requests + cdiv(rows, _BLOCK),)](
         *step,
         page_table,
         page_table.stride(0),
@@ -32,8 +33,8 @@ def expand_requests(
         num_slots,
         WIDTH=width,
         PAGE_SIZE=page_size,
-        REQUESTS=triton.next_power_of_2(requests),
-        ROWS=triton.next_power_of_2(width),
+        REQUESTS=next_power_of_2(requests),
+        ROWS=next_power_of_2(width),
         BLOCK=_BLOCK,
         num_warps=4,
     )
@@ -48,7 +49,7 @@ def expand_decodes(
 ) -> None:
     """`weft.kernels.step_requests.expand_decodes` for CUDA tensors."""
     count = given.slots.shape[0]
-    _decodes_kernel[(triton.cdiv(count, _BLOCK),)](
+    _decodes_kernel[(cdiv(count, _BLOCK),)](
         step.token_ids,
         step.places,
         step.kv_lens,

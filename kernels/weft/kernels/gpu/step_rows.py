@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.attention import MAX_TREE_ROWS
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from weft.kernels.step_rows import SlotTokens, StepRows, Verified
@@ -25,7 +26,7 @@ def resolve_rows(
 ) -> None:
     """`weft.kernels.step_rows.resolve_rows` for CUDA tensors."""
     count = sources.shape[0]
-    _resolve_kernel[(triton.cdiv(count, _BLOCK),)](
+    _resolve_kernel[(cdiv(count, _BLOCK),)](
         *step,
         sources,
         owners,
@@ -60,7 +61,7 @@ def accept_drafts(
         known.starts,
         width,
         known.starts.shape[0] - 1,
-        BLOCK=max(2, triton.next_power_of_2(width)),
+        BLOCK=max(2, next_power_of_2(width)),
         num_warps=1,
     )
     return last_rows, own_slots
@@ -79,7 +80,7 @@ def chain_places(
     requests = slots.shape[0]
     positions, places = torch.empty((2, depth, requests), dtype=torch.int64, device=slots.device)
     kv_lens = torch.empty((depth, requests), dtype=torch.int32, device=slots.device)
-    _places_kernel[(depth, triton.cdiv(requests, _BLOCK))](
+    _places_kernel[(depth, cdiv(requests, _BLOCK))](
         positions,
         places,
         kv_lens,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.launch_sizes import cdiv
 from weft.kernels.gpu.sliced_linear import MAX_ROWS as MAX_SLICED_ROWS
 
 MAX_ROWS = 64
@@ -76,7 +77,7 @@ def tiled_linear(
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     shape = launch_shape(columns, k, is_gated=gated)
-    _tiled_linear_kernel[(triton.cdiv(columns, shape.columns),)](
+    _tiled_linear_kernel[(cdiv(columns, shape.columns),)](
         out, x, weight, bias, rows, columns, K=k, IS_GATED=gated, ROWS=MAX_ROWS,
         COLUMNS=shape.columns, TILE=shape.tile, num_warps=4, num_stages=shape.stages,
         **launch_options(x.device),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.scaled_kv import entries_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def accept_trees(
         known.starts,
         width,
         known.starts.shape[0] - 1,
-        BLOCK=max(2, triton.next_power_of_2(width)),
+        BLOCK=max(2, next_power_of_2(width)),
         num_warps=1,
     )
     return last_rows, own_slots, paths
@@ -50,9 +51,9 @@ def move_paths(
     for entries in entries_of(pool):
         _, heads, layers, parts, page_size, dim = entries.shape
         lines = heads * layers * parts
-        width_block = triton.next_power_of_2(dim)
+        width_block = next_power_of_2(dim)
         line_block = max(1, _MAX_ELEMENTS // width_block)
-        _move_kernel[(requests, triton.cdiv(lines, line_block))](
+        _move_kernel[(requests, cdiv(lines, line_block))](
             entries,
             places,
             rows,

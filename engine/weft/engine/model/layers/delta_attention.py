@@ -17,6 +17,7 @@ from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
@@ -156,20 +157,20 @@ class DeltaAttention(RecurrentMixer):
         qkv = x.linear(products.qkv, None)
         by_kind = qkv.view(len(qkv), 3, *of_heads)
         low = [part.contiguous() for part in x.linear(products.low, None).chunk(2, dim=1)]
-        decay = torch.unflatten(linear(low[0], products.decay), 1, of_heads).float()
+        decay = torch.unflatten(linear(low[0], products.decay), 1, of_heads)
         decay = self.rates * F.softplus(decay + self.dt_bias)
         beta = x.linear(products.beta, None).sigmoid().float()
         gate = torch.unflatten(linear(low[1], products.gate), 1, of_heads)
         return Projected((by_kind.transpose(1, 2).flatten(1), decay, beta), gate)
 
     def scan(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentMixer.scan`."""
         (qkv, decay, beta), (state, tail) = inputs, states
-        mixed, tail = short_conv(qkv, self.conv, None, tail, cu_lens, has_silu=True)
+        mixed, tail = short_conv(qkv, self.conv, None, tail, sequences, has_silu=True)
         q, k, v = torch.unflatten(mixed, 1, (self.heads, 3, self.config.dim)).unbind(2)
-        out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
+        out, state = gated_delta(q, k, v, decay, beta, state, sequences)
         return out, (state, tail)
 
     def few_rows(

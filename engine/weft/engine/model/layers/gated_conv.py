@@ -13,6 +13,7 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
 from weft.kernels.stream import Normed
@@ -97,11 +98,11 @@ class GatedConv(RecurrentMixer):
         return Projected((b * values,), c)
 
     def scan(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentMixer.scan`."""
         (bx,), (tail,) = inputs, states
-        out, tail = short_conv(bx, self.conv, self.conv_bias, tail, cu_lens, has_silu=False)
+        out, tail = short_conv(bx, self.conv, self.conv_bias, tail, sequences, has_silu=False)
         return out, (tail,)
 
     def few_rows(

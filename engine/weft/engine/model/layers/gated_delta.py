@@ -15,6 +15,7 @@ from weft.kernels.gated_delta import delta_gates, gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import Group, LoraStep, addition_to
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
@@ -191,12 +192,12 @@ class GatedDelta(RecurrentMixer):
         return Projected((qkv, decay, beta), gate)
 
     def scan(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentMixer.scan`."""
         (qkv, decay, beta), (state, tail), form = inputs, states, self._form
         before = tail if form.in_tails is None else tail.index_select(1, form.in_tails)
-        mixed, tail = short_conv(qkv, self._conv, None, before, cu_lens, has_silu=True)
+        mixed, tail = short_conv(qkv, self._conv, None, before, sequences, has_silu=True)
         if self._of_tails is not None:
             tail = tail.index_select(1, self._of_tails)
         config = self.config
@@ -207,7 +208,7 @@ class GatedDelta(RecurrentMixer):
             kinds = torch.split(mixed, [self.key_heads * width for width in widths], dim=1)
             q, k, v = (torch.unflatten(kind, 1, (self.key_heads, -1)) for kind in kinds)
         v = v.reshape(len(v), self.value_heads, config.value_dim)
-        out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
+        out, state = gated_delta(q, k, v, decay, beta, state, sequences)
         return out, (state, tail)
 
     def few_rows(

@@ -18,6 +18,7 @@ from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
 from weft.kernels.selective_scan import selective_scan
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import LayerMemory, SlotRows
 from weft.kernels.stream import Normed
@@ -137,18 +138,18 @@ class Mamba(RecurrentMixer):
         return Projected((values,), gate)
 
     def scan(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentMixer.scan`."""
         (values,), (state, tail), config = inputs, states, self.config
-        x, tail = short_conv(values, self.conv, self.conv_bias, tail, cu_lens, has_silu=True)
+        x, tail = short_conv(values, self.conv, self.conv_bias, tail, sequences, has_silu=True)
         found = linear(x, self.selection.x_proj)
         parts = torch.split(found, [config.rank, config.state_size, config.state_size], dim=1)
         low, b, c = (
             norm(part.contiguous()) for norm, part in zip(self.selection.norms, parts, strict=True)
         )
         dt = F.softplus(linear(low, self.selection.dt_proj).float() + self.selection.dt_bias)
-        out, state = selective_scan(x, dt, self.rates, b, c, self.skips, state, cu_lens)
+        out, state = selective_scan(x, dt, self.rates, b, c, self.skips, state, sequences)
         return out, (state, tail)
 
     def few_rows(

@@ -17,6 +17,7 @@ from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.mamba2 import mamba2
+from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
@@ -71,7 +72,12 @@ class Mamba2(RecurrentMixer):
         self._inner = config.heads * config.head_dim
         self._shared = config.groups * config.state_size
         size, shared = config.state_size, config.heads // config.groups
-        numbers = torch.arange(conv.shape[1], device=conv.device)
+        # Of each place in a block's tail, its channel.
+        channels = torch.arange(conv.shape[1], device=conv.device)
+        kinds = torch.split(channels, [self._inner, self._shared, self._shared])
+        by_group = torch.cat([kind.view(config.groups, -1) for kind in kinds], dim=1).flatten()
+        in_tails = by_group.argsort()
+        self._orders = None if config.groups == 1 else (in_tails, by_group)
         self._form = HeadForm(
             conv,
             conv_bias,
@@ -84,7 +90,7 @@ class Mamba2(RecurrentMixer):
             value_dim=config.head_dim,
             rates=rates,
             skips=skips,
-            in_tails=self._by_group(numbers[None, :, None]).flatten().argsort(),
+            in_tails=in_tails,
         )
 
     @classmethod
@@ -182,36 +188,29 @@ class Mamba2(RecurrentMixer):
         z, xbc, dt = torch.split(x.linear(self.in_proj, added), widths, dim=1)
         if config.factors[0] != 1.0:
             z = z * config.factors[0]
-        steps = F.softplus(dt.float() * config.factors[4] + self.dt_bias)
-        steps = steps.clamp(min=config.least_step, max=config.largest_step)
+        if config.factors[4] != 1.0:
+            dt = dt.float() * config.factors[4]
+        steps = F.softplus(dt + self.dt_bias)
+        if config.least_step > 0.0 or config.largest_step is not None:
+            steps = steps.clamp(min=config.least_step, max=config.largest_step)
         return Projected((xbc, steps), torch.unflatten(z, 1, (config.groups, -1)))
 
     def scan(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentMixer.scan`."""
         (xbc, dt), (state, tail), config = inputs, states, self.config
-        before = self._by_kind(tail)
-        mixed, tail = short_conv(xbc, self.conv, self.conv_bias, before, cu_lens, has_silu=True)
+        before = tail.flatten(1, 2)
+        if self._orders is not None:
+            before = before.index_select(1, self._orders[0])
+        mixed, tail = short_conv(xbc, self.conv, self.conv_bias, before, sequences, has_silu=True)
         x, b, c = torch.split(mixed, [self._inner, self._shared, self._shared], dim=1)
         x = torch.unflatten(x, 1, (config.heads, config.head_dim))
         b, c = (torch.unflatten(part, 1, (config.groups, config.state_size)) for part in (b, c))
-        out, state = mamba2(x, dt, self.rates, b, c, self.skips, state, cu_lens)
-        return out, (state, self._by_group(tail))
-
-    def _by_kind(self, tail: torch.Tensor) -> torch.Tensor:
-        """[S, groups, channels of a group, taps - 1] -> [S, channels, taps - 1]: x, B and C."""
-        groups = self.config.groups
-        if groups == 1:
-            return tail.flatten(1, 2)
-        widths = [self._inner // groups, self.config.state_size, self.config.state_size]
-        return torch.cat([part.flatten(1, 2) for part in torch.split(tail, widths, dim=2)], dim=1)
-
-    def _by_group(self, tail: torch.Tensor) -> torch.Tensor:
-        """The inverse of `_by_kind`."""
-        kinds = torch.split(tail, [self._inner, self._shared, self._shared], dim=1)
-        by_group = [torch.unflatten(kind, 1, (self.config.groups, -1)) for kind in kinds]
-        return torch.cat(by_group, dim=2)
+        out, state = mamba2(x, dt, self.rates, b, c, self.skips, state, sequences)
+        if self._orders is not None:
+            tail = tail.index_select(1, self._orders[1])
+        return out, (state, torch.unflatten(tail, 1, (config.groups, -1)))
 
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]

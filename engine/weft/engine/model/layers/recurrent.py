@@ -15,6 +15,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.pool import PlaneInPage
+from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import LayerMemory, SlotRows
 from weft.kernels.stream import Normed, Sum
 
@@ -75,7 +76,7 @@ class RecurrentMixer(ABC):
 
     @abstractmethod
     def scan(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Takes sequences of rows through their states: a `Scan`."""
 

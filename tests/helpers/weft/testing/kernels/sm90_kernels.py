@@ -78,6 +78,7 @@ from weft.kernels.packed_groups import PackedExperts, pack_groups
 from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts, Fp8Matrix
 from weft.kernels.rope import rope_and_cache, rotate_heads
 from weft.kernels.scaled_kv import SCALE_BYTES
+from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
@@ -238,7 +239,7 @@ def compile_recurrences(is_full: bool) -> None:
     """States of heads, with decays of heads and of elements, and convolutions: row by row, by
     chunks, and in place.
     """
-    bounds, states = torch.tensor([0, 1, 4]), torch.zeros(2, 8, 128, 128)
+    bounds, states = Sequences.of(torch.tensor([0, 1, 4])), torch.zeros(2, 8, 128, 128)
     q, v = torch.zeros(4, 4, 128, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16)
     gate = torch.zeros(4, 8)
     for decay in (gate, torch.zeros(4, 8, 128)):

@@ -11,6 +11,7 @@ from weft.engine.model.interface import Model
 from weft.engine.model.state_step import StatePools, StateRound, StateStep
 from weft.engine.model.step import Step
 from weft.kernels.attention import GroupStep
+from weft.kernels.sequences import Sequences
 
 
 @dataclass
@@ -65,12 +66,18 @@ class PlainStates:
                            for a, b in zip([begin, *ends], ends, strict=False)])  # fmt: skip
             first += count
         none = torch.empty(0, dtype=torch.int64)
-        rounds = [self._round(work, pieces, n) for n in range(max(map(len, pieces)))]
+        rounds, order = list[StateRound](), list[int]()
+        for number in range(max(map(len, pieces))):
+            rows, made = self._round(work, pieces, number)
+            order += rows
+            rounds.append(made)
         return StateStep(
             pools=self._pools,
             ring_slots=none,
             ring_rows=none,
+            order=torch.tensor(order),
             rounds=tuple(rounds),
+            back=torch.tensor(order).argsort(),
             new_rows=none,
             new_slots=none,
             new_ring_rows=none,
@@ -81,7 +88,7 @@ class PlainStates:
         work: Sequence[tuple[PagedRequest, int]],
         pieces: list[list[tuple[int, int, int]]],
         index: int,
-    ) -> StateRound:
+    ) -> tuple[list[int], StateRound]:
         taken = [n for n, found in enumerate(pieces) if index < len(found)]
         before = [n for n, found in enumerate(pieces) if index - 1 < len(found)]
         rows: list[int] = []
@@ -94,9 +101,8 @@ class PlainStates:
             blocks.append(self._num_blocks)
             request.blocks[position] = self._num_blocks
             self._num_blocks += 1
-        return StateRound(
-            rows=torch.tensor(rows),
-            cu_lens=torch.tensor(bounds),
+        return rows, StateRound(
+            sequences=Sequences.of(torch.tensor(bounds)),
             begins=torch.tensor(begins),
             kept=torch.arange(len(taken)),
             blocks=torch.tensor(blocks),

@@ -29,6 +29,7 @@ from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
+from weft.kernels.sequences import Sequences
 from weft.kernels.stream import Normed, Sum
 from weft.testing.models.tiny_models import make_tiny
 
@@ -97,9 +98,9 @@ class GatedRecurrence:
         return GatedRecurrence
 
     def _scan(
-        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+        self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        bounds, outputs, ends, tails = cu_lens.tolist(), [], [], []
+        bounds, outputs, ends, tails = sequences.cu_lens.tolist(), [], [], []
         for number, (begin, end) in enumerate(pairwise(bounds)):
             row, tail = inputs[0][begin:end], states[1][number]
             row = torch.cat((tail, row))

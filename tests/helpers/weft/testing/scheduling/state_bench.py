@@ -18,6 +18,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.pages import PageCopy
 from weft.engine.drawing.encode import step_input
@@ -31,7 +32,7 @@ from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
 from weft.engine.memory.page_table import PageTable
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import Node, PrefixTree
-from weft.engine.model.state_step import StateStep
+from weft.engine.model.state_step import FewRows, StateStep
 from weft.engine.protocol.timeline import Timeline
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
@@ -52,6 +53,7 @@ from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
 from weft.engine.transfer.page_pool import HostPool
+from weft.kernels.sequences import Sequences
 from weft.testing.scheduling.bare_request import bare_request
 
 PAGE = 4
@@ -60,16 +62,17 @@ MAX_DRAFTS = 6
 VOCAB = 90
 POISON = -7
 LAYERS = 2
-_PRIME = 33_554_393
-_COPIES = 3
+PRIME = 33_554_393
+COPIES = 3
 """Numbers of a layer's sum, all equal."""
 PAGE_BYTES = PAGE * 8
-BLOCK_PAGES = -(-LAYERS * (_COPIES + 1) * 8 // PAGE_BYTES)
-_PLANE = StatePlane(
+BLOCK_PAGES = -(-LAYERS * (COPIES + 1) * 8 // PAGE_BYTES)
+PLANE = StatePlane(
     name="sums",
     layers=LAYERS,
-    parts=(StatePart("sum", (_COPIES,), "float64"), StatePart("count", (), "float64")),
+    parts=(StatePart("sum", (COPIES,), "float64"), StatePart("count", (), "float64")),
     ring=(StatePart("token", (), "float64"),),
+    found=(StatePart("found", (), "float64"),),
 )
 
 
@@ -77,35 +80,35 @@ def sums(tokens: Sequence[int]) -> list[int]:
     """A number for each token, made of it and all before it."""
     found, total = [], 0
     for token in tokens:
-        total = (total * 31 + token + 1) % _PRIME
+        total = (total * 31 + token + 1) % PRIME
         found.append(total)
     return found
 
 
-def _scan(
-    inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+def scan_sums(
+    inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    tokens, bounds = inputs[0].tolist(), cu_lens.tolist()
+    tokens, bounds = inputs[0].tolist(), sequences.cu_lens.tolist()
     outputs, totals = [], states[0][:, 0].tolist()
     for number, total in enumerate(totals):
         for token in tokens[bounds[number] : bounds[number + 1]]:
-            total = (total * 31 + token + 1) % _PRIME
+            total = (total * 31 + token + 1) % PRIME
             outputs.append(total)
         totals[number] = total
-    counts = states[1] + cu_lens.diff()
+    counts = states[1] + sequences.cu_lens.diff()
     return torch.tensor(outputs, dtype=torch.float64), [
-        torch.tensor(totals, dtype=torch.float64)[:, None].repeat(1, _COPIES),
+        torch.tensor(totals, dtype=torch.float64)[:, None].repeat(1, COPIES),
         counts,
     ]
 
 
 @dataclass
-class _Step:
+class BenchStep:
+    """A step that has been launched."""
+
     number: int
     plan: Plan
     arrays: StepArrays
-    states: StateStep
-    copies: list[PageCopy]
     table: np.ndarray[tuple[int, int], np.dtype[np.int32]]
     is_done: bool = False
 
@@ -114,42 +117,55 @@ class _Step:
         if self.is_done:
             return
         self.is_done = True
-        content, arrays = bench.content, self.arrays
-        for source, destination in self.copies:
-            content[destination] = content[source]
-        bounds, row_tokens, expected = arrays.cu_q_lens.tolist(), list[int](), list[int]()
+        arrays, texts = self.arrays, list[list[int]]()
+        starts = arrays.positions[arrays.cu_q_lens[:-1]]
+        states = bench.device.step(arrays.slots, starts, np.diff(arrays.cu_q_lens), arrays.states)
         drafts = dict(zip((i.request for i in self.plan.verifies), self.plan.drafts, strict=True))
-        for number, item in enumerate(self.plan):
+        for item, start in zip(self.plan, starts.tolist(), strict=True):
+            tokens = item.request.tokens[: start + item.num_tokens]
+            if item.request in drafts:
+                tokens = [*item.request.tokens[: start + 1], *drafts[item.request]]
+            texts.append(tokens)
+        self.compute(bench, states, texts, arrays.places)
+
+    def compute(
+        self, bench: StateBench, states: StateStep, texts: list[list[int]], places: Int64Array
+    ) -> None:
+        """Writes and reads KV and states.
+
+        Args:
+            bench: Has them.
+            states: What layers do.
+            texts: Of each request, its tokens up to the end of the step.
+            places: [T]: of the rows' KV.
+        """
+        content, bounds = bench.content, self.arrays.cu_q_lens.tolist()
+        row_tokens, expected = list[int](), list[int]()
+        for number, tokens in enumerate(texts):
             begin, end = bounds[number : number + 2]
-            start = int(arrays.positions[begin])
-            tokens = [*item.request.tokens[: start + 1], *drafts.get(item.request, ())]
-            if item.request not in drafts:
-                tokens = item.request.tokens[: start + end - begin]
-            assert len(tokens) == start + end - begin
+            start = len(tokens) - (end - begin)
             row_tokens += tokens[start:]
             expected += sums(tokens)[start:]
-            for row, token in zip(range(begin, end), tokens[start:], strict=True):
-                page, offset = divmod(int(arrays.places[row]), PAGE)
-                content[page][offset] = token
-            pages = self.table[number]
-            for position, token in enumerate(tokens):
-                page, offset = pages[position // PAGE], position % PAGE
-                assert content[page][offset] == token, "a step reads another's KV"
+            at = places[begin:end]
+            content[at // PAGE, at % PAGE] = tokens[start:]
+            read = content[self.table[number, : -(-len(tokens) // PAGE)]].ravel()
+            assert (read[: len(tokens)] == tokens).all(), "a step reads another's KV"
         inputs = torch.tensor(row_tokens, dtype=torch.float64)
         for layer in range(LAYERS):
-            found = self.states.run(layer, [inputs + layer], _scan)
+            found = states.run(layer, [inputs + layer], scan_sums, bench.few_rows)
             if layer == 0:
                 assert found.tolist() == expected, "a step continues another state"
 
 
 class RandomGate(DraftGate):
-    """Wants any number of drafts."""
+    """Wants any number of drafts up to a most."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, most: int) -> None:
         self._rng = rng
+        self._most = most
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
-        return DraftShape.chain(self._rng.randint(0, MAX_DRAFTS))
+        return DraftShape.chain(self._rng.randint(0, self._most))
 
     def observe(self, *_: object) -> None:
         pass
@@ -158,11 +174,15 @@ class RandomGate(DraftGate):
 class StateBench:
     """A scheduler with a model that draws random tokens.
 
+    Drafts are verified from where the host knows that a request is; `LateStateBench` has a device
+    that alone knows it.
+
     Args:
         rng: Decides everything.
         num_pages: Of the pool, the null page included.
         num_blocks: The null block included.
         limits: Budgets.
+        max_drafts: Most drafts of a request in a step.
         checkpoint_tokens: See `StateBlocks`.
         has_cache: Whether prefixes are cached.
         drafts: Whether requests get drafts.
@@ -173,6 +193,11 @@ class StateBench:
         threshold: `write_through_threshold`.
     """
 
+    is_on_device = False
+    """Whether the device knows by itself where requests with drafts are."""
+    few_rows: FewRows | None = None
+    """How the device takes requests of few rows through states; None: as it does others."""
+
     def __init__(
         self,
         rng: random.Random,
@@ -180,6 +205,7 @@ class StateBench:
         num_blocks: int,
         limits: SchedulerLimits,
         *,
+        max_drafts: int = MAX_DRAFTS,
         checkpoint_tokens: int = 8 * PAGE,
         has_cache: bool = True,
         drafts: bool = False,
@@ -210,10 +236,12 @@ class StateBench:
         if not has_tiers:  # They read what the pool has just given up.
             self.blocks._set_free = poison  # type: ignore[method-assign]
         most = limits.max_running_requests
-        self.states = StateBlocks(self.blocks, self.index, PAGE, checkpoint_tokens, most)
+        most_late = max_drafts if drafts and self.is_on_device else 0
+        blocks = self.blocks, self.index
+        self.states = StateBlocks(*blocks, PAGE, checkpoint_tokens, most, most_late)
         self.states.watch(self._reached, self.told.remove)
-        rows = num_ring_rows(PAGE, MAX_DRAFTS)
-        self.device = StateMemory(_PLANE, num_blocks, most, rows, torch.device("cpu"))
+        rows = num_ring_rows(PAGE, max_drafts)
+        self.device = StateMemory(PLANE, num_blocks, most, rows, torch.device("cpu"))
         self.device.poison(range(1, num_blocks))
         for ring in self.device.pools.rings:
             ring.fill_(float("nan"))
@@ -238,14 +266,16 @@ class StateBench:
             self.tiers.listener = self.scheduler
         if drafts:
             plans = self.scheduler.running_plans
-            plans.draft(RandomGate(rng), False, MAX_DRAFTS, num_pages * PAGE)
-        self._flying: _Step | None = None
+            gate = RandomGate(rng, max_drafts)
+            plans.draft(gate, self.is_on_device, max_drafts, num_pages * PAGE)
+        self._flying: BenchStep | None = None
         self.num_added = 0
         self.num_accepted = 0
         self.num_computed = 0
         self.num_rerun = 0
         """Rows that were computed for their states alone."""
-        self._siblings: dict[Request, int] = {}
+        self._siblings: dict[Request, list[list[int]]] = {}
+        """Samples that are still to be forked: the tokens that each has generated elsewhere."""
 
     def _make_tiers(
         self, pages: RequestPages, policy: TierPolicy, slots: tuple[int, int], folder: Path
@@ -289,22 +319,32 @@ class StateBench:
     def _free_slot(self, slot: int) -> None:
         self.table.clear(slot)
 
-    def add(self, tokens: Sequence[int], max_tokens: int, num_siblings: int = 0) -> Request:
-        """Queues a prompt, of which samples are forked behind its first token."""
+    def add(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        num_siblings: int = 0,
+        generated: Sequence[int] = (),
+    ) -> Request:
+        """Queues a prompt, of which samples are forked behind its first token. Where another worker
+        has `generated` tokens, the siblings have a part of these.
+        """
         self.num_added += 1
         request = bare_request(
-            list(tokens),
+            [*tokens, *generated],
             PAGE,
             NAMESPACE,
             key=RequestKey(0, str(self.num_added), 1),
             num_prompt_tokens=len(tokens),
-            max_tokens=max_tokens,
+            max_tokens=max_tokens + len(generated),
             arrival=self.num_added,
             timeline=Timeline(submitted_at=self.now),
         )
         request.speculates = self.scheduler.running_plans.gate is not None
         if num_siblings:
-            self._siblings[request] = num_siblings
+            self._siblings[request] = [
+                list(generated[: self.rng.randint(0, len(generated))]) for _ in range(num_siblings)
+            ]
         if self.tiers is not None:
             self.tiers.look_up(request)
         self.scheduler.add(request)
@@ -342,28 +382,37 @@ class StateBench:
         self.memory.check_integrity()
         self.blocks.check_integrity()
 
-    def _launch(self, plan: Plan) -> _Step:
+    def _launch(self, plan: Plan) -> BenchStep:
         number = self.scheduler.launch(plan)
         copies: list[PageCopy] = []
         self.scheduler.pages.make_copies(copies.extend)
         assert not copies, "there are no copies of parts of pages"
-        plan.drafts = [
-            [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, item.max_drafts))]
-            for item in plan.verifies
-        ]
+        plan.drafts = self._drafts(plan)
         made = step_input(plan, self.table, PAGE)
         made.states = self.states.begin(plan)
         arrays = StepArrays.of_step(made, self.table, PAGE)
-        counts = np.diff(arrays.cu_q_lens)
-        starts = arrays.positions[arrays.cu_q_lens[:-1]]
-        states = self.device.step(arrays.slots, starts, counts, arrays.states)
         self.num_computed += len(arrays.positions)
         self.num_rerun += int((arrays.places < PAGE).sum())
         assert NULL_PAGE == 0
         table = self.table.pages[arrays.slots].copy()
-        return _Step(number, plan, arrays, states, copies, table)
+        return self._step(number, plan, arrays, table)
 
-    def _end(self, step: _Step) -> None:
+    def _drafts(self, plan: Plan) -> Sequence[list[int]]:
+        return [
+            [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, item.max_drafts))]
+            for item in plan.verifies
+        ]
+
+    def _step(
+        self,
+        number: int,
+        plan: Plan,
+        arrays: StepArrays,
+        table: np.ndarray[tuple[int, int], np.dtype[np.int32]],
+    ) -> BenchStep:
+        return BenchStep(number, plan, arrays, table)
+
+    def _end(self, step: BenchStep) -> None:
         """The device has done the step: commits it, and draws."""
         step.run(self)
         plan = step.plan
@@ -388,22 +437,22 @@ class StateBench:
     def _settle(self, request: Request) -> None:
         """Forks and ends a request that drew."""
         is_last = request.num_generated >= request.max_tokens
-        for sample in range(self._siblings.pop(request, 0)):
-            self._fork(request, sample + 1)
+        for number, generated in enumerate(self._siblings.pop(request, ())):
+            self._fork(request, number + 1, generated)
         if is_last or self.rng.random() < self.stop_chance:
             self.scheduler.finish(request)
 
-    def _fork(self, first: Request, sample: int) -> None:
-        prompt = first.tokens[: first.num_prompt_tokens]
+    def _fork(self, first: Request, sample: int, generated: list[int]) -> None:
+        self.num_added += 1
         request = bare_request(
-            prompt,
+            first.tokens[: first.num_prompt_tokens] + generated,
             PAGE,
             NAMESPACE,
             key=first.key,
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=first.num_prompt_tokens,
             max_tokens=first.max_tokens,
-            arrival=first.arrival,
-            timeline=Timeline(submitted_at=self.now),
+            arrival=self.num_added,
+            timeline=Timeline(submitted_at=first.timeline.submitted_at),
         )
         request.speculates, request.sample, request.is_sibling = first.speculates, sample, True
         if first.state is State.RUNNING:
@@ -418,7 +467,7 @@ class StateBench:
         for node, kept in self.index._of_node.items():
             tokens = _tokens_to(node)
             found = torch.cat([pool[kept.block, 0].view(-1) for pool in self.device.pools.blocks])
-            right = [sums(tokens)[-1]] * _COPIES + [len(tokens)]
+            right = [sums(tokens)[-1]] * COPIES + [len(tokens)]
             assert found.tolist() == right, "a cached state is of other tokens"
         assert self.told == {node.key for node in self.index._num_reaching}
 

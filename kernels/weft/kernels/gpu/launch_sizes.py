@@ -1,0 +1,11 @@
+"""Sizes of launches. Triton's functions of these names serve kernels too, and take microseconds."""
+
+
+def cdiv(number: int, size: int) -> int:
+    """`number / size`, rounded up."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`, which is at least 1."""
+    return 1 << max(0, number - 1).bit_length()
