@@ -305,6 +305,15 @@ class RequestPages:
             for request in requests:
                 window.grow(request)
 
+    def drop_uncontinuable(self, request: Request) -> None:
+        """Releases pages behind those that a request has computed, where it cannot go on behind
+        them: a fill has ended before what window groups need arrived.
+        """
+        if self.windows:
+            num_computed = request.num_computed // self._page_size
+            pages, request.pages = request.pages[num_computed:], request.pages[:num_computed]
+            self.memory.release(pages)
+
     def take_promised(self, request: Request, num_pages: int) -> None:
         """Turns reserved pages into the request's next ones."""
         request.pages += self.memory.allocate(num_pages, request.namespace, promised=True)

@@ -455,6 +455,7 @@ class Scheduler:
     def fill_failed(self, request: Request) -> None:
         """Queues a request again, in its old place, with the pages accepted so far."""
         self.filling.remove(request)
+        self.pages.drop_uncontinuable(request)
         self.pages.return_promise(request)
         self._give_slot_back(request)
         self._transition(request, State.WAITING)
@@ -579,8 +580,7 @@ class Scheduler:
         return True
 
     def _num_pages(self, request: Request) -> int:
-        of_block = self._limits.block_pages if request.is_fill else 0
-        return -(-request.num_tokens // self._limits.page_size) + of_block
+        return -(-request.num_tokens // self._limits.page_size) + request.num_more_pages
 
     def _num_pages_to_come(self, request: Request) -> int:
         """Pages that admitted requests and this one will probably need beyond their reservations.
