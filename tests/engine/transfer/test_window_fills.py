@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty
 from weft.testing.models.tiny_models import make_tiny
@@ -28,7 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(
-    params=["qwen2", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3", "mistral"))],
+    params=[
+        "qwen2",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3", "mistral")),
+    ],
     scope="module",
 )
 def model_dir(
@@ -89,6 +93,89 @@ def test_filled_prompts_of_every_length_around_borders(
         counters = pair.owner.counters()
         assert counters["fills_done"] == sum(length > PAGE for length in lengths)
         assert not counters["fills_failed"]
+        check(pair)
+    finally:
+        pair.close()
+
+
+def test_a_shipped_prompt_takes_no_more_memory_than_a_local_one(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """And what lies behind the last window is not sent."""
+    bytes_of = {}
+    for mode in ("keep", "free"):
+        pair = make_pair(model_dir, window_pages=mode, prefix_cache=False)
+        try:
+            prompt, owner = random_prompt(50 * PAGE + 1), pair.owner
+            request = pair.submit(prompt, 40)
+            pair.run(lambda pair=pair, request=request: pair.answers[request].tokens)
+            used = [memory.counts().used for memory in owner.memories]
+            assert used[0] == 51
+            assert all(count <= -(-WINDOW // PAGE) + 2 for count in used[1:])
+            assert pair.finish(request) == [greedy(model, prompt, 40)]
+            bytes_of[mode] = owner.counters()["accepted_bytes"]
+            check(pair)
+        finally:
+            pair.close()
+    kept, freed = owner.parts.layout.groups
+    last_window = -(-(WINDOW - 1) // PAGE) * freed.page_bytes(PAGE)
+    whole = 50 * (kept.page_bytes(PAGE) + freed.page_bytes(PAGE))
+    print(f"{bytes_of['free']:,} bytes instead of {bytes_of['keep']:,}")
+    assert bytes_of["keep"] == whole
+    least = 50 * kept.page_bytes(PAGE) + last_window
+    assert least <= bytes_of["free"] < least + kept.page_bytes(PAGE)
+
+
+def test_prompts_that_part_from_a_filled_one_anywhere(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """Pages of layers without a window are sent once, whatever window pages are there; each fill
+    brings the window behind its end.
+    """
+    pair = make_pair(model_dir, max_running_requests=2)
+    try:
+        base = random_prompt(150)
+        assert pair.finish(pair.submit(base, 3)) == [greedy(model, base, 3)]
+        for length in random.sample(range(1, 151), 12):
+            begin = pair.owner.counters()
+            prompt = base[:length] + random_prompt(random.randint(1, 40))
+            assert pair.finish(pair.submit(prompt, 3)) == [greedy(model, prompt, 3)]
+            end = pair.owner.counters()
+            if end["fills_done"] > begin["fills_done"]:
+                first, last = length // PAGE, (len(prompt) - 1) // PAGE
+                kept = pair.owner.parts.layout.groups[0].page_bytes(PAGE)
+                window = pair.owner.fills.num_block_pages
+                sent = (end["accepted_bytes"] - begin["accepted_bytes"]) // kept
+                assert sent <= max(1, last - first) + window
+        assert not pair.owner.counters()["fills_failed"]
+        check(pair)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("num_fillers", [1, 2])
+def test_a_fill_that_breaks_anywhere(
+    model_dir: Path, model: torch.nn.Module, num_fillers: int
+) -> None:
+    """The next filler fills, or the owner computes, all behind what it can go on with."""
+    pair = make_pair(model_dir, num_fillers)
+    most = 0
+
+    def cut(event: FillEvent) -> list[FillEvent]:
+        if pair.owner.counters()["accepted_pages"] < most or event.kind not in ("written", "data"):
+            return [event]
+        pair.on_event = lambda event: [event]
+        return [FillEvent(kind="broken", message="cut")]
+
+    try:
+        base = random_prompt(8 * PAGE)
+        assert pair.finish(pair.submit(base, 3)) == [greedy(model, base, 3)]
+        for num_before in random.sample(range(10), 3):
+            prompt = base[: random.randint(1, len(base))] + random_prompt(12 * PAGE)
+            most = pair.owner.counters()["accepted_pages"] + num_before
+            pair.on_event = cut
+            assert pair.finish(pair.submit(prompt, 6)) == [greedy(model, prompt, 6)]
+        assert pair.owner.counters()["fills_failed"] == 3
         check(pair)
     finally:
         pair.close()
