@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.request import SamplingParams
 from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
-from weft.testing.engine.engine_storm import check_empty
+from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -179,3 +181,37 @@ def test_a_fill_that_breaks_anywhere(
         check(pair)
     finally:
         pair.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "transport", ["data", pytest.param("nixl", marks=pytest.mark.needs("nixl"))]
+)
+def test_whatever_goes_wrong(model_dir: Path, model: torch.nn.Module, transport: str) -> None:
+    """Random requests and faults: every answer is right, and nothing stays behind."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, clock = random.Random(seed), ManualClock()
+    samplings = [SamplingParams(temperature=float(i % 2 == 0), seed=i, n=4) for i in range(12)]
+    quiet = make_engine(
+        model_dir, "decode", clock, local_prefill_max_tokens=NEVER_SHIP_TOKENS, window_pages="keep"
+    )
+    texts = make_texts(quiet, clock, samplings, 12)
+    values = {"transport": transport, "window_pages": "free", "max_running_requests": 4}
+    owner = make_engine(model_dir, "decode", clock, num_pages=64, **values)
+    fillers = [
+        make_engine(model_dir, "prefill", clock, num_pages=80, worker_id=f"prefill-{n}", **values)
+        for n in range(2)
+    ]
+    storm = Storm(owner, fillers, clock, texts, rng)
+    try:
+        ride_out(
+            storm,
+            250,
+            10,
+            lambda: bool(owner.counters()["fills_done"] and owner.counters()["fills_failed"]),
+        )
+        assert owner.counters()["fills_done"]
+        check(storm)
+    finally:
+        storm.close()

@@ -311,7 +311,7 @@ class RequestPages:
         """
         if self._cache is None or not self.windows:
             return
-        most = (request.num_reusable_tokens - 1) // self._page_size * self._page_size
+        most = (request.num_reusable_tokens // self._page_size - 1) * self._page_size
         found = self._cache.find(
             request.keys.namespace, request.keys.packed(request.tokens, 0, most)
         )
