@@ -128,6 +128,25 @@ def test_a_shipped_prompt_takes_no_more_memory_than_a_local_one(
     assert least <= bytes_of["free"] < least + kept.page_bytes(PAGE)
 
 
+@pytest.mark.parametrize("transport", ["data", "staged"])
+def test_a_fill_in_pieces(model_dir: Path, model: torch.nn.Module, transport: str) -> None:
+    """Each brings what its own end needs, with room for a third of a window."""
+    values: dict[str, Any] = {"max_fill_fraction": 0.1, "num_pages": 60}
+    if transport == "staged":
+        values |= {"force_staging": True, "max_fill_fraction": 0.12}
+    pair = make_pair(model_dir, **values)
+    try:
+        for length in random.sample(range(100, 250), 3):
+            prompt = random_prompt(length)
+            assert pair.finish(pair.submit(prompt, 5)) == [greedy(model, prompt, 5)]
+        counters = pair.owner.counters()
+        assert counters["fills_done"] > 6
+        assert not counters["fills_failed"]
+        check(pair)
+    finally:
+        pair.close()
+
+
 def test_prompts_that_part_from_a_filled_one_anywhere(
     model_dir: Path, model: torch.nn.Module
 ) -> None:

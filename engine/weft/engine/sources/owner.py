@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -126,7 +127,8 @@ class OwnerFills:
     def _is_remote(self, request: Request) -> bool:
         """Applies the cost rule (docs/architecture.md); records both costs."""
         end_token = self._end_token(request)
-        decision = self._costs.decide(request, end_token, self._page_bytes)
+        num_more = self._num_more(request, end_token)
+        decision = self._costs.decide(request, end_token, self._page_bytes, num_more)
         request.timeline.remote_cost_s = decision.remote_s
         request.timeline.local_cost_s = decision.local_s
         if not decision.is_remote:
@@ -143,14 +145,15 @@ class OwnerFills:
         if any(fill.is_proven for fill in self._fills.values()):
             return True  # A fence is due; it waits for open fills to end, so none may begin.
         size = self._config.page_size
-        begin, end = self._next_token(request), self._end_token(request)
-        wanted, num_more = (end - begin) // size, self._num_more(request, end)
-        free, most = (count - num_more for count in self._room())
+        begin = self._next_token(request)
+        wanted = (self._end_token(request) - begin) // size
+        free, most = (self._fitting(request, count) for count in self._room())
         is_load = request.candidates[0].kind == "kvstore" and wanted <= free
         if not (is_load or self._line.may_begin(request)):
             return True
-        num_pages, least = min(wanted, free), self._landing.least_pages
-        if num_more and request.candidates[0].kind == "kvstore" and num_pages < wanted:
+        num_pages, least = min(wanted, free), min(most, self._landing.least_pages)
+        has_more = self.block_pages is not None
+        if has_more and request.candidates[0].kind == "kvstore" and num_pages < wanted:
             request.candidates.pop(0)  # It has no block before the end.
             return False
         if num_pages < self._line.enough_pages(request, wanted, most, least):
@@ -382,12 +385,25 @@ class OwnerFills:
             len(fill.landed) for fill in self._fills.values() if fill.state is FillState.STOPPING
         )
 
+    def _fitting(self, request: Request, count: int) -> int:
+        """The most pages of KV of a request's next fill that fit into `count` pages together with
+        those behind them, for which nothing is reserved.
+        """
+        size, begin = self._config.page_size, self._next_token(request)
+        available = max(0, self._memory.num_available_pages)
+
+        def is_too_much(num_pages: int) -> bool:
+            num_more = self._num_more(request, begin + num_pages * size)
+            return num_pages + num_more > count or num_more > available
+
+        return bisect_left(range(count + 1), True, key=is_too_much) - 1
+
     def _is_blocked(self, request: Request) -> bool:
         """Whether quarantine leaves too little room for any fill, or pages behind those of KV have
         none.
         """
-        landing = self._landing
-        num_more = self._num_more(request, self._end_token(request))
+        landing, size = self._landing, self._config.page_size
+        num_more = self._num_more(request, self._next_token(request) + size)
         most = min(landing.max_pages, landing.max_pool_pages()) - 1
         if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
