@@ -1,4 +1,4 @@
-"""`weft up --prefill 0`: decode workers know that there is nobody to ask for pages."""
+"""`weft up` tells workers whether they exchange pages, and so what they may free behind windows."""
 
 from __future__ import annotations
 
@@ -32,3 +32,30 @@ def test_workers_that_have_nobody_to_ask_are_told(
     (command,) = [spec.command for spec in plan.services if spec.name == "decode-0"]
     told = dict(pairwise(command)).get("--local-prefill-max-tokens")
     assert told == most_tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "frees"),
+    [
+        ([], True),
+        (["--drafter", "none", "--decode-args", "--num-pages 60"], True),
+        (["--prefill", "0"], False),
+        (["--kvstore", "1"], False),
+        (["--drafter", "ngram"], False),
+        (["--host-cache-bytes", "1000000"], False),
+        (["--disk-cache-dir", "pages"], False),
+        (["--tp", "2"], False),
+        (["--decode-args", "--drafter=ngram"], False),
+        (["--prefill-args", "--host-cache-bytes 1000000"], False),
+    ],
+)
+def test_all_workers_free_pages_behind_windows_or_none(
+    tmp_path: Path, flags: list[str], frees: bool
+) -> None:
+    """Workers exchange pages of equal groups only."""
+    settings = load_settings(UpSettings, flags, {})
+    models = [ModelFolder("tiny", tmp_path)]
+    plan = plan_mesh(settings, StateFolder(tmp_path / "state"), models, None)
+    workers = [spec.command for spec in plan.services if spec.name[:4] in ("pref", "deco")]
+    told = {dict(pairwise(command)).get("--window-pages") for command in workers}
+    assert told == {"free" if frees else None}

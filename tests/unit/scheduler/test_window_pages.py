@@ -46,7 +46,7 @@ def test_rows_find_their_window_whatever_the_load(
     policy: PolicyName,
     is_overlapped: bool,
 ) -> None:
-    """Prompts that begin alike, ends that nobody foresees, cancels and preemptions."""
+    """Prompts that begin alike, fills, ends that nobody foresees, cancels and preemptions."""
     rng = random.Random(seed)
     max_step_tokens = max_running + rng.choice([1, 16])
     limits = SchedulerLimits(
@@ -73,7 +73,8 @@ def test_rows_find_their_window_whatever_the_load(
         num_prompt = rng.randint(1, capacity * 2 // 3)
         most = rng.randint(1, min(30, capacity - num_prompt))
         prefix = STEM[: rng.randint(0, 120)]
-        request = bench.add(num_prompt, most, prefix=prefix, priority=rng.randint(-3, 3))
+        of_request = {"prefix": prefix, "priority": rng.randint(-3, 3)}
+        request = bench.add(num_prompt, most, remote=rng.random() < 0.4, **of_request)
         requests.append(request)
         for _ in range(rng.randint(0, 9)):
             bench.step()

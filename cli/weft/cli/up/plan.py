@@ -24,6 +24,10 @@ from weft.engine.checkpoint.eagle_config import head_kind
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
+_KEEPERS = frozenset(
+    ("drafter", "draft-dir", "mtp-head", "tp", "host-cache-bytes", "disk-cache-dir", "kvstore")
+)
+"""Flags of workers with which they keep all pages behind sliding windows."""
 
 
 class Dial(Protocol):
@@ -251,6 +255,7 @@ def _worker(
                 **_adapters(settings),
                 "draft-dir": _draft_dir(settings, role),
                 "mtp-head": True if settings.drafter == "mtp" else None,
+                "window-pages": "free" if _frees_windows(settings) and model.keeps_kv else None,
                 "crash-dir": state.crashes,
                 **_common(settings, state),
                 **_tls(settings, role),
@@ -269,6 +274,18 @@ def _worker(
     return command + shlex.split(
         settings.decode_args if role == "decode" else settings.prefill_args
     )
+
+
+def _frees_windows(settings: UpSettings) -> bool:
+    """Whether all workers free pages behind sliding windows although they exchange pages: nothing
+    that one of them does needs all pages. Without prefill workers each decides for itself.
+    """
+    drafts = settings.draft_dir is not None or settings.drafter not in (None, "none")
+    has_tiers = bool(settings.host_cache_bytes) or settings.disk_cache_dir is not None
+    if drafts or has_tiers or settings.tp > 1 or settings.kvstore or not settings.prefill:
+        return False
+    words = shlex.split(settings.decode_args) + shlex.split(settings.prefill_args)
+    return _KEEPERS.isdisjoint(word.partition("=")[0].lstrip("-") for word in words)
 
 
 def _draft_dir(settings: UpSettings, role: str) -> Path | None:

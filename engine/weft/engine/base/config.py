@@ -154,9 +154,10 @@ class EngineConfig:
     pool takes the free memory. Lower it to run several workers on one GPU.
     """
     num_pages: int | None = None
-    window_pages: Literal["auto", "keep"] = "auto"
+    window_pages: Literal["auto", "free", "keep"] = "auto"
     """Pages of sliding-window layers. auto: the engine frees pages behind the window unless a
-    feature needs all of them (`keeps_windows`). keep: the engine keeps all of them.
+    feature needs all of them (`keeps_windows`). free: it also does so where it exchanges pages with
+    other workers, which must have the same setting. keep: the engine keeps all of them.
     """
     checkpoint_tokens: int = 1024
     """Models with recurrent layers: tokens from one state that the prefix cache keeps of a prompt
@@ -386,6 +387,11 @@ class EngineConfig:
             ),
             ("lease_s", self.lease_s > self.renew_interval_s, "> renew_interval_s"),
             (
+                "window_pages",
+                self.window_pages != "free" or not self.keeps_windows,
+                f"auto or keep: {self.keeps_windows}",
+            ),
+            (
                 "drafter",
                 self.drafter in _NEED_NO_DIR or self.draft_dir is not None,
                 "another one, or draft_dir given",
@@ -484,9 +490,11 @@ class EngineConfig:
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
             (self.tp > 1, "ranks divide one page group"),
+            (self.has_store, "the KV store takes pages of one group"),
             (
-                self.role == "prefill" or self.has_store or not self.never_fills,
-                "this worker may exchange pages with others",
+                self.window_pages == "auto" and (self.role == "prefill" or not self.never_fills),
+                "this worker may exchange pages with others; with window_pages = free on all of "
+                "them it may free its own",
             ),
             (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
             (self.drafter != "none" or self.has_head, "tokens are drafted"),

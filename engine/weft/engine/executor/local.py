@@ -541,6 +541,20 @@ class LocalExecutor:
         assert self.states is not None
         self.states.from_pages(block, pages, self._page_rows)
 
+    def pack_pages(self, pages: Sequence[int], group: int, into: Sequence[int]) -> None:
+        """See `Executor.pack_pages`."""
+        rows = _rows(self._pools[group]).index_select(0, page_index(pages, self.device)).view(-1)
+        room = rows.new_zeros(len(into) * self._page_rows.shape[1])
+        room[: len(rows)] = rows
+        self._page_rows.index_copy_(0, page_index(into, self.device), room.view(len(into), -1))
+
+    def unpack_pages(self, pages: Sequence[int], group: int, out_of: Sequence[int]) -> None:
+        """See `Executor.unpack_pages`."""
+        room = self._page_rows.index_select(0, page_index(out_of, self.device)).view(-1)
+        own = _rows(self._pools[group])
+        rows = room[: len(pages) * own.shape[1]].view(len(pages), -1)
+        own.index_copy_(0, page_index(pages, self.device), rows)
+
     def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
         """See `Executor.block_pool`."""
         assert self.states is not None
@@ -548,8 +562,8 @@ class LocalExecutor:
 
     @property
     def _page_rows(self) -> torch.Tensor:
-        """The pool as [num_pages, page_bytes] uint8."""
-        return self.pool.view(torch.uint8).view(self.pool.shape[0], -1)
+        """The first group's pool as [num_pages, page_bytes] uint8."""
+        return _rows(self.pool)
 
     def zero(self, pages: Sequence[int], group: int = 0) -> None:
         """Zeroes pages of a group."""
@@ -624,6 +638,11 @@ class LocalExecutor:
     def _lora_of(self, token_slots: Int32Array) -> LoraStep:
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         return self._lora.step(LoraSegments.of(sort_tokens(token_slots)))
+
+
+def _rows(pool: torch.Tensor) -> torch.Tensor:
+    """A pool as [num_pages, page_bytes] uint8."""
+    return pool.view(torch.uint8).view(pool.shape[0], -1)
 
 
 def _rows_of(verifying: Verifying) -> torch.Tensor:

@@ -128,6 +128,14 @@ class Executor(Protocol):
         """Copies a block of recurrent layers out of pages of the first group."""
         ...
 
+    def pack_pages(self, pages: Sequence[int], group: int, into: Sequence[int]) -> None:
+        """Copies pages of a further group, one behind the other, into pages of the first group."""
+        ...
+
+    def unpack_pages(self, pages: Sequence[int], group: int, out_of: Sequence[int]) -> None:
+        """Copies as many pages of a further group as these out of pages of the first group."""
+        ...
+
     def block_pool(self, num_pages: int, page_bytes: int) -> PagePool:
         """Access for one thread to blocks of recurrent layers, as so many pages each."""
         ...

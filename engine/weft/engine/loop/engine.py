@@ -27,12 +27,13 @@ from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.pipeline import StepPipeline
-from weft.engine.loop.recurrent import BlocksInPages, num_block_pages
+from weft.engine.loop.recurrent import BlocksInPages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.tiers import make_tiers
+from weft.engine.loop.windows import WindowsInPages
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import LeaseReply, StagingCounts
@@ -111,9 +112,13 @@ class Engine:
             clock,
         )
         self._block_pages: BlocksInPages | None = None
+        self._window_pages: WindowsInPages | None = None
         if parts.states is not None:
             own = (parts.layout, parts.states, parts.memory, parts.executor)
             self._block_pages = self.fills.block_pages = BlocksInPages(*own)
+        elif parts.windows and config.ships_pages:
+            of_group = (parts.layout, *parts.windows, parts.memory, parts.executor)
+            self._window_pages = self.fills.block_pages = WindowsInPages(*of_group)
         pages = RequestPages(
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
         )
@@ -140,7 +145,6 @@ class Engine:
                 parts.executor.step_sizes,
                 parts.whole_prompt_tokens,
                 parts.transport.last_piece_tokens,
-                num_block_pages(parts.layout),
             ),
             pages,
             waiting,
@@ -207,10 +211,8 @@ class Engine:
             config,
             parts.intake,
             self.scheduler,
-            min(
-                parts.info.max_context_tokens,
-                (parts.info.num_pages - num_block_pages(parts.layout)) * config.page_size,
-            ),
+            parts.info.max_context_tokens,
+            parts.info.num_pages,
             self._look_up,
             self.adapters.holds,
             clock,
@@ -228,7 +230,7 @@ class Engine:
             clock,
             nixl_version=parts.transport.nixl_version,
             memory_type=parts.transport.memory_type,
-            block_pages=self._block_pages,
+            block_pages=self._block_pages or self._window_pages,
             max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
             max_chunk_pages=shipper.max_chunk_pages,
             early=shipper if shipper.reads_early else None,

@@ -20,7 +20,8 @@ class ComputeJobs:
         config: bounds.
         intake: makes requests and knows namespaces.
         scheduler: runs them.
-        max_tokens: longest prompt that the context and the pool allow.
+        max_tokens: longest prompt.
+        num_pages: pages of the pool.
         look_up: asks the KV store about a new request.
         has_adapter: whether pages can be computed with the adapter of this digest.
         clock: monotonic seconds.
@@ -32,6 +33,7 @@ class ComputeJobs:
         intake: Intake,
         scheduler: Scheduler,
         max_tokens: int,
+        num_pages: int,
         look_up: Callable[[Request], None],
         has_adapter: Callable[[bytes], bool],
         clock: Clock,
@@ -41,6 +43,7 @@ class ComputeJobs:
         self._intake = intake
         self._scheduler = scheduler
         self._max_tokens = max_tokens
+        self._num_pages = num_pages
         self._look_up = look_up
         self._has_adapter = has_adapter
         self._clock = clock
@@ -52,8 +55,9 @@ class ComputeJobs:
             return "namespace", f"model, dtype or layout differ{what}"
         if handle.adapter and not self._has_adapter(handle.adapter):
             return "namespace", f"adapter {handle.adapter.hex()[:16]} is not loaded here"
-        if handle.end_token > self._max_tokens:
-            return "too_long", f"{handle.end_token} tokens, at most {self._max_tokens}"
+        room = (self._num_pages - handle.num_more_pages) * handle.page_size
+        if handle.end_token > (most := min(self._max_tokens, room)):
+            return "too_long", f"{handle.end_token} tokens, at most {most}"
         if max(handle.tokens) >= self._intake.vocab_size:
             return "invalid", f"a token id is not below {self._intake.vocab_size}"
         if self._scheduler.num_waiting >= self._max_waiting:

@@ -271,4 +271,5 @@ class Intake:
             traceparent=traceparent,
             is_fill=True,
             lease_id=handle.lease_id,
+            num_more_pages=handle.num_more_pages,
         )

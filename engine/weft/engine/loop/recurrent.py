@@ -147,8 +147,8 @@ class BlocksInPages:
         self.on_allocated: Callable[[], None] = lambda: None
         """Called before pages are written to that may have been taken from the prefix cache."""
 
-    def num_pages_of(self, handle: KvHandle) -> int:
-        """See `BlockSource.num_pages_of`."""
+    def num_pages_of(self, asked: KvHandle | Request, end_token: int = 0) -> int:
+        """See `BlockSource.num_pages_of` and `BlockPages.num_pages_of`."""
         return self.num_pages
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:

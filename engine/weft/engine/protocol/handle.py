@@ -45,7 +45,9 @@ class KvHandle:
     start_token: int
     end_token: int
     pages: list[int]
-    """Destinations, from page start_token / page_size on."""
+    """Destinations, from page start_token / page_size on; behind these, of what the request needs
+    beside pages of KV to go on.
+    """
     filler_epoch: int
     nixl: NixlTargetInfo | None = None
     """NIXL target; None: the owner wants `data` events."""
@@ -57,6 +59,11 @@ class KvHandle:
     """Content digest (`ADAPTER_DIGEST_BYTES`) of the adapter with which the pages are computed;
     empty: the base model. It is part of `namespace`; here it tells the filler which adapter to use.
     """
+
+    @property
+    def num_more_pages(self) -> int:
+        """Pages behind those of the tokens."""
+        return len(self.pages) - (self.end_token - self.start_token) // self.page_size
 
 
 EventKind = Literal[

@@ -35,10 +35,6 @@ class SchedulerLimits(NamedTuple):
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
     has_whole_prompts: bool = False
     """Whether a prompt is computed in one step or not at all."""
-    block_pages: int = 0
-    """Pages that a prompt computed for another worker needs beside its KV, for the block of
-    recurrent layers behind it.
-    """
     has_draft: bool = False
     """Whether a draft head continues from states that the model leaves in the slots."""
 
@@ -49,7 +45,6 @@ class SchedulerLimits(NamedTuple):
         step_sizes: Sequence[int],
         whole_prompt_tokens: int = 0,
         last_piece_tokens: int = 0,
-        block_pages: int = 0,
     ) -> SchedulerLimits:
         """The limits that follow from an engine's settings and its captured steps.
 
@@ -58,7 +53,6 @@ class SchedulerLimits(NamedTuple):
             step_sizes: See `SchedulerLimits.step_sizes`.
             whole_prompt_tokens: The longest prompt, where prompts are not cut; 0: they are.
             last_piece_tokens: The default of `SchedulerLimits.last_piece_tokens`.
-            block_pages: See `SchedulerLimits.block_pages`.
         """
         own_last = config.last_piece_tokens
         whole = whole_prompt_tokens
@@ -77,5 +71,4 @@ class SchedulerLimits(NamedTuple):
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
             has_draft=config.has_head,
-            block_pages=block_pages,
         )

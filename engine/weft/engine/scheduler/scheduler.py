@@ -444,6 +444,9 @@ class Scheduler:
     def _go_on(self, request: Request) -> None:
         assert self._fills is not None
         state = self._fills.next_state(request)
+        if state is State.PREFILLING and self.pages.has_uncontinuable(request):
+            self.fill_failed(request)
+            return
         if state is not request.state:
             self._transition(request, state)
         if state is State.PREFILLING:
@@ -453,8 +456,11 @@ class Scheduler:
             self._fills.start(request)
 
     def fill_failed(self, request: Request) -> None:
-        """Queues a request again, in its old place, with the pages accepted so far."""
+        """Queues a request again, in its old place, with the pages accepted so far behind which it
+        can go on.
+        """
         self.filling.remove(request)
+        self.pages.drop_uncontinuable(request)
         self.pages.return_promise(request)
         self._give_slot_back(request)
         self._transition(request, State.WAITING)
@@ -555,6 +561,7 @@ class Scheduler:
             self.pages.use_partial(request)
         else:
             self.pages.forget_partial(request)
+            self.pages.take_uncontinuable(request)
         if request.awaits_first_token and not (has_pages or request.is_sibling):
             request.num_cached_tokens = request.num_computed
         self._note_admission(request, now)
@@ -579,8 +586,7 @@ class Scheduler:
         return True
 
     def _num_pages(self, request: Request) -> int:
-        of_block = self._limits.block_pages if request.is_fill else 0
-        return -(-request.num_tokens // self._limits.page_size) + of_block
+        return -(-request.num_tokens // self._limits.page_size) + request.num_more_pages
 
     def _num_pages_to_come(self, request: Request) -> int:
         """Pages that admitted requests and this one will probably need beyond their reservations.

@@ -151,6 +151,10 @@ class Request:
     """With a draft model: end position of the hidden state kept in the slot."""
     num_published_pages: int = 0
     num_promised_pages: int = 0
+    num_more_pages: int = 0
+    """Pages that a prompt computed for another worker needs beside those of its tokens, for what
+    lies behind these (`KvHandle.num_more_pages`).
+    """
     cache_leaf: Node | None = None
     """The prefix cache's node of its last published page, if known."""
     partial_page: int | None = None

@@ -142,10 +142,46 @@ class WindowPages:
             return
         node, index = request.cache_leaf, num_pages - 1
         while self._index is not None and node is not None and index >= held.first:
-            if not self._index.add(node, held.pages[index - held.first]):
+            if index < held.end and not self._index.add(node, held.pages[index - held.first]):
                 break
             node, index = node.parent, index - 1
-        num_behind = min(self._first_read(request.num_computed) - held.first, len(held.pages))
+        self._free_behind(held, request.num_computed)
+
+    def num_needed(self, first_token: int, end_token: int) -> int:
+        """Number of pages of positions from `first_token` on that a request needs to go on behind
+        `end_token`; both are page borders.
+        """
+        first = max(first_token // self._page_size, self._first_read(end_token))
+        return max(0, end_token // self._page_size - first)
+
+    def last_pages(self, request: Request, num_pages: int, count: int) -> list[int]:
+        """The last `count` of a request's first `num_pages` pages, which its window reaches."""
+        held = self._held[request]
+        end = num_pages - held.first
+        assert count <= end <= len(held.pages), "these pages are not there"
+        return held.pages[end - count : end]
+
+    def adopt(self, request: Request, num_pages: int) -> list[int]:
+        """Gives an admitted request, whose tokens of so many pages were computed elsewhere, the
+        pages that it needs to go on behind them and has not yet. The caller writes these.
+
+        Args:
+            request: It has published its pages of the first group up to there.
+            num_pages: Number of its computed pages.
+        """
+        held, end_token = self._held[request], num_pages * self._page_size
+        self._free_behind(held, end_token)
+        count = self.num_needed(held.end * self._page_size, end_token)
+        if not held.pages:
+            held.first = num_pages - count
+        pages = self.memory.allocate(count, request.namespace)
+        held.pages += pages
+        self.publish(request, num_pages)
+        return pages
+
+    def _free_behind(self, held: _Held, num_computed: int) -> None:
+        """Frees pages that no row from this position on attends to."""
+        num_behind = min(self._first_read(num_computed) - held.first, len(held.pages))
         if num_behind > 0:
             behind, held.pages = held.pages[:num_behind], held.pages[num_behind:]
             held.first += num_behind

@@ -170,8 +170,12 @@ class FillCosts:
         self._alone, self._beside = _Rate(), _Rate()
         self._decode_s = 0.0
 
-    def decide(self, request: Request, end_token: int, page_bytes: int) -> FillDecision:
-        """Decides for the range [request.num_computed, end_token)."""
+    def decide(
+        self, request: Request, end_token: int, page_bytes: int, num_more_pages: int = 0
+    ) -> FillDecision:
+        """Decides for the range [request.num_computed, end_token). More pages than its own are
+        written behind its last step.
+        """
         num_local = request.num_tokens - 1 - request.num_computed - request.num_partial_tokens
         if self._local_max is not None:
             return FillDecision(num_local > self._local_max, None, None)
@@ -188,7 +192,8 @@ class FillCosts:
         num_pages = (end_token - request.num_computed) // self._page_size
         to_compute = max(0, end_token - candidate.match_tokens)
         work_s = (candidate.queued_tokens + to_compute) / candidate.tokens_per_second
-        work_s += self._exposed_bytes(num_pages * page_bytes, to_compute) / self._bytes_per_s
+        num_bytes = self._exposed_bytes(num_pages * page_bytes, to_compute)
+        work_s += (num_bytes + num_more_pages * page_bytes) / self._bytes_per_s
         rate = self._rate_beside(load, num_local, candidate.tokens_per_second)
         local_s = self._computing_s(num_local, load, rate) + self._local_rest_s
         remote_s = work_s + _known(self._rests) + _known(self._tails)

@@ -50,15 +50,21 @@ class OwnerTransport(Protocol):
 
 
 class BlockPages(Protocol):
-    """Carries blocks of recurrent layers in pages: those of a lease follow its pages of KV."""
+    """Carries in pages what a request needs beside those of the first group to go on: blocks of
+    recurrent layers, or pages of a window group. Such pages of a lease follow its pages of KV.
+    """
 
     @property
     def num_pages(self) -> int:
-        """Pages that one block takes."""
+        """Most pages that a lease has for it."""
+        ...
+
+    def num_pages_of(self, request: Request, end_token: int) -> int:
+        """Pages that a lease of a request up to `end_token` has for it."""
         ...
 
     def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
-        """Gives a request the block in these pages, which has its tokens up to `end_token`."""
+        """Gives a request what these pages carry, which has its tokens up to `end_token`."""
         ...
 
 
@@ -96,7 +102,7 @@ class Fill:
     accepted_token: int
     """End of the accepted range [start_token, accepted_token)."""
     num_block_pages: int = 0
-    """Pages behind `end_token` that carry a block; protocol and chunks count them as positions."""
+    """Pages behind `end_token` for `BlockPages`; protocol and chunks count them as positions."""
     block_pages: list[int] = field(default_factory=list)
     """Those of them that are accepted."""
     state: FillState = FillState.STARTING

@@ -81,7 +81,7 @@ class Filler:
         nixl_version: Version of NIXL; None: NIXL is not available.
         memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
             another kind of memory get `data` messages.
-        block_pages: Carries blocks of recurrent layers; None: the model has none.
+        block_pages: Fills pages behind those of KV; None: there are none.
         max_chunk_bytes: Most bytes of one write.
         max_chunk_pages: Most pages of one write; None: no limit.
         early: Reads pages of steps under way; None: pages are read once they are computed.
@@ -257,7 +257,7 @@ class Filler:
             if self._block_pages is not None:
                 packed = self._block_pages.pack(job, lease.end_token)
                 if packed is None:
-                    self._fail(lease, "no room for the states of recurrent layers")
+                    self._fail(lease, "no room for what belongs behind the pages of KV")
                     return
                 lease.block_pages = packed
                 ready += len(packed) * size

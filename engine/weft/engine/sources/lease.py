@@ -59,14 +59,16 @@ class Jobs(Protocol):
 
 
 class BlockSource(Protocol):
-    """Source of the blocks of recurrent layers that lie in a lease's pages behind those of KV."""
+    """Source of what lies in a lease's pages behind those of KV: blocks of recurrent layers, or
+    pages of a window group.
+    """
 
     def num_pages_of(self, handle: KvHandle) -> int:
-        """Pages that the block of a handle takes; 0: it asks for none."""
+        """Pages of a handle that are for it; 0: it asks for none."""
         ...
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
-        """The block behind a job's tokens, in pages that the caller releases; None: there is no
+        """What belongs behind a job's tokens, in pages that the caller releases; None: there is no
         room for it.
         """
         ...
@@ -90,7 +92,7 @@ class Lease:
     """End of the pages that are queued for shipping or shipped."""
     next_chunk: int = 0
     block_pages: list[int] = field(default_factory=list)
-    """Pages that carry the block of recurrent layers, shipped behind the others."""
+    """Pages from `BlockSource.pack`, shipped behind the others."""
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
     early: deque[ShipChunk] = field(default_factory=deque)
     """Chunks behind `next_token` that are read early: steps under way compute their pages."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -99,7 +100,7 @@ class OwnerFills:
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.listener: FillListener | None = None
         self.block_pages: BlockPages | None = None
-        """Carries blocks of recurrent layers; None: the model has none."""
+        """Carries what requests need beside pages of KV to go on; None: there is nothing."""
         self.audit: PageAudit | None = None
         self.on_filled: Callable[[FillRecord], None] | None = None
         """Called with each fill that ended with all of its pages."""
@@ -110,7 +111,7 @@ class OwnerFills:
     def next_state(self, request: Request) -> State:
         """See `Fills.next_state`: stores first, then the remote-or-local rule."""
         self._pass_over_silent(request)
-        if request.candidates and self._is_blocked:
+        if request.candidates and self._is_blocked(request):
             self.counters.local_decisions += 1
             return State.PREFILLING
         while request.candidates and self._end_token(request) <= self._next_token(request):
@@ -126,7 +127,8 @@ class OwnerFills:
     def _is_remote(self, request: Request) -> bool:
         """Applies the cost rule (docs/architecture.md); records both costs."""
         end_token = self._end_token(request)
-        decision = self._costs.decide(request, end_token, self._page_bytes)
+        num_more = self._num_more(request, end_token)
+        decision = self._costs.decide(request, end_token, self._page_bytes, num_more)
         request.timeline.remote_cost_s = decision.remote_s
         request.timeline.local_cost_s = decision.local_s
         if not decision.is_remote:
@@ -137,26 +139,28 @@ class OwnerFills:
         """See `Fills.start`. Waits while too little of the cap is free (`fill_queue.py`)."""
         if id(request) in self._by_request:
             return True
-        if not self._has_filler(request) or self._is_blocked:
+        if not self._has_filler(request) or self._is_blocked(request):
             self._line.leaves(request)
             return False
         if any(fill.is_proven for fill in self._fills.values()):
             return True  # A fence is due; it waits for open fills to end, so none may begin.
         size = self._config.page_size
-        begin, num_more = self._next_token(request), self.num_block_pages
+        begin = self._next_token(request)
         wanted = (self._end_token(request) - begin) // size
-        free, most = (count - num_more for count in self._room())
+        free, most = (self._fitting(request, count) for count in self._room())
         is_load = request.candidates[0].kind == "kvstore" and wanted <= free
         if not (is_load or self._line.may_begin(request)):
             return True
-        num_pages, least = min(wanted, free), self._landing.least_pages
-        if num_more and request.candidates[0].kind == "kvstore" and num_pages < wanted:
+        num_pages, least = min(wanted, free), min(most, self._landing.least_pages)
+        has_more = self.block_pages is not None
+        if has_more and request.candidates[0].kind == "kvstore" and num_pages < wanted:
             request.candidates.pop(0)  # It has no block before the end.
             return False
         if num_pages < self._line.enough_pages(request, wanted, most, least):
             self._line.waits(request)
             return True
         self._line.leaves(request)
+        num_more = self._num_more(request, begin + num_pages * size)
         pages = self._memory.allocate(num_pages, request.namespace, promised=True)
         request.num_promised_pages -= num_pages
         pages += self._memory.allocate(num_more, request.namespace)
@@ -343,7 +347,8 @@ class OwnerFills:
         If a prefill worker fills pages of a prompt of whole pages, it ships the last one too, and
         the owner runs one token instead of a page. Not so if the last page alone is missing: it is
         computed here. Nor with recurrent layers, whose state behind the last token cannot be taken
-        back to run that token again.
+        back to run that token again, nor with window groups, whose last window begins behind what
+        that token reaches.
         """
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size
@@ -361,8 +366,12 @@ class OwnerFills:
 
     @property
     def num_block_pages(self) -> int:
-        """Pages that carry a block of recurrent layers; 0: the model has none."""
+        """Most pages of a fill behind those of KV."""
         return 0 if self.block_pages is None else self.block_pages.num_pages
+
+    def _num_more(self, request: Request, end_token: int) -> int:
+        """Pages behind those of KV of a fill that ends there."""
+        return 0 if self.block_pages is None else self.block_pages.num_pages_of(request, end_token)
 
     def _room(self) -> tuple[int, int]:
         """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
@@ -376,10 +385,25 @@ class OwnerFills:
             len(fill.landed) for fill in self._fills.values() if fill.state is FillState.STOPPING
         )
 
-    @property
-    def _is_blocked(self) -> bool:
-        """Whether quarantine leaves too little room for any fill, or a block has none."""
-        landing, num_more = self._landing, self.num_block_pages
+    def _fitting(self, request: Request, count: int) -> int:
+        """The most pages of KV of a request's next fill that fit into `count` pages together with
+        those behind them, for which nothing is reserved.
+        """
+        size, begin = self._config.page_size, self._next_token(request)
+        available = max(0, self._memory.num_available_pages)
+
+        def is_too_much(num_pages: int) -> bool:
+            num_more = self._num_more(request, begin + num_pages * size)
+            return num_pages + num_more > count or num_more > available
+
+        return bisect_left(range(count + 1), True, key=is_too_much) - 1
+
+    def _is_blocked(self, request: Request) -> bool:
+        """Whether quarantine leaves too little room for any fill, or pages behind those of KV have
+        none.
+        """
+        landing, size = self._landing, self._config.page_size
+        num_more = self._num_more(request, self._next_token(request) + size)
         most = min(landing.max_pages, landing.max_pool_pages()) - 1
         if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
@@ -563,7 +587,7 @@ class OwnerFills:
         fill.accepted_token, fill.next_chunk = end_token, index + 1
         is_whole = end_token == fill.last_token(self._config.page_size)
         if self.block_pages is None or is_whole:
-            # Without a block, nothing can go on behind the pages that come before it.
+            # Without what lies behind them, nothing can go on behind the pages before it.
             # A page with a token that is still to be run is published behind that.
             num_known = min(end_token, fill.end_token, request.num_reusable_tokens)
             begin, request.num_computed = request.num_computed, num_known

@@ -102,11 +102,11 @@ class WorkerSettings(PageSettings):
     num_pages: int | None = engine_field(
         "num_pages", None, "size of the KV pool in pages, instead of kv_memory_bytes"
     )
-    window_pages: Literal["auto", "keep"] = Field(
+    window_pages: Literal["auto", "free", "keep"] = Field(
         "auto",
-        description="KV pages of layers with a sliding window, in models that also have others: "
-        "auto frees them behind the window where this worker exchanges no pages, has no tiers and "
-        "drafts no tokens; keep keeps all",
+        description="KV pages of layers with a sliding window: auto frees them behind the window "
+        "where this worker exchanges no pages, has no tiers and drafts no tokens; free does so "
+        "where it exchanges pages with workers that have the same setting; keep keeps all",
     )
     checkpoint_tokens: int = engine_field(
         "checkpoint_tokens",

@@ -66,6 +66,8 @@ class TinyMesh(LocalMesh):
         marks: Special tokens in place of the last ones of its vocabulary.
         chat_template: Its own; empty: that of all such models.
         num_heads: Its attention heads.
+        kind: Its kind; see `make_tiny`.
+        shape: Its configuration, beyond that of all such models.
     """
 
     model = MODEL
@@ -82,16 +84,18 @@ class TinyMesh(LocalMesh):
         marks: Sequence[str] = (),
         chat_template: str = "",
         num_heads: int = 6,
+        kind: str = "llama",
+        shape: dict[str, Any] | None = None,
     ) -> None:
         self._armed: set[tuple[str, str]] = set()
         self.model_dir = make_tiny(
-            "llama",
+            kind,
             folder / MODEL,
             seed=random.randrange(2**31),
             tokenizer=True,
             max_position_embeddings=max_context_tokens,
             num_attention_heads=num_heads,
-            **SHAPE,
+            **{**SHAPE, **(shape or {})},
         )
         _add_marks(self.model_dir / "tokenizer.json", marks)
         if chat_template:

@@ -114,6 +114,13 @@ class WindowBench:
                 page[offset] = tokens[position]
             assert page[offset] == tokens[position], "a row's window has another's KV"
 
+    def fill(self, request: Request) -> None:
+        """A filler's pages of the group come with the last one of its fill."""
+        num_pages = request.num_computed // PAGE
+        pages = self.pages.adopt(request, num_pages)
+        for index, page in enumerate(pages, num_pages - len(pages)):
+            self.content[page] = request.tokens[index * PAGE : (index + 1) * PAGE]
+
     def check(self) -> None:
         """Poisons what is free, where no step may have written since it was."""
         fresh = self.memory.take_freed()
@@ -134,17 +141,19 @@ class FakeFills:
         self.rng = rng
         self.open: dict[int, tuple[Request, list[int]]] = {}
         self.scheduler: Scheduler | None = None
+        self.window: WindowBench | None = None
+        """A window group; a fill brings of it what the request needs behind its last page."""
 
     def next_state(self, request: Request) -> State:
-        is_remote = bool(request.candidates) and self._end(request) > request.num_computed
+        is_remote = bool(request.candidates) and self._end(request) > self._begin(request)
         return State.FILLING if is_remote else State.PREFILLING
 
     def start(self, request: Request) -> bool:
         if id(request) not in self.open:
-            count = (self._end(request) - request.num_computed) // PAGE
+            first = self._begin(request)
+            count = (self._end(request) - first) // PAGE
             pages = self.memory.allocate(count, promised=True)
             request.num_promised_pages -= count
-            first = request.num_computed
             for index, page in enumerate(pages):
                 begin = first + index * PAGE
                 self.content[page] = request.tokens[begin : begin + PAGE]
@@ -161,8 +170,13 @@ class FakeFills:
             accepted = self.rng.randint(0, len(pages))
             request.pages += pages[:accepted]
             del pages[:accepted]
-            request.num_computed += accepted * PAGE
+            if self.window is None:
+                request.num_computed += accepted * PAGE
+            elif not pages:
+                request.num_computed = self._begin(request)
             self.scheduler.publish(request)
+            if self.window is not None and not pages:
+                self.window.fill(request)
             if not pages:
                 del self.open[id(request)]
                 self.scheduler.fill_completed(request)
@@ -171,6 +185,9 @@ class FakeFills:
                 self.memory.release(pages)
                 request.candidates.pop()
                 self.scheduler.fill_failed(request)
+
+    def _begin(self, request: Request) -> int:
+        return request.num_computed if self.window is None else len(request.pages) * PAGE
 
     def _end(self, request: Request) -> int:
         return (request.num_tokens - 1) // PAGE * PAGE
@@ -209,7 +226,7 @@ class Bench:
         self.finished: list[Request] = []
         self.freed_slots: list[int] = []
         self.window: WindowBench | None = None
-        """A window group, beside which nothing is filled."""
+        """A window group; None: there is none."""
         if reach is not None:
             sizes = num_window_pages, reach, limits, num_pages
             self.window = WindowBench(self.cache, *sizes)
@@ -221,7 +238,7 @@ class Bench:
             limits,
             pages,
             waiting,
-            self.fills if self.window is None else None,
+            self.fills,
             self.finished.append,
             self.freed_slots.append,
             adapters.manager.residency if adapters is not None else None,
@@ -230,6 +247,7 @@ class Bench:
         if adapters is not None:
             adapters.attach(self.scheduler)
         self.fills.scheduler = self.scheduler
+        self.fills.window = self.window
         self.num_added = 0
         self.now = 0.0
         self.num_computed = 0
@@ -261,7 +279,7 @@ class Bench:
             timeline=Timeline(submitted_at=self.now),
             priority=priority,
             tenant=tenant,
-            candidates=[CANDIDATE, CANDIDATE] if remote and self.window is None else [],
+            candidates=[CANDIDATE, CANDIDATE] if remote else [],
             adapter=adapter,
             deadline=deadline,
             first_token_deadline=first_token_deadline,

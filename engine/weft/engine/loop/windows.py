@@ -1,0 +1,84 @@
+"""Window pages in leases: a fill brings as much of a window group as its owner needs to go on."""
+
+from __future__ import annotations
+
+from weft.engine.executor.port import Executor
+from weft.engine.memory.layout import CacheLayout
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.handle import KvHandle
+from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.window_pages import WindowPages
+from weft.engine.sources.lease import FillJob
+
+
+class WindowsInPages:
+    """Carries pages of the window group in pages of the first group, so that leases ship them as
+    they do these: the pages that the last window before the lease's end reaches, and that the owner
+    lacks. The last one lies first, so that both sides find it whatever the number.
+
+    Args:
+        layout: Of the first group and the window group.
+        windows: The owner of window pages.
+        memory: The owner of pages of the first group.
+        executor: Has the bytes of both.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, windows: WindowPages, memory: PageMemory, executor: Executor
+    ) -> None:
+        self._page_size = layout.page_size
+        self._own_bytes, self._bytes = (
+            group.page_bytes(layout.page_size) for group in layout.groups
+        )
+        self._windows = windows
+        self._memory = memory
+        self._executor = executor
+        self._most = windows.num_needed(0, memory.num_usable_pages * layout.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """See `BlockPages.num_pages`."""
+        return self._carriers(self._most)
+
+    def num_pages_of(self, asked: KvHandle | Request, end_token: int | None = None) -> int:
+        """See `BlockPages.num_pages_of` and `BlockSource.num_pages_of`."""
+        if isinstance(asked, Request):
+            assert end_token is not None
+            return self._carriers(self._windows.num_needed(asked.num_computed, end_token))
+        return self._carriers(self._carried(asked.num_more_pages, asked.end_token))
+
+    def pack(self, job: FillJob, end_token: int) -> list[int] | None:
+        """See `BlockSource.pack`; the pages were reserved when the job was admitted."""
+        assert isinstance(job, Request)
+        count = self._carried(job.num_more_pages, end_token)
+        if job.num_promised_pages < job.num_more_pages:
+            return None
+        job.num_promised_pages -= job.num_more_pages
+        into = self._memory.allocate(job.num_more_pages, job.namespace, promised=True)
+        # Otherwise the next step would zero them.
+        self._executor.zero(self._memory.take_wipes())
+        if count:
+            pages = self._windows.last_pages(job, end_token // self._page_size, count)
+            self._executor.pack_pages(pages[::-1], 1, into)
+        # Threads read these pages without waiting for steps.
+        self._executor.mark().wait()
+        return into
+
+    def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
+        """See `BlockPages.unpack`."""
+        new = self._windows.adopt(request, end_token // self._page_size)
+        # Otherwise the next step would zero them.
+        self._executor.zero(self._windows.memory.take_wipes(), 1)
+        if new:
+            self._executor.unpack_pages(new[::-1], 1, pages)
+
+    def _carriers(self, count: int) -> int:
+        """Pages of the first group that have room for so many window pages."""
+        return -(-count * self._bytes // self._own_bytes)
+
+    def _carried(self, num_pages: int, end_token: int) -> int:
+        """Window pages that so many pages of the first group have room for, as far as there are
+        any before the end.
+        """
+        room = max(0, num_pages) * self._own_bytes // self._bytes
+        return min(room, self._windows.num_needed(0, end_token))

@@ -1,0 +1,236 @@
+"""Fills of models with sliding windows: they bring all pages of layers without a window, and of the
+others what the owner still needs.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.request import SamplingParams
+from weft.engine.protocol.handle import FillEvent
+from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
+from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE, WINDOW, VOCAB = 8, 21, 517
+SOME = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"layer_types": SOME, "num_hidden_layers": 4, "use_sliding_window": True},
+    "qwen3": {"layer_types": ["full_attention"] * 2 + SOME[:2], "num_hidden_layers": 4},
+    "mistral": {"num_hidden_layers": 3},
+}
+"""Window pages as long as three pages of the first group, half as long, and twice as long."""
+
+
+@pytest.fixture(
+    params=[
+        "qwen2",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3", "mistral")),
+    ],
+    scope="module",
+)
+def model_dir(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> Path:
+    overrides = {"sliding_window": WINDOW, "use_sliding_window": True, **KINDS[request.param]}
+    return make_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed, **overrides)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def random_prompt(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, prompt: list[int], num_new: int) -> list[int]:
+    inputs = torch.tensor([prompt])
+    settings = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(inputs)
+    out = model.generate(inputs, attention_mask=mask, **settings)  # type: ignore[operator]
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def make_pair(model_dir: Path, num_fillers: int = 1, **settings: Any) -> EnginePair:
+    clock, values = ManualClock(), {"window_pages": "free", **settings}
+    owner = make_engine(model_dir, "decode", clock, **values)
+    fillers = [
+        make_engine(model_dir, "prefill", clock, **{**values, "worker_id": f"prefill-{number}"})
+        for number in range(num_fillers)
+    ]
+    return EnginePair(owner, fillers, clock)
+
+
+def check(pair: EnginePair) -> None:
+    pair.settle()
+    for engine in (pair.owner, *pair.fillers.values()):
+        check_empty(engine)
+        for window in engine.parts.windows:
+            if window._index is not None:
+                window._index.check_integrity()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_filled_prompts_of_every_length_around_borders(
+    model_dir: Path, model: torch.nn.Module, way: dict[str, Any]
+) -> None:
+    pair = make_pair(model_dir, **way)
+    try:
+        lengths = [*range(WINDOW - 2, WINDOW + PAGE + 3), *random.sample(range(60, 160), 4)]
+        for length in lengths:
+            prompt = random_prompt(length)
+            assert pair.finish(pair.submit(prompt, 6)) == [greedy(model, prompt, 6)]
+        counters = pair.owner.counters()
+        assert counters["fills_done"] == sum(length > PAGE for length in lengths)
+        assert not counters["fills_failed"]
+        check(pair)
+    finally:
+        pair.close()
+
+
+def test_a_shipped_prompt_takes_no_more_memory_than_a_local_one(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """And what lies behind the last window is not sent."""
+    bytes_of = {}
+    for mode in ("keep", "free"):
+        pair = make_pair(model_dir, window_pages=mode, prefix_cache=False)
+        try:
+            prompt, owner = random_prompt(50 * PAGE + 1), pair.owner
+            request = pair.submit(prompt, 40)
+            pair.run(lambda pair=pair, request=request: pair.answers[request].tokens)
+            used = [memory.counts().used for memory in owner.memories]
+            assert used[0] == 51
+            assert all(count <= -(-WINDOW // PAGE) + 2 for count in used[1:])
+            assert pair.finish(request) == [greedy(model, prompt, 40)]
+            bytes_of[mode] = owner.counters()["accepted_bytes"]
+            check(pair)
+        finally:
+            pair.close()
+    kept, freed = owner.parts.layout.groups
+    last_window = -(-(WINDOW - 1) // PAGE) * freed.page_bytes(PAGE)
+    whole = 50 * (kept.page_bytes(PAGE) + freed.page_bytes(PAGE))
+    print(f"{bytes_of['free']:,} bytes instead of {bytes_of['keep']:,}")
+    assert bytes_of["keep"] == whole
+    least = 50 * kept.page_bytes(PAGE) + last_window
+    assert least <= bytes_of["free"] < least + kept.page_bytes(PAGE)
+
+
+@pytest.mark.parametrize("transport", ["data", "staged"])
+def test_a_fill_in_pieces(model_dir: Path, model: torch.nn.Module, transport: str) -> None:
+    """Each brings what its own end needs, with room for a third of a window."""
+    values: dict[str, Any] = {"max_fill_fraction": 0.1, "num_pages": 60}
+    if transport == "staged":
+        values |= {"force_staging": True, "max_fill_fraction": 0.12}
+    pair = make_pair(model_dir, **values)
+    try:
+        for length in random.sample(range(100, 250), 3):
+            prompt = random_prompt(length)
+            assert pair.finish(pair.submit(prompt, 5)) == [greedy(model, prompt, 5)]
+        counters = pair.owner.counters()
+        assert counters["fills_done"] > 6
+        assert not counters["fills_failed"]
+        check(pair)
+    finally:
+        pair.close()
+
+
+def test_prompts_that_part_from_a_filled_one_anywhere(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """Pages of layers without a window are sent once, whatever window pages are there; each fill
+    brings the window behind its end.
+    """
+    pair = make_pair(model_dir, max_running_requests=2)
+    try:
+        base = random_prompt(150)
+        assert pair.finish(pair.submit(base, 3)) == [greedy(model, base, 3)]
+        for length in random.sample(range(1, 151), 12):
+            begin = pair.owner.counters()
+            prompt = base[:length] + random_prompt(random.randint(1, 40))
+            assert pair.finish(pair.submit(prompt, 3)) == [greedy(model, prompt, 3)]
+            end = pair.owner.counters()
+            if end["fills_done"] > begin["fills_done"]:
+                first, last = length // PAGE, (len(prompt) - 1) // PAGE
+                kept = pair.owner.parts.layout.groups[0].page_bytes(PAGE)
+                window = pair.owner.fills.num_block_pages
+                sent = (end["accepted_bytes"] - begin["accepted_bytes"]) // kept
+                assert sent <= max(1, last - first) + window
+        assert not pair.owner.counters()["fills_failed"]
+        check(pair)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("num_fillers", [1, 2])
+def test_a_fill_that_breaks_anywhere(
+    model_dir: Path, model: torch.nn.Module, num_fillers: int
+) -> None:
+    """The next filler fills, or the owner computes, all behind what it can go on with."""
+    pair = make_pair(model_dir, num_fillers)
+    most = 0
+
+    def cut(event: FillEvent) -> list[FillEvent]:
+        if pair.owner.counters()["accepted_pages"] < most or event.kind not in ("written", "data"):
+            return [event]
+        pair.on_event = lambda event: [event]
+        return [FillEvent(kind="broken", message="cut")]
+
+    try:
+        base = random_prompt(8 * PAGE)
+        assert pair.finish(pair.submit(base, 3)) == [greedy(model, base, 3)]
+        for num_before in random.sample(range(10), 3):
+            prompt = base[: random.randint(1, len(base))] + random_prompt(12 * PAGE)
+            most = pair.owner.counters()["accepted_pages"] + num_before
+            pair.on_event = cut
+            assert pair.finish(pair.submit(prompt, 6)) == [greedy(model, prompt, 6)]
+        assert pair.owner.counters()["fills_failed"] == 3
+        check(pair)
+    finally:
+        pair.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "transport", ["data", pytest.param("nixl", marks=pytest.mark.needs("nixl"))]
+)
+def test_whatever_goes_wrong(model_dir: Path, model: torch.nn.Module, transport: str) -> None:
+    """Random requests and faults: every answer is right, and nothing stays behind."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, clock = random.Random(seed), ManualClock()
+    samplings = [SamplingParams(temperature=float(i % 2 == 0), seed=i, n=4) for i in range(12)]
+    quiet = make_engine(
+        model_dir, "decode", clock, local_prefill_max_tokens=NEVER_SHIP_TOKENS, window_pages="keep"
+    )
+    texts = make_texts(quiet, clock, samplings, 12)
+    values = {"transport": transport, "window_pages": "free", "max_running_requests": 4}
+    owner = make_engine(model_dir, "decode", clock, num_pages=64, **values)
+    fillers = [
+        make_engine(model_dir, "prefill", clock, num_pages=80, worker_id=f"prefill-{n}", **values)
+        for n in range(2)
+    ]
+    storm = Storm(owner, fillers, clock, texts, rng)
+    try:
+        ride_out(
+            storm,
+            250,
+            10,
+            lambda: bool(owner.counters()["fills_done"] and owner.counters()["fills_failed"]),
+        )
+        assert owner.counters()["fills_done"]
+        check(storm)
+    finally:
+        storm.close()

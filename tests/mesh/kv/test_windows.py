@@ -1,0 +1,85 @@
+"""Pages behind sliding windows are freed in a mesh whose prompts prefill workers compute."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from weft.engine.base.faults import FaultSpec
+from weft.testing.meshes.local_mesh import wait_until
+from weft.testing.meshes.mesh_calls import Ask, Caller, new_salt
+from weft.testing.meshes.mesh_kinds import PATIENT
+from weft.testing.meshes.tiny_mesh import VOCAB, Greedy, TinyMesh
+
+pytestmark = [pytest.mark.full, pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
+
+PAGE, WINDOW, NUM_NEW = 16, 100, 20
+SLOW = FaultSpec(point="engine.step", kind="delay", count=0, delay_s=0.2)
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+SHAPE = {"num_hidden_layers": 3, "layer_types": LAYERS, "use_sliding_window": True}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[TinyMesh]:
+    mesh = TinyMesh(
+        tmp_path_factory.mktemp("mesh"),
+        *("--local-prefill-max-tokens", "0", "--transport", "nixl", "--enable-faults"),
+        *("--prefill", "2", "--prefill-args", "--prefill-chunk-tokens 64"),
+        *("--decode-args", PATIENT),
+        kind="qwen2",
+        shape={**SHAPE, "sliding_window": WINDOW},
+    )
+    try:
+        mesh.wait_ready()
+        yield mesh
+        assert mesh.stop() == 0, mesh.text
+    finally:
+        mesh.process.kill()
+        mesh.process.wait()
+
+
+def random_prompt(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+async def test_shipped_prompts_and_prefixes(mesh: TinyMesh) -> None:
+    greedy, stem = Greedy(mesh.model_dir), random_prompt(400)
+    prompts = [stem, stem[:230] + random_prompt(80), random_prompt(WINDOW + 1), stem]
+    async with Caller(mesh) as caller:
+        for prompt in prompts:
+            answer = await caller.grpc(Ask(prompt, NUM_NEW, "", ignore_eos=True))
+            greedy.check(prompt, answer.token_ids or [], NUM_NEW)
+    counters = mesh.counters("decode-0")
+    assert counters["fills_done"] >= 3
+    assert not counters["fills_failed"]
+    (counts,) = mesh.dump("decode-0")["engine"]["window_pages"]
+    assert counts["used"] == 0
+    assert counts["cached"]
+
+
+async def test_a_prefill_worker_is_killed_within_a_fill(mesh: TinyMesh) -> None:
+    greedy, prompt = Greedy(mesh.model_dir), random_prompt(1200)
+    before = mesh.counters("decode-0")["accepted_pages"]
+    began = {name: mesh.counters(name)["leases_accepted"] for name in ("prefill-0", "prefill-1")}
+    for name in began:
+        mesh.arm(name, SLOW)
+    async with Caller(mesh) as caller:
+        task = asyncio.create_task(caller.grpc(Ask(prompt, NUM_NEW, new_salt(), ignore_eos=True)))
+        await asyncio.to_thread(
+            wait_until, lambda: mesh.counters("decode-0")["accepted_pages"] > before, 60
+        )
+        (filler,) = [n for n, num in began.items() if mesh.counters(n)["leases_accepted"] > num]
+        os.kill(mesh.service(filler)["engine_pid"], signal.SIGKILL)
+        (other,) = began.keys() - {filler}
+        mesh.disarm(other, SLOW.point)
+        answer = await task
+    greedy.check(prompt, answer.token_ids or [], NUM_NEW)
+    first, second = answer.timeline.fills
+    assert (first.worker_id, second.worker_id) == (filler, other)
+    assert first.failure
+    assert not second.failure
