@@ -293,7 +293,7 @@ class LocalExecutor:
             if self._inputs is not None:
                 rows_of, rows = self._inputs.step, self._inputs.verify_rows
             assert rows_of is not None
-            num_rows = int((arrays.verify_rows >= 0).sum())
+            num_rows = int(arrays.cu_q_lens[len(arrays.verify_rows)])
             self._verifying = Verifying(rows_of, rows, num_rows)
         if not hidden.shape[0]:
             return Launched(None, scores, vectors)
