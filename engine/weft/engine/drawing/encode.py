@@ -144,9 +144,7 @@ def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
         table.extend(int(plan.slots[index]), plan.decodes[index].pages)
 
 
-def _known_verifies(
-    plan: Plan, table: PageTable
-) -> tuple[_Columns, list[int], Int64Array | None]:
+def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], Int64Array | None]:
     """The requests whose drafts the host has; enters their pages into the table.
 
     Returns:
