@@ -39,8 +39,8 @@ class SchedulerLimits(NamedTuple):
     """Pages that a prompt computed for another worker needs beside its KV, for the block of
     recurrent layers behind it.
     """
-    has_draft: bool = False
-    """Whether a draft head continues from states that the model leaves in the slots."""
+    needs_lead: bool = False
+    """Whether a chunk needs the hidden state of the position before it, which its slot may lack."""
 
     @classmethod
     def of(
@@ -76,6 +76,6 @@ class SchedulerLimits(NamedTuple):
             max_tokens_in_flight=config.max_tokens_in_flight,
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
-            has_draft=config.has_head,
+            needs_lead=config.has_head,
             block_pages=block_pages,
         )
