@@ -48,6 +48,10 @@ class Sum(NamedTuple):
         """This: all but the product is computed."""
         return self
 
+    def value(self) -> torch.Tensor:
+        """[T, H]: the product, with what adapters add."""
+        return linear(self.x, self.w, lora=self.lora)
+
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """The sum with [T, H], which is not changed."""
         return linear(self.x, self.w, value, lora=self.lora)
@@ -224,7 +228,7 @@ class Stream:
         if isinstance(pending, GatedSum):
             pending = pending.inner()
         if isinstance(pending, Sum):
-            return linear(pending.x, pending.w, lora=pending.lora)
+            return pending.value()
         return pending.added_to(torch.zeros_like(self._value))
 
     def settle(self) -> torch.Tensor:

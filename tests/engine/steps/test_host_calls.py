@@ -1,8 +1,10 @@
-"""How much Python a step of decodes runs on the host: calls are counted, since times vary."""
+"""How much Python a step runs on the host: calls are counted, since times vary."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,6 +14,9 @@ from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.submits import Submit
+from weft.testing.models.lora_reference import BASE
+from weft.testing.models.tiny_adapters import make_adapter
+from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
 MOST_CALLS = 450
@@ -20,6 +25,10 @@ One more costs about 0.1 microseconds in every step."""
 MOST_MORE = 2.0
 """Of each further request; 1.0 when it was set."""
 FEW, MANY = 1, 33
+MOST_WITH_DRAFTS = 860
+"""Calls of a step of one request whose drafts a head makes; 798 when it was set."""
+MOST_WITH_ADAPTERS = 670
+"""Calls of a step of four requests, two with an adapter each; 618 when it was set."""
 
 
 @pytest.mark.needs("cc")
@@ -34,8 +43,39 @@ def test_a_step_of_decodes_calls_few_functions(tmp_path: Path) -> None:
     assert (many - few) / (MANY - FEW) <= MOST_MORE
 
 
-def least_calls(llm: LLM, num_requests: int) -> int:
-    """Least calls of a turn in which all requests run; others also look at deadlines and pages."""
+@pytest.mark.needs("cc")
+def test_a_step_of_drafts_calls_few_functions(tmp_path: Path) -> None:
+    model_dir = make_tiny("llama", tmp_path / "model", 1)
+    head = make_tiny_draft(tmp_path / "head", model_dir, 2)
+    drafts = {"draft_dir": head, "drafter": "eagle3", "draft_gate": "fixed", "draft_width": 1}
+    with LLM(model_dir, dtype="float32", num_pages=50, num_threads=1, **drafts) as llm:
+        calls = least_calls(llm, 1)
+        assert llm.engine.counters()["drafted_tokens"] > 0
+    print("calls of a step:", calls)
+    assert calls <= MOST_WITH_DRAFTS
+
+
+@pytest.mark.needs("cc")
+def test_a_step_of_adapters_calls_few_functions(tmp_path: Path) -> None:
+    model_dir = make_tiny("llama", tmp_path / "model", 1)
+    config = json.loads((model_dir / "config.json").read_text())
+    paths = [make_adapter(tmp_path / str(seed), config, seed) for seed in (2, 3)]
+    with LLM(model_dir, dtype="float32", num_pages=50, num_threads=1, enable_lora=True) as llm:
+        adapters = [BASE, *map(llm.load_adapter, paths), BASE]
+        llm.generate([[5]] * len(adapters), adapters=adapters)  # They come to the device.
+        calls = least_calls(llm, len(adapters), adapters)
+    print("calls of a step:", calls)
+    assert calls <= MOST_WITH_ADAPTERS
+
+
+def least_calls(llm: LLM, num_requests: int, adapters: Sequence[bytes] = ()) -> int:
+    """Least calls of a turn in which all requests run; others also look at deadlines and pages.
+
+    Args:
+        llm: The engine.
+        num_requests: Requests that run at once.
+        adapters: Of each of them; none: no request has one.
+    """
     sampling, stop = SamplingParams(temperature=0.0), StopCriteria(max_tokens=24, ignore_eos=True)
     inbox: Inbox | None = Inbox(
         submits=[
@@ -46,6 +86,7 @@ def least_calls(llm: LLM, num_requests: int) -> int:
                 prompt=[5 + number, 6, 7],
                 sampling=sampling,
                 stop=stop,
+                adapter=adapters[number] if adapters else BASE,
             )
             for number in range(num_requests)
         ]

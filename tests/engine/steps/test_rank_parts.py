@@ -36,9 +36,9 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
-from weft.engine.parallel.footprint import footprint_of_rank
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
+from weft.testing.engine.rank_footprint import footprint_of_rank
 from weft.testing.models.tiny_models import tiny_config
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "parallel.md"

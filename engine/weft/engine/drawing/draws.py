@@ -364,9 +364,9 @@ class Drawer:
         if firsts is not None:
             if self._sampler.is_on_device and self._sampler.counts_tokens(slots):
                 assert drawable.rows is not None, "the step verifies no drafts"
-                of_rows = np.repeat(firsts[:-1], np.diff(firsts))
+                of_rows = np.repeat(firsts[:-1], firsts[1:] - firsts[:-1])
                 drafted = RowsBehindDrafts(of_rows, drawable.rows(), has_trees)
-            slots = np.repeat(slots, np.diff(firsts))
+            slots = np.repeat(slots, firsts[1:] - firsts[:-1])
         if drawable.on_device is None:
             return self._sampler.begin(
                 drawable.logits(), slots, positions, drafted=drafted, drawn_as=drawn_as

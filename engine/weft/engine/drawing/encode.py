@@ -12,6 +12,9 @@ from weft.engine.executor.step_input import LATE, PooledRows, ScoredRows, StepIn
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 
+_Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
+"""Slots, starts, bounds and counts of requests (`StepInput`)."""
+
 
 def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     """Makes the input of a started plan, whose drafts are known or being made. Enters the requests'
@@ -19,43 +22,41 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     """
     if not (plan.verifies or plan.chunks) and plan.is_late is None:
         return _decodes(plan, table, page_size)
-    _enter_pages(plan, table, page_size)
-    starts = plan.starts if plan.is_late is None else np.where(plan.is_late, LATE, plan.starts)
-    ones, drafts = _ones(len(plan.starts)), None
-    verified: tuple[Int64Array, ...] = (NO_NUMBERS,) * 5
-    words, tokens = None, list[int]()
-    if isinstance(plan.drafts, LaterDrafts):
-        drafts = plan.drafts
-        if plan.verifies:
-            found = verified_input(plan.verifies, drafts.counts, table, page_size)
-            assert found.limits is not None
-            verified = found.slots, found.starts, found.bounds, found.counts, found.limits
+    drafts = plan.drafts if isinstance(plan.drafts, LaterDrafts) else None
+    groups, limits = list[_Columns](), list[Int64Array]()
+    words, tokens, draws, leads = None, list[int](), NO_NUMBERS, NO_NUMBERS
+    if plan.decodes:
+        _enter_pages(plan, table, page_size)
+        late, ones = plan.is_late, _ones(len(plan.decodes))
+        starts = plan.starts if late is None else np.where(late, LATE, plan.starts)
+        groups.append((plan.slots, starts, plan.starts, ones))
+        limits.append(ones)
+    if plan.verifies and drafts is not None:
+        found = verified_input(plan.verifies, drafts.counts, table, page_size)
+        assert found.limits is not None
+        groups.append((found.slots, found.starts, found.bounds, found.counts))
+        limits.append(found.limits)
     elif plan.verifies:
-        *columns, tokens, words = _known_verifies(plan, table)
-        verified = (*columns, NO_NUMBERS)
-    pieces = _pieces(plan.chunks, table, page_size, tokens)
-    groups = (
-        (plan.slots, starts, plan.starts, ones),
-        verified[:4],
-        (pieces[0], pieces[1], pieces[1], pieces[2]),
-    )
-    slots, all_starts, bounds, counts = map(np.concatenate, zip(*groups, strict=True))
-    limits = None
-    if not plan.chunks and (drafts is not None or not plan.verifies):
-        limits = np.concatenate([ones, verified[4]])
+        columns, tokens, words = _known_verifies(plan, table)
+        groups.append(columns)
+    if plan.chunks:
+        own, firsts, rows, draws, leads = _pieces(plan.chunks, table, page_size, tokens)
+        groups.append((own, firsts, firsts, rows))
+    slots, starts, bounds, counts = map(_joined, zip(*groups, strict=True))
+    is_on_device = not plan.chunks and len(limits) == len(groups)
     return StepInput(
         slots=slots,
-        starts=all_starts,
+        starts=starts,
         bounds=bounds,
         counts=counts,
         num_decodes=len(plan.decodes),
         num_verified=len(plan.verifies),
-        draws=pieces[3],
-        leads=pieces[4],
+        draws=draws,
+        leads=leads,
         tokens=np.array(tokens, np.int64),
         words=words,
         has_trees=plan.has_trees,
-        limits=limits,
+        limits=_joined(limits) if is_on_device else None,
         adapters=_adapters(plan),
         drafts=drafts,
         scores=_scores(plan) if plan.chunks else (),
@@ -102,6 +103,11 @@ def _ones(count: int) -> Int64Array:
     return ones
 
 
+def _joined(columns: Sequence[Int64Array]) -> Int64Array:
+    """One column of those of all groups; of a single group its own."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
 def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     """Makes the input of a plan of decodes alone, at positions that the host knows."""
     slots, columns = plan.slots, plan.starts // page_size
@@ -138,20 +144,16 @@ def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
         table.extend(int(plan.slots[index]), plan.decodes[index].pages)
 
 
-def _known_verifies(
-    plan: Plan, table: PageTable
-) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, list[int], Int64Array | None]:
+def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], Int64Array | None]:
     """The requests whose drafts the host has; enters their pages into the table.
 
     Returns:
-        Slots, starts, bounds and counts (`StepInput`; starts are known, so bounds equal them), the
-        tokens of their rows, and `StepInput.words` where drafts form trees.
+        Their columns (starts are known, so bounds equal them), the tokens of their rows, and
+        `StepInput.words` where drafts form trees.
     """
-    columns, tokens = [], list[int]()
-    words = list[int]()
+    tokens, words = list[int](), list[int]()
     for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
         request = item.request
-        columns.append((request.slot, item.start, 1 + len(drafts)))
         tokens += [request.tokens[item.start], *drafts]
         table.extend(request.slot, request.pages)
         if plan.has_trees:
@@ -159,9 +161,11 @@ def _known_verifies(
             for row, parent in enumerate(parents_of(drafts), 1):
                 own.append(own[parent] | 1 << row)
             words += own
-    slots, starts, counts = np.array(columns, np.int64).T
+    slots, starts = [i.request.slot for i in plan.verifies], [i.start for i in plan.verifies]
+    counts = [1 + len(drafts) for drafts in plan.drafts]
+    columns = np.array((slots, starts, counts), np.int64)
     of_trees = np.array(words, np.int64) if plan.has_trees else None
-    return slots, starts, starts, counts, tokens, of_trees
+    return (columns[0], columns[1], columns[1], columns[2]), tokens, of_trees
 
 
 def _pieces(
@@ -179,7 +183,7 @@ def _pieces(
         pieces.append((request.slot, first, count, int(samples), leads))
         tokens += request.tokens[first : start + num_tokens]
         table.extend(request.slot, request.pages)
-    return np.array(pieces, np.int64).reshape(-1, 5).T
+    return np.ascontiguousarray(np.array(pieces, np.int64).T)
 
 
 def _adapters(plan: Plan) -> Int32Array | None:

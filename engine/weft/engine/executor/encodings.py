@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.step_input import LATE, StepInput
 from weft.engine.memory.page_memory import NULL_PAGE
@@ -88,15 +88,20 @@ class StepArrays:
         return is_single and are_known and len(self.sources) == self.num_decodes
 
     @property
+    def _q_lens(self) -> Int32Array:
+        """Rows of each request, [R]."""
+        return self.cu_q_lens[1:] - self.cu_q_lens[:-1]
+
+    @property
     def is_cold(self) -> bool:
         """Whether all requests of several rows begin with this step."""
-        q_lens = np.diff(self.cu_q_lens)
+        q_lens = self._q_lens
         return bool(((q_lens <= 1) | (q_lens == self.kv_lens)).all())
 
     @property
     def num_earlier(self) -> int | None:
         """See `GroupStep.num_earlier`."""
-        q_lens = np.diff(self.cu_q_lens).astype(np.int64)
+        q_lens = self._q_lens.astype(np.int64)
         before = np.where(q_lens > 1, self.kv_lens - q_lens, 0)
         total = int(before.sum())
         if not total or self.adapter_slots is not None or self.ancestors is not None:
@@ -117,15 +122,11 @@ class StepArrays:
             return cls._of_decodes(step, table, page_size)
         num_decodes, num_requests = step.num_decodes, len(step.slots)
         num_behind = num_decodes + step.num_verified
-        q_lens, one_each = step.counts, np.ones(num_decodes, np.int64)
-        token_ids, num_kept = step.tokens, num_decodes
-        if step.drafts is not None:
-            num_kept = num_behind
-        kept = slice(num_kept)
-        num_late = int(q_lens[kept].sum())
-        token_ids = np.concatenate([np.full(num_late, DRAWN), token_ids])
-        sources, owners = _kept_rows(step, num_kept, table.null_row + 1)
-        num_drawing = np.concatenate([one_each, q_lens[num_decodes:num_behind], step.draws])
+        q_lens, token_ids = step.counts, step.tokens
+        sources, owners = NO_NUMBERS, NO_NUMBERS
+        if num_kept := num_decodes if step.drafts is None else num_behind:
+            sources, owners = _kept_rows(step, num_kept, table.null_row + 1)
+            token_ids = np.concatenate([np.full(len(sources), DRAWN), token_ids])
         cu_q_lens = np.zeros(num_requests + 1, np.int32)
         np.cumsum(q_lens, out=cu_q_lens[1:])
         request_of = np.repeat(np.arange(num_requests), q_lens)
@@ -143,14 +144,21 @@ class StepArrays:
                     step.bounds[num_decodes:num_behind], q_lens[num_decodes:num_behind]
                 )
                 positions[rows] = roots + np.bitwise_count(step.words) - 1
-        for index in np.flatnonzero(step.leads).tolist():
+        for index in step.leads.nonzero()[0].tolist():
             # The KV of the leading row exists already, and its page may be shared.
             first = int(cu_q_lens[num_behind + index])
             places[first : first + int(step.leads[index])] = NULL_PAGE * page_size
         kv_lens = step.bounds + q_lens
-        # The last rows of each request draw: one row, or all rows of a request with drafts.
-        before = np.repeat(cu_q_lens[1:] - np.cumsum(num_drawing), num_drawing)
-        logits_rows = (before + np.arange(len(before))).astype(np.int64)
+        logits_rows = np.arange(len(token_ids))
+        drawing_slots, drawing_positions = row_of_token, positions + 1
+        if num_behind < num_requests:
+            # The last rows of each request draw: one row, or all rows of a request with drafts.
+            of_each = (np.ones(num_decodes, np.int64), q_lens[num_decodes:num_behind], step.draws)
+            num_drawing = np.concatenate(of_each)
+            before = np.repeat(cu_q_lens[1:] - np.cumsum(num_drawing), num_drawing)
+            logits_rows = (before + np.arange(len(before))).astype(np.int64)
+            drawing_slots = row_of_token[logits_rows]
+            drawing_positions = drawing_positions[logits_rows]
         return cls(
             token_ids=token_ids,
             positions=positions,
@@ -159,8 +167,8 @@ class StepArrays:
             cu_q_lens=cu_q_lens,
             kv_lens=kv_lens.astype(np.int32),
             logits_rows=logits_rows,
-            drawing_slots=row_of_token[logits_rows],
-            drawing_positions=positions[logits_rows] + 1,
+            drawing_slots=drawing_slots,
+            drawing_positions=drawing_positions,
             num_decodes=num_decodes,
             verify_rows=_verify_rows(cu_q_lens, num_behind) if step.num_verified else None,
             sources=sources,

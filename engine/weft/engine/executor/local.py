@@ -135,6 +135,8 @@ class LocalExecutor:
         width = model.config.hidden_size
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
+        self._segments: LoraSegments | None = None
+        """Of the last step on a CPU that had adapters: steps of decodes follow with the same."""
         self._has_head = states is not None
         self.page_size = layout.page_size
         if pool is None:
@@ -293,7 +295,7 @@ class LocalExecutor:
             if self._inputs is not None:
                 rows_of, rows = self._inputs.step, self._inputs.verify_rows
             assert rows_of is not None
-            num_rows = int((arrays.verify_rows >= 0).sum())
+            num_rows = int(arrays.cu_q_lens[len(arrays.verify_rows)])
             self._verifying = Verifying(rows_of, rows, num_rows)
         if not hidden.shape[0]:
             return Launched(None, scores, vectors)
@@ -637,7 +639,10 @@ class LocalExecutor:
 
     def _lora_of(self, token_slots: Int32Array) -> LoraStep:
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
-        return self._lora.step(LoraSegments.of(sort_tokens(token_slots)))
+        segments = self._segments
+        if segments is None or not np.array_equal(segments.token_slots.numpy(), token_slots):
+            self._segments = segments = LoraSegments.of(sort_tokens(token_slots))
+        return self._lora.step(segments)
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Encoder(ABC):
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs whole prompts: [L, hidden], final hidden states of `step.logits_rows`."""
         bounds = Bounds.of(step.groups[0].cu_q_lens)
-        hidden = self.encode(step, Ragged(bounds, step.positions, step.lora))
+        hidden = self.encode(step, Ragged(bounds, step))
         return hidden if step.wants_all else hidden.index_select(0, step.logits_rows)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Run:
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
         """Like a call, but always by single operations."""
         rows = stream.rows
-        stream.begin_run(self.layers[0].folds(rows, step.lora))
+        stream.begin_run(self.layers[0].folds(rows, step))
         for layer in self.layers:
             stream.enter(layer.number)
             x = stream.normed(layer.input_norm)

@@ -8,7 +8,7 @@ import torch
 from weft.engine.model.state_step import StateStep
 from weft.kernels.attention import GroupStep
 from weft.kernels.encoder_attention import Bounds
-from weft.kernels.lora import LoraStep
+from weft.kernels.lora import Group, LoraAddition, LoraStep
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +45,10 @@ class Step:
     """[T, layers, P]: what each layer adds by token (`PerLayerEmbedding`), which the stack
     computes; None: nothing.
     """
+
+    def added(self, group: Group, layer: int) -> LoraAddition | None:
+        """What the step adds to a product of a layer beside its weight; None: nothing."""
+        return None if self.lora is None else self.lora.of(group, layer)
 
     @property
     def has_trees(self) -> bool:

@@ -504,7 +504,7 @@ class Scheduler:
         start = request.num_computed + request.num_launched
         pending = len(request.tokens) - start
         # The leading row is not counted in the budget, or a chunk of one page might never fit.
-        has_lead = self._limits.has_draft and start > 0 and request.state_end != start
+        has_lead = self._limits.needs_lead and start > 0 and request.state_end != start
         has_lead = has_lead and self.pages.states is None
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
         if num_tokens == pending and request.is_fill and not items:

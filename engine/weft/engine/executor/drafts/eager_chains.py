@@ -70,7 +70,8 @@ class EagerChains:
         depth, rows = int(counts[0]), len(slots)
         # A request with fewer drafts than others repeats its last position. It has left the batch
         # by then, so nothing is computed for it.
-        positions = starts + np.minimum(np.arange(depth)[:, None], counts - 1)
+        done = np.arange(depth)[:, None]
+        positions = starts + np.minimum(done, counts - 1)
         num_pages = int(positions.max()) // self._page_size + 1
         pages = self._table.pages[slots, :num_pages]
         places = pages[np.arange(rows), positions // self._page_size].astype(np.int64)
@@ -83,7 +84,7 @@ class EagerChains:
             positions=device_positions,
             slots=device_places,
             kv_lens=kv_lens,
-            counts=[int((counts > done).sum()) for done in range(depth)],
+            counts=(counts > done).sum(axis=1).tolist(),
             page_table=page_table.view(rows, num_pages),
             one_row_each=one_row_each,
             max_kv_len=num_pages * self._page_size,

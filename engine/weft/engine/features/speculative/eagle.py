@@ -140,10 +140,13 @@ class EagleDrafter(Drafter):
 
     def _lasts(self, items: Sequence[VerifyItem]) -> LastTokens:
         """The requests' last tokens; enters their pages into the table."""
+        slots, tokens = list[int](), list[int]()
         for item in items:
-            self._table.extend(item.request.slot, item.request.pages)
-        columns = [(i.request.slot, i.start, i.request.tokens[i.start]) for i in items]
-        return LastTokens(*np.array(columns, np.int64).T)
+            request = item.request
+            self._table.extend(request.slot, request.pages)
+            slots.append(request.slot)
+            tokens.append(request.tokens[item.start])
+        return LastTokens(*np.array((slots, [item.start for item in items], tokens), np.int64))
 
 
 def _largest(items: Sequence[VerifyItem]) -> DraftShape:

@@ -136,7 +136,7 @@ class BertModel(Encoder):
         """See `Encoder.encode`."""
         x = self._words.index_select(0, step.token_ids)
         if self._positions is not None:
-            places = batch.positions + self._config.position_offset
+            places = step.positions + self._config.position_offset
             x += self._positions.index_select(0, places)
         if self._types is not None:
             if step.token_types is None:

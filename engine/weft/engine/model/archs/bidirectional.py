@@ -18,7 +18,6 @@ from weft.engine.model.layers.layer import Query
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.encoder_attention import encoder_attention
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.rope import rotated
 from weft.kernels.stream import Normed, Sum
@@ -52,7 +51,7 @@ class BidirectionalAttention:
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Writes nothing; the query has all heads, [T, Hq + 2 * Hkv, D]."""
         own, spec = self._causal, self._causal.spec
-        qkv = x.linear(own.qkv_proj, addition_to(step.lora, "qkv", own.layer))
+        qkv = x.linear(own.qkv_proj, step.added("qkv", own.layer))
         for change in own.changes:
             qkv = change(qkv, step.positions, spec.heads * spec.dim)
         heads = [spec.heads, spec.kv_heads, spec.kv_heads]
@@ -73,11 +72,11 @@ class BidirectionalAttention:
         reach = None if spec.window is None else spec.window - 1
         assert step.bounds is not None
         mixed = encoder_attention(q, k, v, step.bounds, reach, scale=spec.scale)
-        return Sum(mixed.flatten(1), own.o_proj, addition_to(step.lora, "o", own.layer))
+        return Sum(mixed.flatten(1), own.o_proj, step.added("o", own.layer))
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
-        return self._causal.folds(rows, lora)
+        return self._causal.folds(rows, step)
 
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""

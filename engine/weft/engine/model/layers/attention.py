@@ -16,7 +16,6 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.kernels.attention import AttentionSpec, GroupStep, own_kv, paged_attention, settled
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.rope import check_rope, rope_and_cache
@@ -191,7 +190,7 @@ class Attention:
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Writes K and V of all rows."""
         group, spec = step.groups[self.group], self.spec
-        qkv = x.linear(self.qkv_proj, addition_to(step.lora, "qkv", self.layer))
+        qkv = x.linear(self.qkv_proj, step.added("qkv", self.layer))
         gate = None
         if self._has_gate_in_q:
             qkv, gate = self._apart(qkv)
@@ -242,11 +241,11 @@ class Attention:
             mixed = mixed.view(-1, spec.heads, spec.dim)[..., : self.value_dim].flatten(1)
         if self.gate is not None and query.gate is not None:
             mixed = self.gate.of(mixed, query.gate)
-        return Sum(mixed, self.o_proj, addition_to(step.lora, "o", self.layer))
+        return Sum(mixed, self.o_proj, step.added("o", self.layer))
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
-        to_qkv, to_o = (addition_to(lora, group, self.layer) for group in ("qkv", "o"))
+        to_qkv, to_o = (step.added(group, self.layer) for group in ("qkv", "o"))
         return can_fold(rows, self.qkv_proj, to_qkv, self.o_proj, to_o)
 
     def shape_key(self) -> object:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from weft.engine.model.layers.mlp import PlainMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.step import Step
-from weft.kernels.lora import LoraStep
 from weft.kernels.norm import AnyNorm
 from weft.kernels.stream import Combine, Computed, Normed, Stream
 
@@ -39,7 +38,7 @@ class ExpertsBesideMLP:
         routed = routed._replace(router_x=Normed(norms.router(hidden)))
         return Computed(norms.mlp_post(mlp) + norms.experts_post(stream.computed(routed)))
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 

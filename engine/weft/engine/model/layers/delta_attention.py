@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from weft.engine.checkpoint.recurrent_config import DeltaAttentionConfig
 from weft.engine.memory.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep
 from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
@@ -151,7 +151,7 @@ class DeltaAttention(RecurrentMixer):
         shape = self.heads, self.config.dim
         return StatePart("key", shape, self.dtype), StatePart("update", shape, self.dtype)
 
-    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
+    def project(self, x: Normed, step: Step) -> Projected:
         """See `RecurrentMixer.project`."""
         products, of_heads = self.projections, (self.heads, self.config.dim)
         qkv = x.linear(products.qkv, None)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from weft.engine.checkpoint.pooling import ActivationName
 from weft.engine.model.pooled_heads import ACTIVATIONS
+from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.activation import Activation, activate
 from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import add_layer_norm
 from weft.kernels.rope import rotate_heads
 from weft.kernels.stream import Sum
@@ -52,7 +52,7 @@ class LayerNorm:
         """
         if not residual.is_cuda:
             return self(added.added_to(residual))
-        x = linear(added.x, added.w, lora=added.lora)
+        x = added.value()
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
@@ -62,10 +62,8 @@ class Ragged:
 
     bounds: Bounds
     """Where prompts begin."""
-    positions: torch.Tensor
-    """[T] int64."""
-    lora: LoraStep | None = None
-    """The adapters of its tokens; None: there are none."""
+    step: Step
+    """All of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +84,14 @@ class EncoderAttention:
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> what the stream gets."""
-        qkv = linear(x, self.qkv, lora=addition_to(batch.lora, "qkv", self.layer))
+        qkv = linear(x, self.qkv, lora=batch.step.added("qkv", self.layer))
         qkv = qkv.view(len(x), 3, self.num_heads, -1)
         if self.cos_sin is not None:
             both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
-            rotate_heads(both, batch.positions, self.cos_sin)
+            rotate_heads(both, batch.step.positions, self.cos_sin)
         q, k, v = qkv.unbind(1)
         mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
-        return Sum(mixed.view(len(x), -1), self.out, addition_to(batch.lora, "o", self.layer))
+        return Sum(mixed.view(len(x), -1), self.out, batch.step.added("o", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +108,9 @@ class PlainMLP:
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> what the stream gets."""
-        inner = linear(x, self.up, lora=addition_to(batch.lora, "gate_up", self.layer))
+        inner = linear(x, self.up, lora=batch.step.added("gate_up", self.layer))
         activated = _activated(self.activation, inner, is_fixed=self.is_fixed)
-        return Sum(activated, self.down, addition_to(batch.lora, "down", self.layer))
+        return Sum(activated, self.down, batch.step.added("down", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +127,8 @@ class GluMLP:
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> what the stream gets."""
-        both = linear(x, self.up, lora=addition_to(batch.lora, "gate_up", self.layer))
-        to_down = addition_to(batch.lora, "down", self.layer)
+        both = linear(x, self.up, lora=batch.step.added("gate_up", self.layer))
+        to_down = batch.step.added("down", self.layer)
         if both.is_cuda and self.activation in _GATES:
             activated = activate(both, _GATES[self.activation], is_gated=True)
             return Sum(activated, self.down, to_down)

@@ -8,11 +8,11 @@ import torch
 from weft.engine.checkpoint.recurrent_config import ShortConvConfig
 from weft.engine.memory.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
@@ -91,9 +91,9 @@ class GatedConv(RecurrentMixer):
         """See `StatePlane.ring`: inputs of the convolution."""
         return (StatePart("bx", (self.conv.shape[1],), self.dtype),)
 
-    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
+    def project(self, x: Normed, step: Step) -> Projected:
         """See `RecurrentMixer.project`."""
-        added = addition_to(lora, "state_in", self.layer)
+        added = step.added("state_in", self.layer)
         b, c, values = x.linear(self.in_proj, added).chunk(3, dim=1)
         return Projected((b * values,), c)
 

@@ -8,13 +8,14 @@ import torch
 from weft.engine.checkpoint.recurrent_config import GatedDeltaConfig
 from weft.engine.memory.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, by_head, read_taps
+from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_delta import delta_gates, gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import Group, LoraStep, addition_to
+from weft.kernels.lora import Group
 from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
@@ -167,13 +168,13 @@ class GatedDelta(RecurrentMixer):
             StatePart("update", (self.value_heads, self.config.value_dim), self.dtype),
         )
 
-    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
+    def project(self, x: Normed, step: Step) -> Projected:
         """See `RecurrentMixer.project`."""
         groups: tuple[Group, ...] = ("state_in", "state_gates")
         if not self.config.is_fused:
             groups = ("state_in", "state_z", "state_gates")
         found = [
-            x.linear(w, addition_to(lora, group, self.layer))
+            x.linear(w, step.added(group, self.layer))
             for w, group in zip(self.projections, groups, strict=True)
         ]
         rows, config = len(found[0]), self.config

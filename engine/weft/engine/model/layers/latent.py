@@ -31,7 +31,6 @@ from weft.kernels.latent_attention import (
     write_latents,
 )
 from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.rope import rotated
@@ -214,8 +213,7 @@ class LatentAttention:
         else:
             mixed = latent_attention(self._absorb(query.q), latents, self.in_pool, self.spec, group)
             values = self._values(mixed)
-        lora = addition_to(step.lora, "o", self.layer)
-        return Sum(values.flatten(1), self.o_proj, lora)
+        return Sum(values.flatten(1), self.o_proj, step.added("o", self.layer))
 
     def _absorb(self, q: torch.Tensor) -> torch.Tensor:
         """[T, H, nope + rope] -> [T, H, rank + rope]: queries of latents."""
@@ -309,7 +307,7 @@ class LatentAttention:
         k[..., sizes.nope_dim :] = key.unsqueeze(1)
         return k, torch.bmm(of_all, to_values).transpose(0, 1)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 

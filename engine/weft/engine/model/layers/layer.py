@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from weft.engine.model.step import Step
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep
 from weft.kernels.norm import AnyNorm, Norm
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.stream import Computed, Normed, Pending, Stream
@@ -68,7 +67,7 @@ class Mixer(Protocol):
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Pending:
         """The result of attention for the rows."""
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """Whether this many rows need no launches for norms and additions; see `can_fold`."""
 
     def shape_key(self) -> object:
@@ -81,7 +80,7 @@ class FeedForward(Protocol):
     def __call__(self, x: Normed, step: Step) -> Pending:
         """The block's addition to each row."""
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
 
     def shape_key(self) -> object:
@@ -146,14 +145,14 @@ class Layer(NamedTuple):
         if form.factor is not None:
             stream.scale(form.factor)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """Whether a step of this many rows needs no launches for norms and additions."""
         is_usual = self.form == Form() and all(
             isinstance(norm, Norm) for norm in (self.input_norm, self.post_norm)
         )
         if self.feed is None or not is_usual:
             return False
-        return self.mixer.folds(rows, lora) and self.feed.folds(rows, lora)
+        return self.mixer.folds(rows, step) and self.feed.folds(rows, step)
 
     def shape_key(self) -> object:
         """A key that is equal for layers that can be in one run."""

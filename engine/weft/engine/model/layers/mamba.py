@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from weft.engine.checkpoint.recurrent_config import MambaConfig
 from weft.engine.memory.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
 from weft.kernels.selective_scan import selective_scan
 from weft.kernels.sequences import Sequences
@@ -131,9 +131,9 @@ class Mamba(RecurrentMixer):
         """See `StatePlane.ring`: inputs of the convolution."""
         return (StatePart("x", (self.config.width,), self.dtype),)
 
-    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
+    def project(self, x: Normed, step: Step) -> Projected:
         """See `RecurrentMixer.project`."""
-        added = addition_to(lora, "state_in", self.layer)
+        added = step.added("state_in", self.layer)
         values, gate = x.linear(self.in_proj, added).chunk(2, dim=1)
         return Projected((values,), gate)
 

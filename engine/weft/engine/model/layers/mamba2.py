@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from weft.engine.checkpoint.recurrent_config import Mamba2Config
 from weft.engine.memory.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
@@ -180,11 +180,11 @@ class Mamba2(RecurrentMixer):
             StatePart("update", (config.heads, config.head_dim), self.dtype),
         )
 
-    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
+    def project(self, x: Normed, step: Step) -> Projected:
         """See `RecurrentMixer.project`."""
         config = self.config
         widths = [self._inner, self.conv.shape[1], config.heads]
-        added = addition_to(lora, "state_in", self.layer)
+        added = step.added("state_in", self.layer)
         z, xbc, dt = torch.split(x.linear(self.in_proj, added), widths, dim=1)
         if config.factors[0] != 1.0:
             z = z * config.factors[0]

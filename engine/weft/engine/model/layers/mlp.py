@@ -9,8 +9,7 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.activation import Activation, Gating, activate
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.linear import LinearWeight
 from weft.kernels.stream import Computed, GatedSum, Normed, Sum, can_fold
 
 
@@ -83,17 +82,17 @@ class GatedMLP:
 
     def __call__(self, x: Normed, step: Step) -> GatedSum:
         """See `FeedForward`."""
-        to_gate_up = addition_to(step.lora, "gate_up", self.layer)
-        to_down = addition_to(step.lora, "down", self.layer)
+        to_gate_up = step.added("gate_up", self.layer)
+        to_down = step.added("down", self.layer)
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
 
     def unchanged(self, x: Normed) -> GatedSum:
         """Like a call, without adapters."""
         return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
-        to_gate_up, to_down = (addition_to(lora, name, self.layer) for name in ("gate_up", "down"))
+        to_gate_up, to_down = (step.added(name, self.layer) for name in ("gate_up", "down"))
         return can_fold(rows, self.gate_up_proj, to_gate_up, self.down_proj, to_down)
 
     def shape_key(self) -> object:
@@ -128,11 +127,11 @@ class PlainMLP:
 
     def __call__(self, x: Normed, step: Step) -> Sum | Computed:
         """See `FeedForward`."""
-        inner = x.linear(self.up_proj, addition_to(step.lora, "gate_up", self.layer))
-        added = Sum(self._made(inner), self.down_proj, addition_to(step.lora, "down", self.layer))
+        inner = x.linear(self.up_proj, step.added("gate_up", self.layer))
+        added = Sum(self._made(inner), self.down_proj, step.added("down", self.layer))
         if self.factors[1] == 1.0:
             return added
-        value = linear(added.x, added.w, lora=added.lora) * self.factors[1]
+        value = added.value() * self.factors[1]
         return Computed(value, is_partial=True)
 
     def unchanged(self, x: Normed) -> Sum:
@@ -146,7 +145,7 @@ class PlainMLP:
             return self.activation.of(inner)
         return activate(inner, self.activation, is_gated=self.is_gated)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 

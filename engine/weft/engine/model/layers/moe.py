@@ -12,7 +12,6 @@ from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.activation import GELU_TANH, SILU, Gating, limited_silu
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep
 from weft.kernels.moe import RouterForm, SparseMlpWeight
 from weft.kernels.stream import Combine, Normed, SharedCombine
 
@@ -102,7 +101,7 @@ class SparseMLP:
             return routed
         return SharedCombine(self.shared.unchanged(x), self.shared_gate, routed)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`: the router needs the norm's result."""
         return False
 

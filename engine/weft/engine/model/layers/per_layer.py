@@ -7,7 +7,6 @@ from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
 from weft.kernels.activation import Activation, activate
 from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep
 from weft.kernels.norm import Norm
 from weft.kernels.stream import Normed, Sum
 
@@ -61,7 +60,7 @@ class PerLayerPart:
         gate = activate(x.linear(self._gate, None), self._activation, is_gated=False)
         return Sum(gate * step.per_layer[:, self._layer], self._proj, None)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 

@@ -12,7 +12,6 @@ from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.activation import activate
 from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep
 from weft.kernels.moe import RouterForm, route
 from weft.kernels.plain_experts import PlainExperts, plain_experts, stack_experts
 from weft.kernels.stream import Computed, Normed, Sum
@@ -125,7 +124,7 @@ class PlainSparseMLP:
         inner = activate(x.linear(self.shared[0], None), "relu2", is_gated=False)
         return Computed(Sum(inner, self.shared[1], None).added_to(made), is_partial=True)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 

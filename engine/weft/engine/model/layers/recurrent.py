@@ -13,7 +13,6 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import LayerMemory, SlotRows
@@ -71,7 +70,7 @@ class RecurrentMixer(ABC):
         return ()
 
     @abstractmethod
-    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
+    def project(self, x: Normed, step: Step) -> Projected:
         """Computes what there is of each row by itself."""
 
     @abstractmethod
@@ -111,15 +110,15 @@ class RecurrentMixer(ABC):
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Takes all rows through the states."""
         assert step.states is not None, "a model with recurrent layers has states"
-        projected = self.project(x, step.lora)
+        projected = self.project(x, step)
         out = step.states.run(self.in_plane, projected.inputs, self.scan, self.few_rows)
         return Query(self.gated(out, projected.gate))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Projects the result."""
-        return Sum(query.q, self.out_proj, addition_to(step.lora, "state_out", self.layer))
+        return Sum(query.q, self.out_proj, step.added("state_out", self.layer))
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 

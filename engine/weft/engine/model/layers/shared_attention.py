@@ -9,7 +9,6 @@ from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
 from weft.kernels.attention import AttentionSpec, paged_attention
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.rope import rotated
@@ -68,7 +67,7 @@ class SharedAttention:
         mixed = paged_attention(query.q, plane, self.in_pool, self.spec, group)
         return Sum(mixed, self.o_proj, None)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 

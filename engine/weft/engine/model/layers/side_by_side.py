@@ -7,10 +7,8 @@ from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Query
 from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.step import Step
-from weft.kernels.linear import linear
-from weft.kernels.lora import LoraStep
 from weft.kernels.pool import PlaneInPage
-from weft.kernels.stream import Computed, Normed, Sum
+from weft.kernels.stream import Computed, Normed
 
 
 class SideBySide:
@@ -50,18 +48,14 @@ class SideBySide:
             self.recurrent.attend(Query(query.beside), step, pool),
         )
         first, second = (
-            factor * _projected(each) for factor, each in zip(self.factors, sums, strict=True)
+            factor * each.value() for factor, each in zip(self.factors, sums, strict=True)
         )
         return Computed(first + second, is_partial=True)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
         return SideBySide, self.attention.shape_key(), self.recurrent.shape_key()
-
-
-def _projected(pending: Sum) -> torch.Tensor:
-    return linear(pending.x, pending.w, lora=pending.lora)

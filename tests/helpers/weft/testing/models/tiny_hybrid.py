@@ -26,7 +26,6 @@ from weft.engine.model.layers.layer import Query
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.sequences import Sequences
@@ -89,7 +88,7 @@ class GatedRecurrence:
         """Projects the result."""
         return Sum(query.q, self._o, None)
 
-    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+    def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""
         return False
 
