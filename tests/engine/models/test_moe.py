@@ -16,6 +16,7 @@ from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig, MoEConfig
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import fuse_experts, make_tiny, save_weights, tiny_config
@@ -119,12 +120,7 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
 
 def greedy(model_dir: Path, prompt: list[int], count: int) -> list[int]:
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    tokens = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(count):
-            best = reference(tokens).logits[0, -1].argmax().view(1, 1)
-            tokens = torch.cat([tokens, best], dim=1)
-    return tokens[0, len(prompt) :].tolist()
+    return Choices(lambda tokens: reference(torch.tensor([tokens])).logits[0], prompt, count)
 
 
 def test_tokens_are_transformers_with_prefill_apart_and_together(model_dir: Path) -> None:

@@ -12,6 +12,7 @@ from weft.engine.base.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.moe_families import MOE_FAMILIES as FAMILIES
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -53,13 +54,10 @@ def family(
     return Family(path, reference, prompts, [greedy(reference, prompt) for prompt in prompts])
 
 
-@torch.inference_mode()
 def greedy(reference: Any, prompt: list[int]) -> list[int]:
-    tokens = torch.tensor([prompt])
-    for _ in range(NUM_NEW):
-        best = reference(tokens, use_cache=False).logits[0, -1].argmax().view(1, 1)
-        tokens = torch.cat([tokens, best], dim=1)
-    return tokens[0, len(prompt) :].tolist()
+    return Choices(
+        lambda tokens: reference(torch.tensor([tokens]), use_cache=False).logits[0], prompt, NUM_NEW
+    )
 
 
 def test_logits_of_steps_over_random_cuts(family: Family) -> None:
