@@ -30,6 +30,7 @@ def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
 
 def check_fill(mesh: TinyMesh, greedy: Greedy) -> None:
     """A prompt that is filled elsewhere has the right text."""
+    mesh.wait_healthy()
     prompt = greedy.prompt(100, NUM_NEW)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
     body |= {"ignore_eos": True, "weft_timeline": True}
