@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,9 @@ NEAR_TIE = 1e-5
 """Difference of logits, relative to the largest one, that roundings in float32 may turn over. Of a
 million tokens of random models one is chosen by so little.
 """
+
+_CHANGE, _MOST_CHANGE = 3e-6, 2e-4
+"""Far more than roundings, and far less than what another expert makes of a token."""
 
 
 def check_choices(logits: torch.Tensor, tokens: Sequence[int]) -> None:
@@ -29,6 +33,23 @@ def are_clear(logits: torch.Tensor) -> bool:
     """Whether float32 can tell the largest of each row: `[num_tokens, vocab]`."""
     best, second = logits.topk(2, -1).values.unbind(-1)
     return bool((best - second > NEAR_TIE * logits.abs().amax(-1)).all())
+
+
+@torch.inference_mode()
+def asks_surely(reference: Any, tokens: Sequence[int]) -> bool:
+    """Whether each token of a text asks the same experts however a reference in float32 rounds: its
+    logits change as little as those of one without experts if its embedding does.
+    """
+    ids, weight = torch.tensor([list(tokens)]), reference.get_input_embeddings().weight
+    kept, logits = weight.clone(), reference(ids, use_cache=False).logits
+    changes = [_CHANGE * torch.randn(weight.shape) for _ in range(2)]
+    for change in (*changes, *(-change for change in changes)):
+        weight.mul_(1 + change)
+        gap = (reference(ids, use_cache=False).logits - logits).abs().max()
+        weight.copy_(kept)
+        if gap > _MOST_CHANGE * logits.abs().max():
+            return False
+    return True
 
 
 class Choices(list[int]):
