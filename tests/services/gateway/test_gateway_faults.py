@@ -248,8 +248,9 @@ async def test_a_gateway_that_was_stopped_does_not_blame_workers(
         time.sleep(3.0)  # noqa: ASYNC251 - The gateway itself stands still.
         await asyncio.sleep(1.0)
         assert worker.num_sessions == 1
-        (told,) = [m for m in caplog.messages if "stood still" in m]
-        late_s, computed_s = (float(word) for word in told.split() if word[0].isdigit())
+        told = [m for m in caplog.messages if "stood still" in m]  # A busy machine adds others.
+        times = [[float(word) for word in m.split() if word[0].isdigit()] for m in told]
+        late_s, computed_s = max(times)
         assert late_s >= 2.0
         assert computed_s < 1.0  # It slept.
         await call.read()
