@@ -472,10 +472,13 @@ async def test_load_is_spread(tmp_path: Path) -> None:
         for _ in range(6):
             await text_of(mesh)
         assert [len(worker.submits) for worker in mesh.workers] == [3, 3]
-    async with gateway(tmp_path, endless, num_decode=2, step_s=0.01) as mesh:
+    # Scripted workers tell of no requests that they run: no report is to come between them.
+    async with gateway(tmp_path, endless, num_decode=2, step_s=0.01, load_interval_s=3.0) as mesh:
         mesh.workers[0].running_requests = 3
-        known = next(mesh.app.fleet.workers("decode"))
-        await mesh.wait(lambda: known.load.num_requests == 3)
+        known = list(mesh.app.fleet.workers("decode"))
+        seen = [worker.report for worker in known]
+        await mesh.wait(lambda: known[0].load.num_requests == 3)
+        await mesh.wait(lambda: known[1].report is not seen[1])
         calls = [chat(mesh) for _ in range(5)]
         for call in calls:
             await call.read()
