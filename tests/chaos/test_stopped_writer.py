@@ -35,8 +35,9 @@ async def stopped_in_mid_write(chaos: Chaos) -> None:
     """Stops both prefill engines between their look at the lease and the write itself."""
     mesh, known = chaos.mesh, chaos.known
     before = {name: (await mesh.dump(name))["engine"]["counters"] for name in mesh.named("decode")}
-    # That thread is where a write is posted: it is held there, so that the signal meets it.
-    held = FaultSpec(point="ship.post", kind="delay", count=1, delay_s=1.0)
+    # That thread is where a write is posted: it is held there, so that the signal meets it, however
+    # busy the machine is. Time goes on for a process that is stopped.
+    held = FaultSpec(point="ship.post", kind="delay", count=1, delay_s=0.9 * LEASE_S)
     for name in mesh.named("prefill"):
         await mesh.arm(name, held)
     first = max(known.asks, key=lambda ask: len(ask.prompt))

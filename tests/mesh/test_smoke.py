@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import grpc
 import httpx
 import pytest
 from weft.testing.meshes.mesh_kinds import PATIENT
-from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
+from weft.testing.meshes.tiny_mesh import MODEL, Greedy, TinyMesh
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 pytestmark = pytest.mark.needs("go", "nixl")
@@ -27,8 +26,8 @@ def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
 
 
 def test_one_prompt_travels_from_rest_to_a_prefill_worker_and_back(mesh: TinyMesh) -> None:
-    prompt = [random.randrange(3, VOCAB) for _ in range(NUM_PROMPT)]
     greedy = Greedy(mesh.model_dir)
+    prompt = greedy.prompt(NUM_PROMPT, NUM_NEW)
     text = greedy.text(greedy.ids(prompt, NUM_NEW))
     body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
     body |= {"ignore_eos": True, "weft_timeline": True}

@@ -121,9 +121,9 @@ def test_a_tensor_of_many_long_sizes_is_not_multiplied_out(adapter_dir: Path) ->
         header[NAME]["shape"] = [10**4000] * 500
 
     change_header(adapter_dir, huge)
-    began = time.monotonic()
+    began = time.thread_time()
     assert "malformed" in refusal(adapter_dir)
-    assert time.monotonic() - began < 5.0
+    assert time.thread_time() - began < 5.0
 
 
 def test_a_long_name_of_a_tensor(adapter_dir: Path) -> None:

@@ -16,6 +16,7 @@ from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig, MoEConfig
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices, asks_surely
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import fuse_experts, make_tiny, save_weights, tiny_config
@@ -117,20 +118,20 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
     assert PagedDriver(model, 4).step([(PagedRequest(), [1, 2, 3])]).isfinite().all()
 
 
-def greedy(model_dir: Path, prompt: list[int], count: int) -> list[int]:
-    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    tokens = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(count):
-            best = reference(tokens).logits[0, -1].argmax().view(1, 1)
-            tokens = torch.cat([tokens, best], dim=1)
-    return tokens[0, len(prompt) :].tolist()
+def greedy(reference: Any, length: int, count: int) -> tuple[list[int], list[int]]:
+    """A random prompt, and what the reference goes on with; both ask their experts surely."""
+    while True:
+        prompt = [random.randrange(3, VOCAB) for _ in range(length)]
+        tokens = Choices(lambda ids: reference(torch.tensor([ids])).logits[0], prompt, count)
+        if asks_surely(reference, prompt + tokens):
+            return prompt, tokens
 
 
 def test_tokens_are_transformers_with_prefill_apart_and_together(model_dir: Path) -> None:
     clock = ManualClock()
-    prompts = [[random.randrange(3, VOCAB) for _ in range(count)] for count in (5, 24, 61)]
-    expected = [greedy(model_dir, prompt, 8) for prompt in prompts]
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    made = [greedy(reference, length, 8) for length in (5, 24, 61)]
+    prompts, expected = map(list, zip(*made, strict=True))
     for fillers in (["prefill"], []):
         owner = make_engine(model_dir, "decode", clock)
         pair = EnginePair(owner, [make_engine(model_dir, name, clock) for name in fillers], clock)

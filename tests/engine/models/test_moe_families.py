@@ -12,6 +12,7 @@ from weft.engine.base.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices, asks_surely
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.moe_families import MOE_FAMILIES as FAMILIES
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -49,17 +50,23 @@ def family(
     kind, overrides = FAMILIES[request.param]
     path = tmp_path_factory.mktemp(request.param)
     reference = make_reference(kind, path, seed, **overrides)
-    prompts = [[random.randrange(3, VOCAB) for _ in range(count)] for count in (5, 21, 90)]
-    return Family(path, reference, prompts, [greedy(reference, prompt) for prompt in prompts])
+    made = [prompt_of(reference, count) for count in (5, 21, 90)]
+    return Family(path, reference, *map(list, zip(*made, strict=True)))
 
 
-@torch.inference_mode()
+def prompt_of(reference: Any, length: int) -> tuple[list[int], list[int]]:
+    """Random tokens, and what the reference goes on with; both ask their experts surely."""
+    while True:
+        prompt = [random.randrange(3, VOCAB) for _ in range(length)]
+        tokens = greedy(reference, prompt)
+        if asks_surely(reference, prompt + tokens):
+            return prompt, tokens
+
+
 def greedy(reference: Any, prompt: list[int]) -> list[int]:
-    tokens = torch.tensor([prompt])
-    for _ in range(NUM_NEW):
-        best = reference(tokens, use_cache=False).logits[0, -1].argmax().view(1, 1)
-        tokens = torch.cat([tokens, best], dim=1)
-    return tokens[0, len(prompt) :].tolist()
+    return Choices(
+        lambda tokens: reference(torch.tensor([tokens]), use_cache=False).logits[0], prompt, NUM_NEW
+    )
 
 
 def test_logits_of_steps_over_random_cuts(family: Family) -> None:

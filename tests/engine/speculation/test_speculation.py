@@ -18,6 +18,7 @@ from weft.engine.memory.keys import PageKeys
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.engine.drafters import EndingDrafter, KnownDrafter, NotedRuns, speculate, texts_of
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import EOS_TOKEN_ID, make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -120,12 +121,13 @@ def test_greedy_text_is_that_of_transformers(model_dir: Path) -> None:
     prompts = random_prompts(3)
     params, stop = PARAMS["greedy"], StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
     texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for prompt in prompts:
-        tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(NUM_NEW):
-                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
-        texts[tuple(prompt), params.seed] = tokens
+    with llm(model_dir) as plain:
+        for prompt, sample in zip(prompts, plain.generate(prompts, params, stop), strict=True):
+            choices = Choices(
+                lambda tokens: reference(torch.tensor([tokens])).logits[0], prompt, NUM_NEW
+            )
+            assert sample.token_ids == choices
+            texts[tuple(prompt), params.seed] = prompt + sample.token_ids
     with llm(model_dir, drafter="ngram") as drafting:
         speculate(drafting.engine, KnownDrafter(texts, VOCAB, 1.0), (7,))
         samples = drafting.generate(prompts, params, stop)

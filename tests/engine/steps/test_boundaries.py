@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("overlap")
@@ -48,12 +49,11 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
     def __call__(self, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
-        tokens = torch.tensor([prompt])
-        with torch.inference_mode():
-            for _ in range(num_new):
-                logits = self._model(tokens).logits[0, -1]
-                tokens = torch.cat([tokens, logits.argmax().view(1, 1)], dim=1)
-        return tokens[0, len(prompt) :].tolist()
+        return Choices(self._logits, prompt, num_new)
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
+        return logits
 
 
 @pytest.fixture(scope="module")

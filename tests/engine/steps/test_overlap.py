@@ -16,6 +16,7 @@ from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
+from weft.testing.models.choices import Choices
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
 
@@ -61,12 +62,8 @@ def texts_of(model_dir: Path, number: int) -> list[Text]:
     return made
 
 
-@torch.inference_mode()
 def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(NUM_NEW):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    return Choices(lambda tokens: model(torch.tensor([tokens])).logits[0], prompt, NUM_NEW)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.errors import RanksLost
 from weft.engine.base.state_rows import StateRows
 from weft.engine.checkpoint.config import ModelConfig
@@ -160,7 +161,7 @@ def test_frames_come_as_they_were_sent_however_long_they_are() -> None:
     found, sent = groups(3), [random_step() for _ in range(30)]
     tokens = np.arange(50)
 
-    def work(group: SharedGroup) -> list[bytes]:
+    def work(group: SharedGroup) -> list[Int64Array]:
         if group.rank:
             return [group.take() for _ in range(len(sent) + 1)]
         for step, pages in sent:
@@ -194,7 +195,7 @@ def test_frames_come_as_they_were_sent_however_long_they_are() -> None:
 @pytest.mark.parametrize("what", get_args(Work))
 def test_work_on_pages_comes_as_it_was_sent(what: Work) -> None:
     numbers = [random.randrange(1, 1000) for _ in range(random.randrange(1, 9))]
-    assert decode(b"".join(encode_pages(what, numbers))) == Pages(what, numbers)
+    assert decode(np.concatenate(encode_pages(what, numbers))) == Pages(what, numbers)
 
 
 class Counting(RandomWeights):

@@ -53,7 +53,7 @@ def make_model(kind: str, folder: Path, seed: int, **settings: Any) -> Path:
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
     sizes = {"page_size": 8, "prefill_chunk_tokens": 24, "max_step_tokens": 48, "num_pages": 48}
-    sizes |= {"max_running_requests": 8, "rank_timeout_s": LIMIT_S, "poison_free_pages": True}
+    sizes |= {"max_running_requests": 8, "rank_timeout_s": 60.0, "poison_free_pages": True}
     drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 3}
     return LLM(folder, **{"dtype": "float32"} | sizes | drafts | settings)
 
@@ -243,7 +243,7 @@ def test_ranks_that_are_late_at_every_step_change_nothing(
         alone = llm.generate(prompts, kinds, stop)
     monkeypatch.setattr(start, "MODULE", "weft.testing.engine.odd_rank")
     monkeypatch.setenv("ODD_RANK", "late")
-    with make_llm(folder, tp=size, rank_timeout_s=30.0, check_ranks=True) as llm:
+    with make_llm(folder, tp=size, check_ranks=True) as llm:
         together = llm.generate(prompts, kinds, stop)
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
@@ -265,7 +265,8 @@ def test_a_rank_that_is_lost_ends_the_engine_in_time(
     if is_odd:
         monkeypatch.setattr(start, "MODULE", "weft.testing.engine.odd_rank")
         monkeypatch.setenv("ODD_RANK", "30" if how == "fails" else how)
-    with make_llm(folder, tp=2, check_ranks=how == "differs") as llm:
+    limits = {"rank_timeout_s": LIMIT_S, "check_ranks": how == "differs"}
+    with make_llm(folder, tp=2, **limits) as llm:
         ranks = psutil.Process().children()
         lost_at = time.monotonic()
 

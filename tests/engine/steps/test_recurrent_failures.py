@@ -22,6 +22,7 @@ from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import check_choices
 from weft.testing.models.reference_models import VOCAB
 from weft.testing.models.tiny_mtp import make_tiny_mtp
 
@@ -71,7 +72,7 @@ def ask(llm: LLM, prompt: list[int], num_new: int = NUM_NEW) -> tuple[list[int],
 def check_answer(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> None:
     """Each token is the most likely one behind all the text before it."""
     logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
-    assert logits[len(prompt) - 1 : -1].argmax(dim=1).tolist() == answer
+    check_choices(logits[len(prompt) - 1 : -1], answer)
 
 
 def cached_states(engine: Engine) -> States:

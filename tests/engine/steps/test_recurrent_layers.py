@@ -116,6 +116,8 @@ def test_prompts_that_part_from_a_cached_one_anywhere(
         assert generate(llm, [base], 3) == [greedy(model, base, 3)]
         for length in random.sample(range(1, 101), 30):
             prompt = base[:length] + random_prompt(random.randint(1, 12))
+            if prompt[length] in base[length : length + 1]:  # It would part later.
+                prompt[length] = 3 + (prompt[length] - 2) % (VOCAB - 3)
             before = llm.engine.counters()["prefix_hit_tokens"]
             assert generate(llm, [prompt], 3) == [greedy(model, prompt, 3)]
             found = llm.engine.counters()["prefix_hit_tokens"] - before

@@ -12,6 +12,7 @@ from weft.engine.base.errors import Overloaded
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -34,11 +35,7 @@ def model(model_dir: Path) -> torch.nn.Module:
 
 
 def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    return Choices(lambda tokens: model(torch.tensor([tokens])).logits[0], prompt, count)
 
 
 def prompt_of(length: int) -> list[int]:

@@ -20,6 +20,7 @@ from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
+from weft.testing.models.choices import Choices
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_models import make_tiny
@@ -68,14 +69,8 @@ def random_prompt(length: int) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
-@torch.inference_mode()
 def greedy(model: torch.nn.Module, prompt: list[int], num_new: int) -> list[int]:
-    inputs = torch.tensor([prompt])
-    settings = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
-    mask = torch.ones_like(inputs)
-    out = model.generate(inputs, attention_mask=mask, **settings)  # type: ignore[operator]
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+    return Choices(lambda tokens: model(torch.tensor([tokens])).logits[0], prompt, num_new)
 
 
 def generate(llm: LLM, prompts: list[list[int]], num_new: int) -> list[list[int]]:

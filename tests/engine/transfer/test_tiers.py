@@ -30,6 +30,7 @@ from weft.engine.memory.keys import PageKeys
 from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
+from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import make_tiny
 
 PAGE, POOL_PAGES = 8, 32
@@ -51,12 +52,11 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
     def __call__(self, prompt: list[int]) -> list[int]:
-        tokens = torch.tensor([prompt])
-        with torch.inference_mode():
-            for _ in range(NUM_NEW):
-                logits = self._model(tokens).logits[0, -1]
-                tokens = torch.cat([tokens, logits.argmax().view(1, 1)], dim=1)
-        return tokens[0, len(prompt) :].tolist()
+        return Choices(self._logits, prompt, NUM_NEW)
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
+        return logits
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from weft.testing.engine.ranked_texts import gpus_of_ranks
 from weft.testing.meshes.local_mesh import wait_until
-from weft.testing.meshes.mesh_calls import Ask, Caller, check_way
+from weft.testing.meshes.mesh_calls import Ask, Caller, check_way, new_salt
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import worker_pb2
@@ -150,8 +150,10 @@ async def check_filled(
         greedy = Greedy(mesh.model_dir)
         async with Caller(mesh) as caller:
             for length in (300, 70, 155):
+                # A step that took long, as the first may, makes its worker unfit for a moment.
+                mesh.wait_healthy()
                 prompt = [random.randrange(3, VOCAB) for _ in range(length)]
-                ask = Ask(prompt=prompt, max_tokens=NUM_NEW, ignore_eos=True)
+                ask = Ask(prompt, NUM_NEW, new_salt(), ignore_eos=True)
                 answer = await caller.ask("grpc", ask)
                 check_way(transport, answer)
                 greedy.check(prompt, answer.token_ids or [], NUM_NEW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_adapters import TIMEOUT_S, load, post, unload
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
+from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_adapters import peft_model
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -75,14 +77,19 @@ class Grown:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         self.folder = folder
 
-    def ids(self, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
+    def ids(self, prompt: list[int]) -> list[int]:
         """PEFT's greedy tokens, past any end of sequence."""
-        tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(num_new):
-                logits = self.model(input_ids=torch.tensor([tokens])).logits[0, -1]
-                tokens.append(int(logits.argmax()))
-        return tokens[len(prompt) :]
+        return Choices(self.logits, prompt, NUM_NEW)
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[num_tokens, vocabulary]"""
+        found: torch.Tensor = self.model(input_ids=torch.tensor([tokens])).logits[0]
+        return found
+
+    def is_clear(self, text: str) -> bool:
+        """Whether float32 can tell all tokens behind a text."""
+        prompt = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return Choices(self.logits, prompt, NUM_NEW).is_clear()
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +103,13 @@ def grown(mesh: TinyMesh, root: Path) -> Iterator[Grown]:
 
 def texts_of(grown: Grown, count: int = 4) -> list[str]:
     """Prompts with added tokens in them."""
-    words = [grown.tokenizer.decode([random.randrange(40, VOCAB)]) for _ in range(20 * count)]
-    return [
-        NOTE + "".join(words[20 * n : 20 * n + 20]) + random.choice([END, "<verse>"])
-        for n in range(count)
-    ]
+    texts: list[str] = []
+    while len(texts) < count:
+        words = [grown.tokenizer.decode([random.randrange(40, VOCAB)]) for _ in range(20)]
+        text = NOTE + "".join(words) + random.choice([END, "<verse>"])
+        if grown.is_clear(text):
+            texts.append(text)
+    return texts
 
 
 def complete(address: str, text: str, **stop: Any) -> gateway_pb2.Choice:
@@ -148,8 +157,10 @@ def test_its_end_of_text_ends_answers(mesh: TinyMesh, grown: Grown) -> None:
 
 
 def test_chats_use_its_template(mesh: TinyMesh, grown: Grown) -> None:
-    messages = [{"role": "user", "content": "the quick brown fox"}]
-    prompt = grown.tokenizer.encode(f"{NOTE}user the quick brown fox{END}").ids
+    told = (f"the quick brown fox {number}" for number in itertools.count())
+    content = next(text for text in told if grown.is_clear(f"{NOTE}user {text}{END}"))
+    messages = [{"role": "user", "content": content}]
+    prompt = grown.tokenizer.encode(f"{NOTE}user {content}{END}").ids
     body = {"model": "grown", "messages": messages, "temperature": 0, "max_tokens": NUM_NEW}
     answer = post(mesh, "/v1/chat/completions", {**body, "ignore_eos": True}).json()
     assert answer["usage"]["prompt_tokens"] == len(prompt)

@@ -250,7 +250,10 @@ def weft(mesh: TinyMesh, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_texts_are_pefts_in_one_batch(mesh: TinyMesh, peft: Peft, face: str) -> None:
     """With prompts that a prefill worker has filled, of two adapters and of none, all at once."""
     models = ["first", "", "second", f"{MODEL}:first", "", "second", "first", "second"]
-    prompts = [prompt_of(random.randrange(2 * PAGE, NUM_PROMPT)) for _ in models]
+    meant = [model.rpartition(":")[2] for model in models]
+    prompts = [
+        peft.prompt(random.randrange(2 * PAGE, NUM_PROMPT), ("", adapter)) for adapter in meant
+    ]
     with ThreadPoolExecutor(len(models)) as pool:
         if face == "rest":
             answers = list(
@@ -265,7 +268,6 @@ def test_texts_are_pefts_in_one_batch(mesh: TinyMesh, peft: Peft, face: str) -> 
             texts = list(
                 pool.map(partial(complete, mesh), [model or MODEL for model in models], prompts)
             )
-    meant = [model.rpartition(":")[2] for model in models]
     expected = [peft.answer(name, ids) for name, ids in zip(meant, prompts, strict=True)]
     assert texts == expected
     base = [peft.answer("", ids) for ids in prompts]
@@ -314,7 +316,7 @@ def sizes(mesh: TinyMesh, worker: str) -> dict[str, int]:
 
 def test_one_prompt_has_other_pages_with_each_adapter(mesh: TinyMesh, peft: Peft) -> None:
     """What one has cached, here or in a prefill worker, is no hit for another."""
-    prompt = prompt_of()
+    prompt = peft.prompt(NUM_PROMPT, ("first", "second", ""))
     for model in ("first", "", "second", "", "first", "second"):
         for _ in range(2):  # decode workers take turns
             assert text_of(ask(mesh, model or MODEL, prompt)) == peft.answer(model, prompt)
@@ -350,7 +352,7 @@ def test_a_load_and_an_unload_while_streams_run(
     assert done.returncode == 0, done.stderr
     for name in WORKERS:
         assert name in done.stdout
-    prompt = prompt_of()
+    prompt = peft.prompt(NUM_PROMPT, ("third",))
     assert text_of(ask(mesh, "third", prompt)) == peft.answer("third", prompt)
     long = Streams(mesh, streams._pool)
     long.start("third", 2)
@@ -400,7 +402,7 @@ def test_a_replacement_while_streams_run(
     assert meant["name"] == meant["second"] != old, "the same content"
     wait_held(mesh, WORKERS, list(set(meant.values())))
     assert unload(mesh, "name").status_code == 200
-    prompt = prompt_of()
+    prompt = peft.prompt(NUM_PROMPT, ("second",))
     assert text_of(ask(mesh, "second", prompt)) == peft.answer("second", prompt)
 
 
@@ -480,7 +482,7 @@ def test_a_worker_killed_during_a_load(mesh: TinyMesh, peft: Peft, victim: str) 
     wait_held(mesh, WORKERS, list(set(serving(mesh).values())))
     if answer.status_code == 200:
         for _ in range(4):
-            prompt = prompt_of()
+            prompt = peft.prompt(NUM_PROMPT, ("third",))
             assert text_of(ask(mesh, name, prompt)) == peft.answer("third", prompt)
         assert unload(mesh, name).status_code == 200
     else:
@@ -554,7 +556,7 @@ def test_a_bad_adapter_is_an_error_and_nothing_else(
     assert told in error["message"]
     assert str(root) not in error["message"], "paths of the server are not the caller's"
     assert serving(mesh) == before
-    prompt = prompt_of()
+    prompt = peft.prompt(NUM_PROMPT, ("first",))
     assert text_of(ask(mesh, "first", prompt)) == peft.answer("first", prompt)
     wait_held(mesh, WORKERS, list(set(before.values())))
     wait_until(lambda: copies(root) == set(before.values()), 30)
@@ -568,7 +570,7 @@ def test_a_storm_of_adapters(mesh: TinyMesh, peft: Peft, root: Path) -> None:
     weather(mesh, root, STORM)
     for name in ("first", "second"):
         assert load(mesh, name, name).status_code == 200
-        prompt = prompt_of()
+        prompt = peft.prompt(NUM_PROMPT, (name,))
         assert text_of(ask(mesh, name, prompt)) == peft.answer(name, prompt)
 
 

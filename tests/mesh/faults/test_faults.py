@@ -35,6 +35,8 @@ LONG = [random.randrange(3, VOCAB) for _ in range(1500)]
 SHORT = LONG[:20]
 SLOW = FaultSpec(point="engine.step", kind="delay", count=0, delay_s=0.2)
 """In force until the kill, which would come too late in a tiny model."""
+HELD = FaultSpec(point="engine.step", kind="delay", count=0, skip=4, delay_s=10.0)
+"""Of a prefill worker: it stands still with part of a long prompt, until it is killed."""
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +94,7 @@ async def begin_fill(mesh: TinyMesh, caller: Caller) -> tuple[asyncio.Task[Answe
     """Starts a long prompt; returns when part of it has arrived, with its filler and owner."""
     watched = Watched(mesh)
     for name in PREFILL:
-        mesh.arm(name, SLOW)
+        mesh.arm(name, HELD)
     ask = Ask(LONG, NUM_TOKENS, new_salt(), ignore_eos=True)
     task = asyncio.create_task(caller.grpc(ask))
     deadline = time.monotonic() + 60
@@ -107,7 +109,7 @@ def kill_filler(mesh: TinyMesh, name: str, process: str) -> dict[str, Any]:
     """SIGKILL to a process of a prefill worker; what it was. The other worker is slow no more."""
     before = mesh.service(name)
     os.kill(before[process], signal.SIGKILL)
-    mesh.disarm(PREFILL[1 - PREFILL.index(name)], SLOW.point)
+    mesh.disarm(PREFILL[1 - PREFILL.index(name)], HELD.point)
     return before
 
 

@@ -38,13 +38,22 @@ class Traces:
         }
 
     def left(self) -> dict[str, object]:
-        """What is still there."""
+        """Processes and ports that are still there."""
         found = {
             "processes": [command for process in self.family if (command := command_of(process))],
             "ports": [port for port in self._ports if is_taken(port)],
-            "shared memory": sorted(ownerless_shared_memory() - self._shared_memory),
         }
         return {name: left for name, left in found.items() if left}
+
+    def wait_for_memory(self) -> None:
+        """Returns once nobody's shared memory is left; tests beside this one leave some, too, which
+        is soon removed.
+        """
+        wait_until(
+            lambda: ownerless_shared_memory() <= self._shared_memory,
+            30,
+            lambda: str(ownerless_shared_memory() - self._shared_memory),
+        )
 
 
 def command_of(process: psutil.Process) -> str | None:
@@ -92,25 +101,31 @@ async def test_ctrl_c_ends_a_busy_mesh(start: Start) -> None:
     traces = Traces(mesh, before)
     assert len(traces.family) == 6
     async with httpx.AsyncClient(base_url=mesh.url, trust_env=False, timeout=60) as http:
-        reading = [asyncio.create_task(rest_stream(http)) for _ in range(2)]
-        reading += [asyncio.create_task(grpc_stream(mesh)) for _ in range(2)]
-        await asyncio.to_thread(wait_until, lambda: mesh.load("decode-0").running_requests == 4, 60)
+        begun = [asyncio.Event() for _ in range(4)]
+        reading = [asyncio.create_task(rest_stream(http, event)) for event in begun[:2]]
+        reading += [asyncio.create_task(grpc_stream(mesh, event)) for event in begun[2:]]
+        async with asyncio.timeout(240):
+            await asyncio.gather(*(event.wait() for event in begun))
         mesh.process.send_signal(signal.SIGINT)
         status = await asyncio.to_thread(mesh.process.wait, STOP_S)
         ends = await asyncio.gather(*reading)
     assert status == 0, mesh.text
     assert traces.left() == {}
+    traces.wait_for_memory()
     assert not list((mesh.state / "run").iterdir())
     # No answer looks whole that is not.
     assert set(ends) <= {"whole", "told", "cut"}, ends
 
 
-async def rest_stream(http: httpx.AsyncClient) -> str:
+async def rest_stream(http: httpx.AsyncClient, begun: asyncio.Event) -> str:
     """How a long streamed answer ended."""
     body = {"prompt": "abc", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    text = ""
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         try:
-            text = (await answer.aread()).decode()
+            async for piece in answer.aiter_text():
+                begun.set()
+                text += piece
         except httpx.TransportError:
             return "cut"
     if text.endswith("data: [DONE]\n\n") and '"error"' not in text:
@@ -118,7 +133,7 @@ async def rest_stream(http: httpx.AsyncClient) -> str:
     return "told" if '"error"' in text else text[-300:]
 
 
-async def grpc_stream(mesh: LocalMesh) -> str:
+async def grpc_stream(mesh: LocalMesh, begun: asyncio.Event) -> str:
     """Likewise over gRPC."""
     request = gateway_pb2.CompleteRequest(
         text="abc",
@@ -129,7 +144,7 @@ async def grpc_stream(mesh: LocalMesh) -> str:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         try:
             async for _ in stub.Complete(request):
-                pass
+                begun.set()
         except grpc.aio.AioRpcError as error:
             codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             return "told" if error.code() in codes else str(error.code())
@@ -144,6 +159,7 @@ def test_ctrl_c_ends_a_mesh_that_is_starting(start: Start) -> None:
     mesh.process.send_signal(signal.SIGINT)
     assert mesh.process.wait(STOP_S) == 0, mesh.text
     assert traces.left() == {}
+    traces.wait_for_memory()
 
 
 def test_nothing_survives_a_killed_supervisor(start: Start) -> None:
@@ -154,3 +170,4 @@ def test_nothing_survives_a_killed_supervisor(start: Start) -> None:
     mesh.process.kill()
     mesh.process.wait()
     wait_until(lambda: not traces.left(), STOP_S, lambda: str(traces.left()))
+    traces.wait_for_memory()

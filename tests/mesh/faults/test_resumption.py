@@ -31,7 +31,7 @@ BENCH = Path(__file__).resolve().parents[3] / "bench"
 NUM_STREAMS = 24
 """Each mixture of kinds once."""
 NUM_TOKENS = 200
-SLOW = FaultSpec(point="engine.step", kind="delay", count=0, delay_s=0.05)
+SLOW = FaultSpec(point="engine.step", kind="delay", count=0, delay_s=0.1)
 DECODE = ("decode-0", "decode-1")
 WAVES = (
     ("decode-0", "prefill-0", "gateway-0", "kvstore-0"),
@@ -62,7 +62,9 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         tmp_path_factory.mktemp("resumption"),
         *("--prefill", "2", "--decode", "2", "--kvstore", "1"),
         *("--local-prefill-max-tokens", "0"),
-        *("--gateway-args", "--decode-policy round_robin", "--drain-grace-s", "20"),
+        # A busy machine makes nobody stale.
+        *("--gateway-args", "--decode-policy round_robin --stale-after-s 20"),
+        *("--drain-grace-s", "20"),
         *("--max-restart-delay-s", "0.5"),
         # Tokens come several at once: a tiny model repeats itself.
         # A measured gate may find, in slow steps, that no drafts pay.

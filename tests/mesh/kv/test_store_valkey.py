@@ -86,7 +86,7 @@ def forget(mesh: TinyMesh) -> None:
 
 
 def test_pages_outlive_all_stores(mesh: TinyMesh, greedy: Greedy, server: ValkeyServer) -> None:
-    prompt = prompt_of()
+    prompt = greedy.prompt(NUM_PROMPT, NUM_NEW)
     expected = greedy.text(greedy.ids(prompt, NUM_NEW))
     assert ask(mesh, prompt)["choices"][0]["text"] == expected
     wait_until(lambda: len(server.page_names()) >= NUM_PAGES, 30)
@@ -111,7 +111,7 @@ def test_a_killed_server_costs_no_request(
     server.kill()
     try:
         for _ in range(3):
-            prompt = prompt_of()
+            prompt = greedy.prompt(NUM_PROMPT, NUM_NEW)
             text = ask(mesh, prompt)["choices"][0]["text"]
             assert text == greedy.text(greedy.ids(prompt, NUM_NEW))
         wait_until(lambda: "Error" in status(mesh)["kvstore-0"]["transport_detail"], 30)
@@ -120,7 +120,7 @@ def test_a_killed_server_costs_no_request(
 
 
 def test_chats_are_pinned_and_shown(mesh: TinyMesh, greedy: Greedy) -> None:
-    prompt = prompt_of()
+    prompt = greedy.prompt(NUM_PROMPT, NUM_NEW)
     first = ask(mesh, prompt, session_id="chat")
     assert first["choices"][0]["text"] == greedy.text(greedy.ids(prompt, NUM_NEW))
     wait_until(lambda: status(mesh)["decode-0"]["sessions"] == 1, 30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import psutil
 import pytest
 from weft.testing.meshes.local_mesh import WEFT, wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
-from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
+from weft.testing.meshes.tiny_mesh import MODEL, Greedy, TinyMesh
 
 pytestmark = pytest.mark.needs("go")
 NUM_PROMPT, NUM_NEW, PAGE = 600, 8, 16
@@ -69,10 +68,6 @@ def sources(answer: dict[str, Any]) -> list[str]:
     return [fill["source"] for fill in answer["weft"]["timeline"]["fills"]]
 
 
-def prompt_of(length: int = NUM_PROMPT) -> list[int]:
-    return [random.randrange(3, VOCAB) for _ in range(length)]
-
-
 def has_on_disk(mesh: TinyMesh, name: str, num_pages: int) -> bool:
     (disk,) = (found for found in mesh.load(name).tiers if found.name == "disk")
     return bool(disk.cached_pages >= num_pages)
@@ -90,7 +85,7 @@ def is_back(mesh: TinyMesh, name: str, pid: int) -> bool:
 
 
 def test_a_killed_decode_worker_finds_its_pages_on_disk(mesh: TinyMesh, greedy: Greedy) -> None:
-    prompt = prompt_of()
+    prompt = greedy.prompt(NUM_PROMPT, NUM_NEW)
     num_pages = (NUM_PROMPT - 1) // PAGE
     check(greedy, prompt, ask(mesh, prompt))
     for name in WORKERS:
@@ -148,7 +143,7 @@ def stored(mesh: TinyMesh) -> int:
 
 def test_a_killed_replica_is_a_miss_and_never_an_error(mesh: TinyMesh, greedy: Greedy) -> None:
     """Both replicas have pages of these prompts; with one of them gone the texts are the same."""
-    prompts = [prompt_of() for _ in range(5)]
+    prompts = [greedy.prompt(NUM_PROMPT, NUM_NEW) for _ in range(5)]
     before = stored(mesh)
     for prompt in prompts:
         check(greedy, prompt, ask(mesh, prompt))

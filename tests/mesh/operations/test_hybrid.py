@@ -66,8 +66,9 @@ def complete(mesh: LocalMesh, prompt: list[int], **fields: Any) -> dict[str, Any
 def test_states_come_from_the_store(mesh: LocalMesh, model_dir: Path) -> None:
     """No worker has them any more; the answers stay transformers'."""
     workers = [*mesh.names("prefill"), *mesh.names("decode")]
-    prompt = [random.randrange(3, VOCAB) for _ in range(200)]
-    text = Greedy(model_dir).text(Greedy(model_dir).ids(prompt, NUM_NEW))
+    greedy = Greedy(model_dir)
+    prompt = greedy.prompt(200, NUM_NEW)
+    text = greedy.text(greedy.ids(prompt, NUM_NEW))
     assert complete(mesh, prompt)["choices"][0]["text"] == text
     found: list[int] = []
 
@@ -88,8 +89,8 @@ def test_states_come_from_the_store(mesh: LocalMesh, model_dir: Path) -> None:
 
 def test_answers_are_transformers_and_prefixes_are_reused(mesh: LocalMesh, model_dir: Path) -> None:
     greedy = Greedy(model_dir)
-    prompt = [random.randrange(3, VOCAB) for _ in range(200)]
-    others = [prompt[:150] + [random.randrange(3, VOCAB) for _ in range(9)] for _ in range(2)]
+    prompt = greedy.prompt(200, NUM_NEW)
+    others = [greedy.prompt(9, NUM_NEW, begin=prompt[:150]) for _ in range(2)]
     cached = []
     for each in (prompt, prompt, *others):
         answer = complete(mesh, each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import psutil
 import pytest
 from weft.testing.meshes.local_mesh import READY_TIMEOUT_S, wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
-from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
+from weft.testing.meshes.tiny_mesh import MODEL, Greedy, TinyMesh
 from weft.v1 import worker_pb2
 
 pytestmark = pytest.mark.needs("go", "nixl")
@@ -31,7 +30,8 @@ def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
 
 def check_fill(mesh: TinyMesh, greedy: Greedy) -> None:
     """A prompt that is filled elsewhere has the right text."""
-    prompt = [random.randrange(3, VOCAB) for _ in range(100)]
+    mesh.wait_healthy()
+    prompt = greedy.prompt(100, NUM_NEW)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
     body |= {"ignore_eos": True, "weft_timeline": True}
     with httpx.Client(base_url=f"{mesh.url}/v1", timeout=60, trust_env=False) as client:

@@ -139,7 +139,7 @@ def test_a_mesh_lives_heals_and_leaves_nothing(mesh: LocalMesh) -> None:
 def test_an_engine_that_stands_still_is_killed_and_replaced(tmp_path: Path) -> None:
     """Its process lives, so nothing else would ever end it."""
     # A dump takes some seconds, and the kill does not wait for it.
-    flags = ["--no-rest", "--prefill", "0", "--stall-timeout-s", "8"]
+    flags = ["--no-rest", "--prefill", "0", "--stall-timeout-s", "12"]
     mesh = LocalMesh(tmp_path, *flags, "--decode-args", "--stall-dump-after-s 1")
     try:
         mesh.until("Ctrl-C ends it.")
@@ -147,7 +147,7 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(tmp_path: Path) -> N
         mesh.say("long " * 100)
         first = mesh.ready_file("decode-0")
         os.kill(first["engine_pid"], signal.SIGSTOP)
-        mesh.until("decode-0 has stood still for 8 s and is killed")
+        mesh.until("decode-0 has stood still for 12 s and is killed")
         mesh.until("decode-0 is ready", 2)
         assert not psutil.pid_exists(first["engine_pid"])
         second = mesh.ready_file("decode-0")

@@ -271,7 +271,7 @@ def test_process_drains_on_sigterm(tmp_path: Path, is_good: bool) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "draining\n"
         process.send_signal(signal.SIGTERM)  # from another sender of the same one
-        out, err = process.communicate("0.3\n", timeout=20)
+        out, err = process.communicate("0.3\n", timeout=60)
     finally:
         process.kill()
     assert process.returncode == (0 if is_good else 1), err

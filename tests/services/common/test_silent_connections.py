@@ -60,7 +60,7 @@ async def behind_proxy(add: Callable[[Any], None]) -> AsyncIterator[tuple[Silent
 
 
 async def test_a_session_dials_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_WELCOME_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(session, "_WELCOME_TIMEOUT_S", 2.0)
     async with behind_proxy(partial(add_decode, Worker())) as (proxy, address):
         channel = open_channel(address, "decode", None)
         lost = list[bool]()
@@ -69,7 +69,7 @@ async def test_a_session_dials_anew(monkeypatch: pytest.MonkeyPatch) -> None:
             "gateway",
             1,
             ping_interval_s=0.2,
-            dead_after_s=0.6,
+            dead_after_s=2.0,
             on_lost=lambda: lost.append(True),
             expects_constraints=lambda: False,
             on_silence=channel.renew,

@@ -213,7 +213,7 @@ async def test_keys_come_and_go_without_a_restart(
             return True
 
         async def becomes(key: str, good: bool) -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await is_good(key) != good:
                     await asyncio.sleep(0.1)
 

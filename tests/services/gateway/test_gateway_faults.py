@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from weft.engine.base.errors import (
     PeerUnavailable,
     SlowClient,
 )
+from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation import pipeline
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Event, FakeWorker, Script
@@ -194,7 +196,12 @@ async def test_a_worker_that_is_away_for_a_moment_is_waited_for(
         assert await answer == TEXT
 
 
-@pytest.mark.parametrize("stale_after_s", [0.5, 600.0])
+def tells_to_be_stale_after(worker: FleetWorker, stale_after_s: float) -> bool:
+    report = worker.report
+    return report is not None and report.stale_after == duration(stale_after_s)
+
+
+@pytest.mark.parametrize("stale_after_s", [2.0, 600.0])
 async def test_a_silent_worker_is_dead_within_its_bound(
     tmp_path: Path, stale_after_s: float
 ) -> None:
@@ -202,7 +209,8 @@ async def test_a_silent_worker_is_dead_within_its_bound(
     async with gateway(tmp_path, endless, num_decode=2, step_s=0.01, max_attempts=1) as mesh:
         for worker in mesh.workers:
             worker.stale_after_s = stale_after_s
-        await asyncio.sleep(0.2)
+        for known in mesh.app.fleet.workers():
+            await mesh.wait(partial(tells_to_be_stale_after, known, stale_after_s))
         call = chat(mesh)
         await call.read()
         victim = next(worker for worker in mesh.workers if worker.submits)
@@ -240,8 +248,9 @@ async def test_a_gateway_that_was_stopped_does_not_blame_workers(
         time.sleep(3.0)  # noqa: ASYNC251 - The gateway itself stands still.
         await asyncio.sleep(1.0)
         assert worker.num_sessions == 1
-        (told,) = [m for m in caplog.messages if "stood still" in m]
-        late_s, computed_s = (float(word) for word in told.split() if word[0].isdigit())
+        told = [m for m in caplog.messages if "stood still" in m]  # A busy machine adds others.
+        times = [[float(word) for word in m.split() if word[0].isdigit()] for m in told]
+        late_s, computed_s = max(times)
         assert late_s >= 2.0
         assert computed_s < 1.0  # It slept.
         await call.read()
@@ -255,7 +264,8 @@ async def test_unfit_workers_get_nothing(tmp_path: Path, change: str) -> None:
             mesh.workers[0].is_draining = True
         else:
             mesh.workers[0].loop_age_s = 10.0
-        await asyncio.sleep(0.3)
+        known = next(mesh.app.fleet.workers("decode"))
+        await mesh.wait(lambda: known.problem(asyncio.get_running_loop().time()))
         for _ in range(4):
             assert await text_of(mesh) == TEXT
         assert not mesh.workers[0].submits
@@ -349,10 +359,10 @@ async def test_deadline(tmp_path: Path, reads: bool) -> None:
         request = gateway_pb2.ChatRequest(
             messages=[gateway_pb2.ChatMessage(role="user", content="hi")], stream=reads
         )
-        request.timeout.FromMilliseconds(300)
+        request.timeout.FromMilliseconds(2000)
         error = await failure_of(mesh.typed.Chat(request))
         assert isinstance(error, DeadlineExceeded)
-        assert mesh.workers[0].submits[0].total_timeout.ToMilliseconds() <= 300
+        assert mesh.workers[0].submits[0].total_timeout.ToMilliseconds() <= 2000
         await mesh.wait(lambda: mesh.workers[0].cancels)
 
 
@@ -462,9 +472,13 @@ async def test_load_is_spread(tmp_path: Path) -> None:
         for _ in range(6):
             await text_of(mesh)
         assert [len(worker.submits) for worker in mesh.workers] == [3, 3]
-    async with gateway(tmp_path, endless, num_decode=2, step_s=0.01) as mesh:
+    # Scripted workers tell of no requests that they run: no report is to come between them.
+    async with gateway(tmp_path, endless, num_decode=2, step_s=0.01, load_interval_s=3.0) as mesh:
         mesh.workers[0].running_requests = 3
-        await asyncio.sleep(0.3)
+        known = list(mesh.app.fleet.workers("decode"))
+        seen = [worker.report for worker in known]
+        await mesh.wait(lambda: known[0].load.num_requests == 3)
+        await mesh.wait(lambda: known[1].report is not seen[1])
         calls = [chat(mesh) for _ in range(5)]
         for call in calls:
             await call.read()
@@ -477,7 +491,9 @@ async def test_prefill_candidates(tmp_path: Path) -> None:
     async with gateway(tmp_path, plain, num_prefill=3, max_prefill_candidates=2) as mesh:
         busy = mesh.workers[1]
         busy.queued_tokens = 10_000
-        await asyncio.sleep(0.3)
+        known = list(mesh.app.fleet.workers("prefill"))
+        await mesh.wait(lambda: known[0].load.queued_tokens == 10_000)
+        await mesh.wait(lambda: all(one.report for one in known))
         await text_of(mesh)
         candidates = mesh.workers[0].submits[0].prefill_candidates
         by_id = {worker.worker_id: worker for worker in mesh.workers}

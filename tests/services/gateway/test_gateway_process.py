@@ -48,7 +48,7 @@ async def mesh(folder: Path, **flags: object) -> AsyncIterator[tuple[ServiceProc
         ready = process.wait_ready()
         async with grpc.aio.insecure_channel(ready["address"]) as channel:
             openai = openai_pb2_grpc.OpenAIServiceStub(channel)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     try:
                         await openai.Ready(Empty())

@@ -50,9 +50,21 @@ def prompt(num_tokens: int) -> list[int]:
     return [random.randrange(5, 250) for _ in range(num_tokens)]
 
 
-async def settle() -> None:
-    """Until the workers' next reports have replaced what the gateway guessed since the last."""
-    await asyncio.sleep(0.15)
+async def settle(mesh: Harness, *, kv_events: bool) -> None:
+    """Until the workers' next reports have replaced what the gateway guessed since the last, and it
+    knows all pages that prefill workers tell it of.
+    """
+    workers = list(mesh.app.fleet.workers())
+    for _ in range(2):
+        seen = [worker.report for worker in workers]
+        await mesh.wait(
+            lambda seen=seen: all(
+                worker.report is not before for worker, before in zip(workers, seen, strict=True)
+            )
+        )
+    if kv_events:
+        held = [worker.kv.num_pages for worker in mesh.workers if "prefill" in worker.worker_id]
+        await mesh.wait(lambda: mesh.known_pages("prefill") == held)
 
 
 @pytest.mark.parametrize("kv_events", [True, False])
@@ -64,13 +76,13 @@ async def test_a_prompt_goes_back_to_who_filled_it(tmp_path: Path, kv_events: bo
             first = await complete(mesh, ids)
             assert [candidate.match_tokens for candidate in first] == [0, 0, 0]
             homes.append((ids, first[0].worker_id))
-        await settle()
+        await settle(mesh, kv_events=kv_events)
         for ids, home in homes:
             again = await complete(mesh, ids + prompt(40))
             assert again[0].worker_id == home
             matches = {candidate.worker_id: candidate.match_tokens for candidate in again}
             assert matches == dict.fromkeys(matches, 0) | {home: 5 * PAGE_SIZE}
-            await settle()
+            await settle(mesh, kv_events=kv_events)
         assert len({home for _, home in homes}) == 3, "new prompts spread"
 
 
@@ -82,7 +94,7 @@ async def test_load_moves_a_prompt_elsewhere(tmp_path: Path) -> None:
         home = (await complete(mesh, ids))[0].worker_id
         busy = next(worker for worker in mesh.workers if worker.worker_id == home)
         busy.running_requests, busy.queued_tokens = 40, 1000
-        await settle()
+        await settle(mesh, kv_events=False)
         first, second = await complete(mesh, ids)
         assert first.worker_id != home
         assert (second.worker_id, second.match_tokens) == (home, 10 * PAGE_SIZE)
@@ -120,7 +132,7 @@ async def test_a_restarted_worker_holds_nothing(tmp_path: Path) -> None:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.05)
 

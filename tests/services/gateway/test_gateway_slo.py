@@ -75,7 +75,9 @@ def within(first_s: float | None = None, between_s: float | None = None) -> Any:
 async def test_a_typed_request_is_refused_with_the_time_to_come_again(mesh: Harness) -> None:
     await load(mesh, 5000)
     request = gateway_pb2.CompleteRequest(text="hello", targets=within(1.0))
+    began = time.monotonic()
     error = await refusal(mesh.typed.Complete(request))
+    took_s = time.monotonic() - began
     assert isinstance(error, TargetUnattainable)
     assert (error.reason, error.grpc_code, error.http_status) == (
         "TARGET_UNATTAINABLE",
@@ -84,7 +86,9 @@ async def test_a_typed_request_is_refused_with_the_time_to_come_again(mesh: Harn
     )
     assert error.retryable
     assert error.stage == "admit"
-    assert error.retry_after_s == pytest.approx(4.0, rel=0.05)
+    assert error.retry_after_s is not None
+    # What it has waited already counts as well.
+    assert 3.8 <= error.retry_after_s <= 4.2 + took_s
     assert not mesh.workers[0].submits
     request.targets.first_token.FromSeconds(60)
     answers = [answer async for answer in mesh.typed.Complete(request)]

@@ -8,12 +8,9 @@ from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from weft.gateway.fleet.discovery import Endpoint
-from weft.gateway.fleet.worker import FleetWorker
-from weft.gateway.routing import PoolView
 from weft.testing.services.fake_decode import FakeWorker, Script
-from weft.testing.services.gateway_harness import MODEL, Harness, gateway
+from weft.testing.services.gateway_harness import Harness, gateway
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
 PROMPT_TOKENS = 100
@@ -92,17 +89,7 @@ async def test_one_worker_under_two_addresses_gets_requests_at_one(tmp_path: Pat
         listing.tell(*left, *both(prefill))
         await mesh.wait(lambda: healthy(mesh) == [left[0].address])
         await ask(mesh)
-        await mesh.wait(lambda: known_pages(mesh) == [4])
-
-
-def known_pages(mesh: Harness) -> list[int]:
-    """Pages of each decode worker that the gateway has an id of, as far as it knows."""
-    index = mesh.app.catalogue.base(MODEL).router.index("decode")
-    assert index is not None
-    workers: list[FleetWorker] = list(mesh.app.fleet.workers("decode"))
-    view = PoolView(tuple(one.member for one in workers if one.member is not None))
-    sizes: list[int] = np.asarray(index.sizes(view)).tolist()
-    return sizes
+        await mesh.wait(lambda: mesh.known_pages("decode") == [4])
 
 
 async def test_of_two_workers_with_one_id_the_second_gets_nothing(tmp_path: Path) -> None:
@@ -120,7 +107,7 @@ async def test_of_two_workers_with_one_id_the_second_gets_nothing(tmp_path: Path
         for _ in range(5):
             await ask(mesh)
         assert (len(first.submits), len(second.submits)) == (5, 0)
-        assert known_pages(mesh) == [4]
+        assert mesh.known_pages("decode") == [4]
         # One that leaves makes room for its successor, and what it still tells changes nothing.
         first.is_draining = True
         await mesh.wait(lambda: healthy(mesh) == [second.address])
@@ -128,9 +115,9 @@ async def test_of_two_workers_with_one_id_the_second_gets_nothing(tmp_path: Path
         first.hold(list(range(100, 400)))
         await ask(mesh)
         assert (len(first.submits), len(second.submits)) == (5, 1)
-        await mesh.wait(lambda: known_pages(mesh) == [10])
+        await mesh.wait(lambda: mesh.known_pages("decode") == [10])
         await asyncio.sleep(0.1)
-        assert known_pages(mesh) == [10]
+        assert mesh.known_pages("decode") == [10]
         assert OTHER_ID in problems(mesh, "decode")[first.address]
 
 

@@ -524,8 +524,6 @@ def part_header(chain: Chain, num_pages: int = 1) -> kvstore_pb2.PutDataRequest:
 
 
 async def until(condition: Any, caller: StoreCaller) -> None:
-    for _ in range(500):
-        if condition(await caller.stats()):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(await caller.stats())
+    async with asyncio.timeout(60):
+        while not condition(await caller.stats()):
+            await asyncio.sleep(0.01)

@@ -47,7 +47,7 @@ def store_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A store for tests that leave it alive, for pages of PAGE_BYTES."""
     memory = str(160 * PAGE_BYTES)
     folder = tmp_path_factory.mktemp("store")
-    with store_process(folder, "--memory-bytes", memory, "--put-timeout-s", "2") as (_, ready):
+    with store_process(folder, "--memory-bytes", memory, "--put-timeout-s", "30") as (_, ready):
         yield str(ready["address"])
 
 
@@ -188,7 +188,7 @@ async def test_a_source_that_stands_still_costs_its_put_and_nothing_else(
     stopped_at, healthy_at = stopped.call("open_owner"), healthy.call("open_owner")
     digests = stopped.call("digests")
     memory = str(40 * LARGE_BYTES)
-    with store_process(tmp_path, "--memory-bytes", memory, "--put-timeout-s", "1") as (_, ready):
+    with store_process(tmp_path, "--memory-bytes", memory, "--put-timeout-s", "3") as (_, ready):
         async with StoreCaller(ready["address"]) as caller:
             held, held_digests, _ = await put_from(caller, healthy, healthy_at, 4)
             stopped.stop()

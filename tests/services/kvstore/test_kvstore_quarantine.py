@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.digest import digest_pages_numpy
 from weft.engine.transfer.nixl import TransferError
-from weft.kvstore import main, transport
+from weft.kvstore import main, puts, transport
 from weft.kvstore.convert import PutOrder, put_order
 from weft.kvstore.counters import Counters
 from weft.kvstore.pages import PageStore
@@ -40,6 +41,8 @@ class FakeReaders:
         self._source, self._destination = source, destination
         self.behave = "done"
         self.num_refusals = 0
+        self.now, self.step_s = 0.0, 0.05
+        """The time, as the puts of `bench` have it, and how far a look at a read takes it."""
         self.is_closed = threading.Event()
 
     def check(self, target: NixlTargetInfo) -> None:
@@ -59,6 +62,7 @@ class FakeReaders:
     def _poll(self) -> str:
         if self.behave == "fail":
             raise TransferError("the source is gone", may_still_arrive=True)
+        self.now += self.step_s
         return "done" if self.behave == "done" else "pending"
 
     def close_peer(self, peer: Any, *, timeout_s: float) -> None:
@@ -95,7 +99,7 @@ class Bench:
         return put_order(header)
 
     async def settle(self) -> None:
-        for _ in range(200):
+        for _ in range(2000):
             counts = self.pages.counts()
             if not (counts.used or counts.quarantined):
                 break
@@ -104,9 +108,18 @@ class Bench:
         self.pages.memory.check_integrity()
 
 
+@pytest.fixture
+async def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    made = Bench()
+    clock = SimpleNamespace(monotonic=lambda: made.readers.now, sleep=time.sleep)
+    monkeypatch.setattr(puts, "time", clock)
+    return made
+
+
 @pytest.mark.parametrize("behaviour", ["hang", "fail", "bug"])
-async def test_pages_stay_in_quarantine_until_the_agent_is_gone(behaviour: str) -> None:
-    bench = Bench()
+async def test_pages_stay_in_quarantine_until_the_agent_is_gone(
+    bench: Bench, behaviour: str
+) -> None:
     held, chain = Chain(2), Chain(4)
     assert (await bench.puts.put(bench.order(held, 2))).stored == 2
     bench.readers.behave = behaviour
@@ -128,8 +141,7 @@ async def test_pages_stay_in_quarantine_until_the_agent_is_gone(behaviour: str) 
     assert bench.counters.puts_failed == 1
 
 
-async def test_a_read_that_was_not_posted_needs_no_quarantine() -> None:
-    bench = Bench()
+async def test_a_read_that_was_not_posted_needs_no_quarantine(bench: Bench) -> None:
     bench.readers.behave = "refuse"
     with pytest.raises(TransferError, match="nothing was posted"):
         await bench.puts.put(bench.order(Chain(3), 3))
@@ -137,14 +149,18 @@ async def test_a_read_that_was_not_posted_needs_no_quarantine() -> None:
     assert (counts.quarantined, counts.used, counts.free) == (0, 0, counts.total)
 
 
-async def test_a_caller_that_goes_away_leaves_the_read_in_charge_of_its_pages() -> None:
-    bench = Bench()
-    bench.readers.behave = "hang"
+async def test_a_caller_that_goes_away_leaves_the_read_in_charge_of_its_pages(
+    bench: Bench,
+) -> None:
+    bench.readers.behave, bench.readers.step_s = "hang", 0.0
     call = asyncio.create_task(bench.puts.put(bench.order(Chain(3), 3)))
-    await asyncio.sleep(0.03)
+    async with asyncio.timeout(60):
+        while bench.pages.counts().used < 3:
+            await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert bench.pages.counts().used == 3
+    bench.readers.step_s = 0.05
     await bench.settle()
     assert bench.readers.is_closed.is_set()
     assert bench.puts.num_open == 0

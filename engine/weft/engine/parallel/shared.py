@@ -17,12 +17,12 @@ Native code (csrc/peers.h) waits, by some spins and then a futex, and adds the s
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
 from weft.kernels import cpu
@@ -30,8 +30,12 @@ from weft.kernels import cpu
 _COUNTER_BYTES = 64
 _RING_SLOTS = 8
 _SLOT_BYTES = 1 << 18
-_SLOT_HEADER = struct.Struct("<II")
-"""Header of a slot of the ring: bytes of the frame in this slot, and bytes in later slots."""
+_SLOT_HEADER = 2
+"""Numbers before those of the frame in a slot of the ring: how many of the frame are in this slot,
+and how many in later ones.
+"""
+_SLOT_NUMBERS = _SLOT_BYTES // 8 - _SLOT_HEADER
+"""Most numbers of a frame in one slot."""
 _SUM_FLOATS = 1 << 18
 """Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
@@ -89,7 +93,7 @@ class SharedGroup:
         self._native = native
         self._segment = segment
         self._ring = [
-            segment.bytes_at(_ring_at(size) + slot * _SLOT_BYTES, _SLOT_BYTES)
+            segment.bytes_at(_ring_at(size) + slot * _SLOT_BYTES, _SLOT_BYTES).view(np.int64)
             for slot in range(_RING_SLOTS)
         ]
         self._stop = self._counter(size)
@@ -107,6 +111,8 @@ class SharedGroup:
         )
         self._num_slots = 0
         """Slots of the ring that this rank has filled or read."""
+        self._num_free = 0
+        """Slots of the ring that all other ranks are known to have read, and rank 0 may fill."""
         self.num_frames = 0
         """Frames that this rank has posted or taken."""
         self._first_round = 0
@@ -181,49 +187,65 @@ class SharedGroup:
                 )
             self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
 
-    def post(self, parts: Sequence[bytes]) -> None:
+    def post(self, parts: Sequence[Int64Array | Int32Array]) -> None:
         """Sends a frame, the concatenation of its parts, to all other ranks.
 
         Raises:
             RanksLost: A rank no longer reads frames.
         """
-        frame = b"".join(parts)
-        room, left = _SLOT_BYTES - _SLOT_HEADER.size, len(frame)
-        while True:
-            number = self._num_slots + 1
-            for rank in range(1, self.size):
-                self._await(self._taken[rank], number - _RING_SLOTS, rank, "room for a step")
-            count = min(room, left)
-            left -= count
-            slot, begin = self._ring[self._num_slots % _RING_SLOTS], len(frame) - left - count
-            _SLOT_HEADER.pack_into(slot.data, 0, count, left)
-            end = _SLOT_HEADER.size + count
-            slot[_SLOT_HEADER.size : end] = np.frombuffer(frame, np.uint8, count, begin)
-            self._num_slots = number
-            self._native.announce(self._posted, number & 0xFFFFFFFF)
-            if not left:
-                break
+        left = sum(map(len, parts))
+        if left <= _SLOT_NUMBERS:
+            self._fill_slot(parts, left, 0)
+        else:
+            frame = np.concatenate(parts, dtype=np.int64)
+            for begin in range(0, len(frame), _SLOT_NUMBERS):
+                piece = frame[begin : begin + _SLOT_NUMBERS]
+                left -= len(piece)
+                self._fill_slot((piece,), len(piece), left)
         self.num_frames += 1
         self._first_round = self._struct.round
 
-    def take(self) -> bytes:
+    def _fill_slot(
+        self, parts: Sequence[Int64Array | Int32Array], count: int, num_later: int
+    ) -> None:
+        """Fills the next slot of the ring, once all other ranks have read what was there."""
+        if not self._num_free:
+            self._num_free = self._await_room()
+        slot = self._ring[self._num_slots % _RING_SLOTS]
+        slot[0], slot[1] = count, num_later
+        np.concatenate(parts, out=slot[_SLOT_HEADER : _SLOT_HEADER + count])
+        self._num_slots += 1
+        self._num_free -= 1
+        self._native.announce(self._posted, self._num_slots & 0xFFFFFFFF)
+
+    def _await_room(self) -> int:
+        """Waits for a slot of the ring to fill; returns how many there are by then."""
+        free = _RING_SLOTS
+        for rank in range(1, self.size):
+            least = self._num_slots + 1 - _RING_SLOTS
+            self._await(self._taken[rank], least, rank, "room for a step")
+            taken = ctypes.c_uint32.from_address(self._taken[rank]).value
+            free = min(free, 1 + (taken - least & 0xFFFFFFFF))
+        return free
+
+    def take(self) -> Int64Array:
         """The next frame of rank 0; waits for it without a limit.
 
         Raises:
             RanksLost: The group ends.
         """
-        parts: list[bytes] = []
+        parts: list[Int64Array] = []
         left = 1
         while left:
             self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S)
             slot = self._ring[self._num_slots % _RING_SLOTS]
-            count, left = _SLOT_HEADER.unpack(slot[: _SLOT_HEADER.size].tobytes())
-            parts.append(slot[_SLOT_HEADER.size :][:count].tobytes())
+            count, left = slot[:_SLOT_HEADER].tolist()
+            parts.append(slot[_SLOT_HEADER : _SLOT_HEADER + count].copy())
             self._num_slots += 1
             self._native.announce(self._taken[self.rank], self._num_slots & 0xFFFFFFFF)
         self.num_frames += 1
         self._first_round = self._struct.round
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def end(self) -> None:
         """Announces that this rank has done all frames that it has taken."""

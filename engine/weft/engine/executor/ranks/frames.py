@@ -8,6 +8,7 @@ plain arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,9 +26,12 @@ _ARRAYS = (
     *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
     *("words", "limits", "pages", "adapters"),
 )
+_arrays_of = attrgetter(*_ARRAYS)
 _NONE, _SAME = -1, -2
 Work = Literal["zero", "poison", "poison_blocks"]
 _WORK: dict[int, Work] = {_ZERO: "zero", _POISON: "poison", _BLOCKS: "poison_blocks"}
+Frame = Sequence[Int64Array | Int32Array]
+"""A frame to be posted: one array after another."""
 
 
 class NewPages(NamedTuple):
@@ -111,76 +115,78 @@ _NUM_STATES = 4
 """Arrays of `StateRows` in a frame."""
 
 
-def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
+def encode_step(step: StepInput, pages: NewPages) -> Frame:
     """Encodes a step; drafts on the device are those of chains."""
     made: Int64Array | None = None
     if step.drafts is not None:
         assert isinstance(step.drafts, LaterChains), "drafts of another rank's device"
         made = step.drafts.requests().limits
     assert not step.pooled, "ranks make no vectors"
-    scores = [
-        number
-        for one in step.scores
-        for number in (one.request, one.num_top, one.first_row, len(one.tokens), *one.tokens)
-    ]
-    arrays: list[Int64Array | Int32Array | None] = [getattr(step, name) for name in _ARRAYS]
+    scores = NO_NUMBERS
+    if step.scores:
+        told = [
+            (one.request, one.num_top, one.first_row, len(one.tokens), *one.tokens)
+            for one in step.scores
+        ]
+        scores = np.array([number for one in told for number in one], np.int64)
+    rows = step.states
+    of_states: Sequence[Int64Array | None] = [None] * _NUM_STATES
+    if rows is not None:
+        of_states = rows.borders, rows.blocks, rows.writes.reshape(-1), rows.table.reshape(-1)
+    arrays = [*_arrays_of(step), scores, made, *pages, *of_states]
     lengths = [_NONE if array is None else len(array) for array in arrays]
     if step.starts is step.bounds:
-        arrays[1], lengths[1] = None, _SAME
-    rows = step.states
-    of_states: list[Int64Array | None] = [None] * _NUM_STATES
-    if rows is not None:
-        of_states = [rows.borders, rows.blocks, rows.writes.reshape(-1), rows.table.reshape(-1)]
-    arrays += [np.array(scores, np.int64), made, *pages, *of_states]
-    lengths += [len(scores), _NONE if made is None else len(made)]
-    lengths += [len(array) for array in pages]
-    lengths += [_NONE if array is None else len(array) for array in of_states]
+        lengths[_ARRAYS.index("starts")] = _SAME
     num_few = 0 if rows is None else rows.num_few
     header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), num_few, *lengths)
-    found = [array for array in arrays if array is not None]
-    return [np.concatenate((np.array(header, np.int64), *found), dtype=np.int64).tobytes()]
+    found = [array for array, length in zip(arrays, lengths, strict=True) if length > 0]
+    return [np.array(header, np.int64), *found]
 
 
-def encode_tokens(tokens: Int64Array) -> list[bytes]:
+_DRAWS = {way: (np.array([_DRAW, number]),) for number, way in enumerate(WAYS)}
+_BEFORE_TOKENS, _MEETS = np.array([_TOKENS]), (np.array([_MEET]),)
+
+
+def encode_tokens(tokens: Int64Array) -> Frame:
     """Encodes drawn tokens."""
-    return [np.array([_TOKENS], np.int64).tobytes(), tokens.tobytes()]
+    return _BEFORE_TOKENS, tokens
 
 
-def encode_draw(way: Way) -> list[bytes]:
+def encode_draw(way: Way) -> Frame:
     """Encodes that tokens are drawn by a graph."""
-    return [np.array([_DRAW, WAYS.index(way)], np.int64).tobytes()]
+    return _DRAWS[way]
 
 
-def encode_shared(count: int) -> list[bytes]:
+def encode_shared(count: int) -> Frame:
     """Encodes that so many tokens come from rank 0's device."""
-    return [np.array([_SHARED, count], np.int64).tobytes()]
+    return (np.array([_SHARED, count]),)
 
 
-def encode_meet() -> list[bytes]:
+def encode_meet() -> Frame:
     """Encodes that the devices wait for one another."""
-    return [np.array([_MEET], np.int64).tobytes()]
+    return _MEETS
 
 
-def encode_copies(copies: Sequence[PageCopy]) -> list[bytes]:
+def encode_copies(copies: Sequence[PageCopy]) -> Frame:
     """Encodes copies of pages."""
-    return [np.array([_COPIES, *(page for copy in copies for page in copy)], np.int64).tobytes()]
+    return (np.array([_COPIES, *(page for copy in copies for page in copy)]),)
 
 
-def encode_pages(what: Work, pages: Sequence[int]) -> list[bytes]:
+def encode_pages(what: Work, pages: Sequence[int]) -> Frame:
     """Encodes pages or blocks to zero or to poison."""
     (kind,) = (kind for kind, work in _WORK.items() if work == what)
-    return [np.array([kind, *pages], np.int64).tobytes()]
+    return (np.array([kind, *pages]),)
 
 
-def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> list[bytes]:
+def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> Frame:
     """Encodes chains to be made."""
-    header = np.array([_CHAINS, len(counts), len(pages.slots)], np.int64)
-    return [array.astype(np.int64).tobytes() for array in (header, *lasts, counts, *pages)]
+    return np.array([_CHAINS, len(counts), len(pages.slots)]), *lasts, counts, *pages
 
 
-def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | ChainsOf | Meet:
-    """The content of a frame."""
-    numbers: Int64Array = np.frombuffer(bytearray(frame), np.int64)  # Writable, for torch.
+def decode(
+    numbers: Int64Array,
+) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | ChainsOf | Meet:
+    """The content of a frame: views of it."""
     kind, behind = int(numbers[0]), numbers[1:]
     if kind == _TOKENS:
         return Tokens(behind)

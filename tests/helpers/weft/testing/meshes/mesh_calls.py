@@ -223,6 +223,26 @@ def num_shipped(num_prompt_tokens: int) -> int:
     return num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if has_more else 0
 
 
+def way_of(answer: Answer) -> str:
+    """The way that a request went, in a line. Without fills nobody was asked: the gateway knew of
+    no healthy prefill worker, or the decode worker took the prompt itself.
+    """
+    timeline = answer.timeline
+    fills = [
+        f"{fill.worker_id} by {common_pb2.TransportKind.Name(fill.transport)}: "
+        f"{fill.accepted_tokens} of {fill.end_token - fill.start_token} tokens"
+        + (f", failed: {fill.failure}" if fill.failure else "")
+        for fill in timeline.fills
+    ]
+    return (
+        f"{answer.prompt_tokens} prompt tokens at {timeline.worker_id}: "
+        f"{timeline.matched_tokens} found, fills {fills or 'none'}, "
+        f"{timeline.local_prefill_tokens} computed; {timeline.steps} steps, "
+        f"{timeline.preemptions} pre-emptions, {len(timeline.lost_attempts)} lost attempts, "
+        f"expected seconds there {timeline.remote_cost_s:.3g}, here {timeline.local_cost_s:.3g}"
+    )
+
+
 def check_way(way: str, answer: Answer) -> None:
     """Asserts by the timeline that a first request went this way.
 
@@ -232,22 +252,23 @@ def check_way(way: str, answer: Answer) -> None:
         answer: Its prompt may have been too short to be shipped or cached.
     """
     timeline, num_tokens = answer.timeline, answer.prompt_tokens
+    told = way_of(answer)
     shipped = sum(fill.accepted_tokens for fill in timeline.fills)
     if way in ("nixl", "data"):
         kind = common_pb2.TransportKind.Value(f"TRANSPORT_KIND_{way.upper()}")
-        assert {fill.transport for fill in timeline.fills} <= {kind}, timeline
-        assert not [fill.failure for fill in timeline.fills if fill.failure], timeline
-        assert (timeline.matched_tokens, shipped) == (0, num_shipped(num_tokens)), timeline
-        assert timeline.local_prefill_tokens == max(num_tokens - shipped, 1), timeline
+        assert {fill.transport for fill in timeline.fills} <= {kind}, told
+        assert not [fill.failure for fill in timeline.fills if fill.failure], told
+        assert (timeline.matched_tokens, shipped) == (0, num_shipped(num_tokens)), told
+        assert timeline.local_prefill_tokens == max(num_tokens - shipped, 1), told
         return
-    assert not timeline.fills, timeline
+    assert not timeline.fills, told
     if way == "hit":
         # The answer before has filled pages too; the prompt's last token is computed again.
         cached = (num_tokens + answer.completion_tokens - 1) // PAGE_SIZE * PAGE_SIZE
         matched = min(num_tokens - 1, cached)
-        assert timeline.matched_tokens == answer.cached_tokens == matched, timeline
-        assert timeline.local_prefill_tokens == num_tokens - matched, timeline
+        assert timeline.matched_tokens == answer.cached_tokens == matched, told
+        assert timeline.local_prefill_tokens == num_tokens - matched, told
     else:
-        assert timeline.matched_tokens == 0, timeline
-        assert timeline.local_prefill_tokens == num_tokens, timeline
-    assert (timeline.preemptions > 0) == (way == "preempted"), timeline
+        assert timeline.matched_tokens == 0, told
+        assert timeline.local_prefill_tokens == num_tokens, told
+    assert (timeline.preemptions > 0) == (way == "preempted"), told

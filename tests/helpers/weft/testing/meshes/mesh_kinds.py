@@ -14,9 +14,9 @@ DRAFTED_TOKENS = 36
 """Length of answers in which drafts are looked at."""
 _FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
-PATIENT = "--fill-progress-timeout-s 30"
-"""For decode workers whose prompts a test wants to be shipped: on a busy machine a step can take
-longer than a fill may stall, and the prompt runs where it is decoded.
+PATIENT = "--fill-progress-timeout-s 60 --lease-s 60"
+"""For decode workers whose prompts a test wants to be shipped: on a busy machine a step of a filler
+can take longer than a fill may stall or a lease lasts, and the prompt runs where it is decoded.
 """
 _DRAFT = str(Path(__file__).parents[5] / "drafts" / "smollm2-135m-eagle3")
 KINDS: dict[str, tuple[str, ...]] = {

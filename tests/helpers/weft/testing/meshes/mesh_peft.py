@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.testing.meshes.tiny_mesh import Greedy
+from weft.testing.meshes.tiny_mesh import VOCAB, Greedy
 
 
 class Peft(Greedy):
@@ -45,6 +46,17 @@ class Peft(Greedy):
         """The text with an adapter; empty = without one."""
         with self._with(adapter):
             return self.text(self.ids(prompt, num_new or self._num_new))
+
+    def prompt(self, length: int, adapters: Sequence[str]) -> list[int]:
+        """Random tokens of which float32 can tell the answers with each of these adapters."""
+        while True:
+            prompt = [random.randrange(3, VOCAB) for _ in range(length)]
+            if all(self._tells(adapter, prompt) for adapter in adapters):
+                return prompt
+
+    def _tells(self, adapter: str, prompt: list[int]) -> bool:
+        with self._with(adapter):
+            return self.is_clear(prompt, self._num_new)
 
     def check_text(
         self, adapter: str, prompt: list[int], ids: list[int], text: str, num_new: int

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from weft.common.faults import spec_to_proto
 from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
+from weft.testing.models.choices import are_clear, check_choices
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import admin_pb2
@@ -25,8 +26,6 @@ VOCAB = 517
 SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 64}
 """Of the model: heads as GPUs take them too."""
 MODEL = "tiny"
-NEAR_TIE = 1e-5
-"""Difference of logits, relative to the largest one, that roundings in float32 may turn over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,16 +204,25 @@ class Greedy:
         return found
 
     def check(self, prompt: list[int], found: Sequence[int], num_new: int) -> None:
-        """Each of these ids is the choice behind those before it, where float32 can tell: of long
-        random texts one in some hundred has two logits that are equal but for rounding.
-        """
+        """Each of these ids is the choice behind those before it, where float32 can tell."""
         assert len(found) == num_new
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *found]])).logits[0, len(prompt) - 1 : -1]
-        lacks = logits.amax(-1) - logits[torch.arange(num_new), torch.tensor(found)]
-        at = int(lacks.argmax())
-        size = float(logits[at].abs().max())
-        assert lacks[at] <= NEAR_TIE * size, f"token {at} lacks {float(lacks[at])} of {size}"
+        check_choices(logits, found)
+
+    def is_clear(self, prompt: list[int], num_new: int) -> bool:
+        """Whether float32 can tell each of `ids`: for texts whose ids a client does not see."""
+        ids = self.ids(prompt, num_new)
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        return are_clear(logits)
+
+    def prompt(self, length: int, num_new: int, *, begin: Sequence[int] = ()) -> list[int]:
+        """A beginning and random tokens, of which `is_clear` is true."""
+        while True:
+            prompt = [*begin, *(random.randrange(3, VOCAB) for _ in range(length))]
+            if self.is_clear(prompt, num_new):
+                return prompt
 
     def text(self, ids: list[int]) -> str:
         """The text that a client should see."""

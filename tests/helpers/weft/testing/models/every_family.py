@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from weft.testing.models.choices import Choices
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.ling import is_ling, load_ling, to_ling
 from weft.testing.models.moe_families import MOE_FAMILIES
@@ -57,14 +58,11 @@ def load_reference(path: Path) -> Any:
     return build.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-@torch.inference_mode()
-def greedy_tokens(reference: Any, prompt: list[int], count: int) -> list[int]:
+def greedy_tokens(reference: Any, prompt: list[int], count: int) -> Choices:
     """The `count` tokens with which a model of transformers goes on, computed without a cache."""
-    tokens = torch.tensor([prompt])
-    for _ in range(count):
-        best = reference(tokens, use_cache=False).logits[0, -1].argmax().view(1, 1)
-        tokens = torch.cat([tokens, best], dim=1)
-    return tokens[0, len(prompt) :].tolist()
+    return Choices(
+        lambda tokens: reference(torch.tensor([tokens]), use_cache=False).logits[0], prompt, count
+    )
 
 
 @torch.inference_mode()

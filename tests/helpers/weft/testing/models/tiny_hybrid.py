@@ -30,6 +30,7 @@ from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.sequences import Sequences
 from weft.kernels.stream import Normed, Sum
+from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import make_tiny
 
 TAIL = 3
@@ -203,11 +204,8 @@ def reference_hybrid(path: Path) -> torch.nn.Module:
     return model
 
 
-@torch.inference_mode()
-def greedy(model: torch.nn.Module, prompt: Sequence[int], num_new: int) -> list[int]:
+def greedy(model: torch.nn.Module, prompt: Sequence[int], num_new: int) -> Choices:
     """The most likely continuation, all tokens computed again for each new one."""
-    tokens = list(prompt)
-    for _ in range(num_new):
-        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
+    return Choices(
+        lambda tokens: model(torch.tensor([tokens]), use_cache=False).logits[0], prompt, num_new
+    )

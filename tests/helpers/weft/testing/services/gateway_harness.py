@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from tokenizers import Tokenizer
 from weft.gateway.app import GatewayApp
-from weft.gateway.fleet.discovery import Discovery
+from weft.gateway.fleet.discovery import Discovery, Role
+from weft.gateway.routing import PoolView
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
 from weft.testing.services.fake_decode import FakeWorker, Script
@@ -41,6 +43,15 @@ class Harness:
     @property
     def end(self) -> int:
         return int(self.tokenizer.token_to_id("<|im_end|>"))
+
+    def known_pages(self, role: Role) -> list[int]:
+        """Pages of each worker of a role that the gateway has an id of, as far as it knows."""
+        index = self.app.catalogue.base(MODEL).router.index(role)
+        assert index is not None
+        members = [worker.member for worker in self.app.fleet.workers(role)]
+        view = PoolView(tuple(member for member in members if member is not None))
+        sizes: list[int] = np.asarray(index.sizes(view)).tolist()
+        return sizes
 
     async def post(self, method: str, body: object) -> list[HttpBody]:
         """Messages of a REST method; `body` is JSON-encoded unless it is bytes."""

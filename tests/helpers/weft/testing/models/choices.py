@@ -1,0 +1,95 @@
+"""Greedy tokens against a reference that computes in float32 in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+NEAR_TIE = 1e-5
+"""Difference of logits, relative to the largest one, that roundings in float32 may turn over. Of a
+million tokens of random models one is chosen by so little.
+"""
+
+_CHANGE, _MOST_CHANGE = 3e-6, 2e-4
+"""Far more than roundings, and far less than what another expert makes of a token."""
+
+
+def check_choices(logits: torch.Tensor, tokens: Sequence[int]) -> None:
+    """Each token is the choice of the reference, where float32 can tell.
+
+    Args:
+        logits: `[num_tokens, vocab]`, the reference's, behind what comes before each token.
+        tokens: The tokens.
+    """
+    assert len(logits) == len(tokens)
+    lacks = (logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).tolist()
+    for at, (lack, size) in enumerate(zip(lacks, logits.abs().amax(-1).tolist(), strict=True)):
+        assert lack <= NEAR_TIE * size, f"token {at} of {tokens} lacks {lack} of {size}"
+
+
+def are_clear(logits: torch.Tensor) -> bool:
+    """Whether float32 can tell the largest of each row: `[num_tokens, vocab]`."""
+    best, second = logits.topk(2, -1).values.unbind(-1)
+    return bool((best - second > NEAR_TIE * logits.abs().amax(-1)).all())
+
+
+@torch.inference_mode()
+def asks_surely(reference: Any, tokens: Sequence[int]) -> bool:
+    """Whether each token of a text asks the same experts however a reference in float32 rounds: its
+    logits change as little as those of one without experts if its embedding does.
+    """
+    ids, weight = torch.tensor([list(tokens)]), reference.get_input_embeddings().weight
+    kept, logits = weight.clone(), reference(ids, use_cache=False).logits
+    changes = [_CHANGE * torch.randn(weight.shape) for _ in range(2)]
+    for change in (*changes, *(-change for change in changes)):
+        weight.mul_(1 + change)
+        gap = (reference(ids, use_cache=False).logits - logits).abs().max()
+        weight.copy_(kept)
+        if gap > _MOST_CHANGE * logits.abs().max():
+            return False
+    return True
+
+
+class Choices(list[int]):
+    """A reference's greedy tokens. Other tokens are equal if `check_choices` takes each of them
+    behind those before it.
+
+    Args:
+        logits_of: The reference: `[num_tokens, vocab]` behind each of some tokens.
+        prompt: What comes before.
+        num_new: Number of tokens.
+    """
+
+    def __init__(
+        self, logits_of: Callable[[list[int]], torch.Tensor], prompt: Sequence[int], num_new: int
+    ) -> None:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(num_new):
+                tokens.append(int(logits_of(tokens)[-1].argmax()))
+        super().__init__(tokens[len(prompt) :])
+        self._logits_of, self._prompt = logits_of, list(prompt)
+
+    def is_clear(self) -> bool:
+        """Whether no other tokens are equal."""
+        return are_clear(self._logits_behind(self))
+
+    def __eq__(self, found: object) -> bool:
+        if list.__eq__(self, found) is True:
+            return True
+        if not isinstance(found, list) or len(found) != len(self):
+            return False
+        try:
+            check_choices(self._logits_behind(found), found)
+        except AssertionError:
+            return False
+        return True
+
+    def __ne__(self, found: object) -> bool:
+        return not self == found
+
+    def _logits_behind(self, tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._logits_of([*self._prompt, *tokens])[len(self._prompt) - 1 : -1]
