@@ -27,7 +27,6 @@ def test_a_worker_with_a_long_queue_is_busy(
         num_waiting=num_waiting, num_tokens_before=lambda adapter: num_tokens
     )
     intake: Any = SimpleNamespace(namespace=lambda *_: handle.namespace, vocab_size=10)
-    jobs = ComputeJobs(
-        config, intake, scheduler, 1000, lambda request: None, lambda digest: True, lambda: 0.0
-    )
+    sizes, look_up = (1000, 1000), lambda request: None
+    jobs = ComputeJobs(config, intake, scheduler, *sizes, look_up, lambda digest: True, lambda: 0.0)
     assert jobs.why_not(handle)[0] == reason
