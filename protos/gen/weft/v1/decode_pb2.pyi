@@ -556,7 +556,7 @@ Global___EndSession: _TypeAlias = EndSession  # noqa: Y015
 
 @_typing.final
 class SessionEvent(_message.Message):
-    """All that one engine step brought for one gateway."""
+    """All that one or more engine steps brought for one gateway."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
