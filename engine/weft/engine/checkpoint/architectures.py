@@ -26,6 +26,7 @@ _BUILT_IN = {
 }
 _FAMILIES = {
     "AfmoeForCausalLM": ("afmoe", "read_afmoe"),
+    "ApertusForCausalLM": ("llamas", "read_apertus"),
     "ArceeForCausalLM": ("llamas", "read_arcee"),
     "BailingMoeV2ForCausalLM": ("glm4_moe", "read_ling2"),
     "BambaForCausalLM": ("mamba", "read_bamba"),
@@ -52,6 +53,10 @@ _FAMILIES = {
     "Glm4MoeForCausalLM": ("glm4_moe", "read_glm4_moe"),
     "Glm4MoeLiteForCausalLM": ("deepseek", "read_glm4_lite"),
     "GlmForCausalLM": ("glm4", "read_glm"),
+    "GPT2LMHeadModel": ("gpt", "read_gpt2"),
+    "GPTBigCodeForCausalLM": ("gpt", "read_bigcode"),
+    "GPTJForCausalLM": ("gpt", "read_gptj"),
+    "GPTNeoXForCausalLM": ("gpt", "read_gpt_neox"),
     "GptOssForCausalLM": ("gpt_oss", "read_gpt_oss"),
     "GraniteForCausalLM": ("granite", "read_granite"),
     "GraniteMoeForCausalLM": ("granite", "read_granite_moe"),
@@ -63,6 +68,7 @@ _FAMILIES = {
     "HYV3ForCausalLM": ("hunyuan", "read_hy3"),
     "HyperCLOVAXForCausalLM": ("granite", "read_hyperclovax"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "Jais2ForCausalLM": ("layer_normed", "read_jais2"),
     "JambaForCausalLM": ("jamba", "read_jamba"),
     "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),
     "Lfm2ForCausalLM": ("lfm2", "read_lfm2"),
@@ -87,7 +93,12 @@ _FAMILIES = {
     "NemotronForCausalLM": ("layer_normed", "read_nemotron"),
     "Olmo2ForCausalLM": ("olmo", "read_olmo2"),
     "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
+    "OlmoForCausalLM": ("olmo", "read_olmo"),
     "OlmoeForCausalLM": ("olmo", "read_olmoe"),
+    "OPTForCausalLM": ("gpt", "read_opt"),
+    "PhiForCausalLM": ("phi3", "read_phi"),
+    "PhimoeForCausalLM": ("phi3", "read_phi_moe"),
+    "PhiMoEForCausalLM": ("phi3", "read_phi_moe"),
     "Phi3ForCausalLM": ("phi3", "read_phi3"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "read_qwen2_moe"),
@@ -148,9 +159,12 @@ _BIDIRECTIONAL = {
     "LlamaBidirectionalModel": "LlamaForCausalLM",
 }
 """Decoders whose tokens see those behind them too, and the names of the same ones that do not."""
-_TEXT_MODELS = dict.fromkeys(
-    ("Gemma3TextModel", "Gemma3TextForSequenceClassification"), "Gemma3ForCausalLM"
-)
+_TEXT_MODELS = {
+    **dict.fromkeys(
+        ("Gemma3TextModel", "Gemma3TextForSequenceClassification"), "Gemma3ForCausalLM"
+    ),
+    **dict.fromkeys(("GPT2Model", "GPT2ForSequenceClassification"), "GPT2LMHeadModel"),
+}
 """Decoders without an LM head whose names tell so in another way."""
 
 
@@ -172,6 +186,13 @@ def encoder_stem(architecture: str) -> str:
     ends = (end for end in _ENCODER_ENDS if architecture.endswith(end))
     stems = (architecture.removesuffix(end) for end in ends)
     return next((stem for stem in stems if stem in _STEMS), "")
+
+
+def is_headless(architecture: str) -> bool:
+    """Whether an architecture's name is of a model without a head; GPT-2's with an LM head ends in
+    the same word.
+    """
+    return architecture.endswith(HEADLESS) and not architecture.endswith("LMHeadModel")
 
 
 def language_model_name(architecture: str) -> str:

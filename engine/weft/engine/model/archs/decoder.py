@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.parts import (
@@ -30,6 +31,7 @@ from weft.engine.model.layers.delta_attention import DeltaAttention
 from weft.engine.model.layers.gated_conv import GatedConv
 from weft.engine.model.layers.gated_delta import GatedDelta
 from weft.engine.model.layers.heads import (
+    Clip,
     HeadChange,
     LayerNorms,
     PlainNorms,
@@ -53,7 +55,7 @@ from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import limited_silu
+from weft.kernels.activation import XIELU, limited_silu
 from weft.kernels.attention import AttentionSpec
 from weft.kernels.norm import AnyNorm, LayerNorm, Norm
 
@@ -73,9 +75,14 @@ class Decoder(DecoderOnlyLM):
         head = next((n for n in names.heads if weights.has(f"{n}.weight")), names.heads[0])
         positions = config.max_position_embeddings
         self._rotaries = Rotaries(config.rotary_dim, positions, weights.device)
-        stack = _build_stack(config, parts, weights.at(body), self._rotaries)
+        below = weights.at(body) if body else weights
+        stack = _build_stack(config, parts, below, self._rotaries)
         self._num_ranks = weights.shard.size
         self._take(config, weights, stack, head)
+        self._head_bias: torch.Tensor | None = None
+        if parts.has_head_bias and config.head == "tokens":
+            bias = TensorSlice(f"{head}.bias", (config.vocab_size,))
+            self._head_bias = weights.read([bias], config.num_added_tokens, dtype=torch.float32)
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """See `Model.kv_layout`."""
@@ -107,8 +114,10 @@ class Decoder(DecoderOnlyLM):
         config = replace(config, decoder=parts, moe=config.moe if is_sparse else None)
         return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)
 
-    def scale_logits(self, logits: torch.Tensor) -> None:
-        """See `DecoderOnlyLM.scale_logits`."""
+    def finish_logits(self, logits: torch.Tensor, tokens: slice) -> None:
+        """See `DecoderOnlyLM.finish_logits`."""
+        if self._head_bias is not None:
+            logits.add_(self._head_bias[tokens])
         if self._multiplier != 1.0:
             logits.mul_(self._multiplier)
         if self._softcap is not None:
@@ -118,7 +127,7 @@ class Decoder(DecoderOnlyLM):
 def _build_stack(
     config: ModelConfig, parts: DecoderConfig, weights: Weights, rotaries: Rotaries
 ) -> Stack:
-    names, of_layers = config.names, weights.at("layers")
+    names, of_layers = config.names, weights.at(config.names.layers)
     embed_tokens = weights.vocabulary(names.embedding, *vocabulary_size(config))
 
     def layer(index: int) -> Layer:
@@ -131,7 +140,21 @@ def _build_stack(
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     per_layer = _per_layer_embedding(config, parts, weights)
     factor = parts.embedding_multiplier
-    return Stack(embed_tokens, layers, last, factor, weights.peers, per_layer=per_layer)
+    positions = _read_positions(config, parts, weights)
+    return Stack(
+        embed_tokens, layers, last, factor, weights.peers, per_layer=per_layer, positions=positions
+    )
+
+
+def _read_positions(
+    config: ModelConfig, parts: DecoderConfig, weights: Weights
+) -> torch.Tensor | None:
+    first, longest = parts.first_position_row, config.max_position_embeddings
+    if first is None:
+        return None
+    shape = (first + longest, config.hidden_size)
+    rows = slice(first, first + longest)
+    return weights.read([TensorSlice(f"{config.names.positions}.weight", shape, (rows,))])
 
 
 def _layer(
@@ -151,7 +174,8 @@ def _layer(
     mixer = read_mixer(config, parts, index, own, rotaries)
     if of_feed is None:
         return Layer(index, before, mixer, None, None, Form(multiplier=parts.residual_multiplier))
-    between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
+    has_between = order in ("before", "around", "parallel by two norms")
+    between = norm(names.feed_norm, of_feed) if has_between else before
     feed = _feed(config, parts, index, of_feed)
     if isinstance(feed, ExpertsBesideMLP):
         between = None  # It has norms of its own.
@@ -161,7 +185,7 @@ def _layer(
         norm(names.mixer_post) if is_behind else None,
         norm(names.feed_post) if is_behind else None,
         parts.residual_multiplier,
-        order == "parallel",
+        order.startswith("parallel"),
         last,
         last_post,
         own.read([TensorSlice("layer_scalar", (1,))]) if parts.has_layer_factors else None,
@@ -250,6 +274,8 @@ def _attention(
     if value_dim != dim or layer.value_factor != 1.0 or value_norm is not None:
         eps = None if value_norm is None else value_norm.eps
         changes.append(Values(dim, value_dim, layer.value_factor, eps))
+    if layer.clip is not None:
+        changes.append(Clip(layer.clip))
     if layer.head_norm is not None:
         norms, change = _head_norms(heads, layer.head_norm, weights)
         if layer.head_norm.is_after_rotation:
@@ -266,6 +292,7 @@ def _attention(
         value_dim=value_dim,
         v_name="k_proj" if layer.is_value_key else "v_proj",
         has_gate=gate is not None and gate.proj is None,
+        groups=heads[1] if names.is_qkv_by_head else 1,
     )
     return Attention(
         spec,
@@ -416,7 +443,8 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     down = weights.linear(down_spec(hidden, inner, bias=mlp.bias, name=names.down))
     if not mlp.is_gated:
         up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
-        return PlainMLP(index, up, down, mlp.activation, is_gated=False)
+        made = _xielu(weights) if mlp.has_xielu else mlp.activation
+        return PlainMLP(index, up, down, made, is_gated=False)
     has_silu = mlp.activation == "silu" and mlp.factors == (1.0, 1.0) and not limit
     spec = gate_up_spec(
         hidden,
@@ -433,10 +461,28 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     return PlainMLP(index, both, down, made, is_gated=True, factors=mlp.factors)
 
 
+def _xielu(weights: Weights) -> XIELU:
+    def number(name: str) -> torch.Tensor:
+        return weights.read([TensorSlice(f"act_fn.{name}", (1,))], dtype=torch.float32)
+
+    def constant(name: str, usual: float) -> float:
+        """What newer files have too, as a single number."""
+        if not weights.has(f"act_fn.{name}"):
+            return usual
+        return float(weights.tensor(TensorSlice(f"act_fn.{name}", ()), torch.float32))
+
+    beta = constant("beta", 0.5)
+    alpha_p, alpha_n = (float(F.softplus(number(name))) for name in ("alpha_p", "alpha_n"))
+    return XIELU(alpha_p, beta + alpha_n, beta, constant("eps", -1e-6))
+
+
 def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:
     """Reads a norm of the stream."""
     if norm.kind == "rms":
         return _rms(norm, weights, name, size)
+    if norm.kind == "plain layer":
+        ones = torch.ones(size, dtype=weights.dtype, device=weights.device)
+        return LayerNorm(ones, None, norm.eps)
     weight = weights.norm(name, size)
     bias = weights.read([TensorSlice(f"{name}.bias", (size,))]) if norm.has_bias else None
     return LayerNorm(weight + 1.0 if norm.adds_one else weight, bias, norm.eps)

@@ -100,7 +100,7 @@ class Form(NamedTuple):
     multiplier: float = 1.0
     """Factor on the additions of both blocks."""
     is_parallel: bool = False
-    """Whether both blocks read the layer's input, through the same norm."""
+    """Whether both blocks read the layer's input."""
     last: FeedForward | None = None
     """A third block, which reads the stream as it is, or None."""
     last_post: AnyNorm | None = None

@@ -67,6 +67,7 @@ OWN_CODE: dict[str, dict[str, Any]] = {
     },
 }
 """config.json of families whose checkpoints name an architecture that transformers lacks."""
+GPT = {"n_embd": 48, "n_layer": 4, "n_head": 6, "n_positions": 512, "n_inner": 72}
 _MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
@@ -504,6 +505,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 1.4 / 2,
             "logits_scaling": 48 / 16,
             "tie_word_embeddings": True,
+        },
+    ),
+    "apertus": ("apertus", {"vocab_size": 259}),
+    "jais2": ("jais2", {}),
+    "olmo": ("olmo", {"clip_qkv": 1.5, "tie_word_embeddings": True, "pad_token_id": None}),
+    "phi": ("phi", {}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gptj": ("gptj", {**GPT, "rotary_dim": 4}),
+    "gpt2": ("gpt2", {**GPT, "scale_attn_by_inverse_layer_idx": True, "pad_token_id": None}),
+    "gpt_bigcode": ("gpt_bigcode", {**GPT, "pad_token_id": None}),
+    "gpt_bigcode-heads": ("gpt_bigcode", {**GPT, "multi_query": False, "pad_token_id": None}),
+    "opt": ("opt", {"ffn_dim": 72, "pad_token_id": None}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.5 + 0.5 * i for i in range(4)],
+                "long_factor": [1.5 + 0.5 * i for i in range(4)],
+                "short_mscale": 1.1,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 16,
+            },
         },
     ),
 }
