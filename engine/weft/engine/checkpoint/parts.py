@@ -7,11 +7,15 @@ Pure Python. An architecture is a function that reads one family's config.json i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from weft.engine.checkpoint.moe_config import MoENamesConfig, without_defaults
-from weft.engine.checkpoint.recurrent_config import Mamba2Config, RecurrentConfig
+from weft.engine.checkpoint.recurrent_config import (
+    DeltaAttentionConfig,
+    Mamba2Config,
+    RecurrentConfig,
+)
 from weft.engine.checkpoint.rope import RopeConfig, rope_values
 
 
@@ -238,7 +242,8 @@ class DecoderConfig:
 def _mixer_values(layer: MixerConfig) -> dict[str, Any]:
     if isinstance(layer, AttentionConfig | ParallelConfig):
         return layer.values()
-    return {"kind": type(layer).__name__, **asdict(layer)}
+    first = 4 if isinstance(layer, DeltaAttentionConfig) else len(fields(layer))
+    return {"kind": type(layer).__name__, **without_defaults(layer, first)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

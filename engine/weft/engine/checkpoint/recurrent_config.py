@@ -39,6 +39,10 @@ class DeltaAttentionConfig:
     """Rows that the convolution of q, k and v sees, a row's own included."""
     eps: float
     """Of the norm of each head's result."""
+    is_low_rank: bool = True
+    """Whether decays and gates are projected by way of as few columns as a head has."""
+    least_decay: float | None = None
+    """Least logarithm of a decay, of which it is a sigmoid's share; None: any, by a softplus."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,8 +241,12 @@ def read_mixer(
     if not isinstance(layer, AttentionConfig):
         return _recurrent(config, parts, layer, index, recurrent)
     if config.latent is not None:
-        rotary, scales = rotaries.of(layer.rope), q_scales(config, layer, attention)
-        return LatentAttention.read(config, config.latent, layer, index, attention, rotary, scales)
+        sizes = (config.num_heads, config.latent.value_dim, config.hidden_size)
+        gate = None if layer.gate is None else _gate(layer.gate, *sizes, attention)
+        return LatentAttention.read(
+            config, config.latent, layer, index, attention, rotaries.of(layer.rope),
+            q_scales(config, layer, attention), gate,
+        )  # fmt: skip
     if layer.kv_from is not None:
         return _shared_attention(config, layer, index, attention, rotaries)
     return _attention(config, layer, index, attention, rotaries)

@@ -507,6 +507,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ling3": (
+        "bailing_hybrid",
+        {
+            "layer_group_size": 2,
+            "head_dim": 12,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 6,
+            "rope_theta": 1e4,
+            **_LATENT,
+        },
+    ),
     "apertus": ("apertus", {"vocab_size": 259}),
     "jais2": ("jais2", {}),
     "olmo": ("olmo", {"clip_qkv": 1.5, "tie_word_embeddings": True, "pad_token_id": None}),
@@ -541,7 +557,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "granite_hybrid-dense", "falcon_h1", "falcon_h1-normed", "nemotron_h"),
-    *("nemotron_h-experts", "jamba"),
+    *("nemotron_h-experts", "jamba", "ling3"),
 )
 """Those with recurrent layers."""
 
