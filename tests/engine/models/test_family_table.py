@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("single_thread")]
 PAGE, NUM_NEW = 8, 16
 ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn"),
-    *("self_attn.dense", "attention.dense", "attn.out_proj", "attn.c_proj"),
+    *("dense", "attn.out_proj", "attention.out_proj", "attn.c_proj"),
 )
 """Projections of attention, by the ends of their names."""
 Record = Callable[[str, object], None]

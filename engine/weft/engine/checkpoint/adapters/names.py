@@ -194,7 +194,9 @@ def parse_module(name: str) -> ModuleName:
     block, _, leaf = module.rpartition(".")
     mlp = {**_MLP, **_ROUTER}
     projections = {
-        **dict.fromkeys(("self_attn", "attn", "attention"), _ATTENTION),
+        **dict.fromkeys(
+            ("self_attn", "attn", "attention", "attn.attention", "self_attention"), _ATTENTION
+        ),
         # OPT has no module for both parts of an MLP.
         **dict.fromkeys(("mlp", ""), mlp),
         "feed_forward": _EXPERT_LEAVES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.families.family import Family, same
+from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
+from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, same
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
@@ -106,6 +106,66 @@ def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     return family.config(decoder, names=names)
 
 
+def read_gpt_neo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """GPT-Neo: GPT-2 with windows in every other layer, and scores as they are."""
+    own = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    usual = {name: raw[old] for old, name in own.items() if old in raw}
+    family = _family({**usual, **raw}, generation, where)
+    layer = AttentionConfig(rope=None, scale=1.0, o_bias=True)
+    names = {**_GPT2, "attention": "attn.attention", "qkv": None, "o": "out_proj"}
+    names["constants"] = (".attn.attention.bias", ".attn.attention.masked_bias")
+    length = family.fields.positive("window_size", 256)
+    window = family.window(_neo_kinds(family), length=length)
+    layers = same(layer, family.num_layers)
+    return _gpt2(family, layers, NamesConfig(**names), window=window)
+
+
+def read_falcon(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Falcon (arXiv 2311.16867), but for those whose scores fall with the distance."""
+    family = _family({"max_position_embeddings": 2048, **raw}, generation, where)
+    fields, dim, bias = family.fields, family.head_dim(), family.fields.flag("bias", False)
+    if fields.flag("alibi", False):
+        raise fields.error("alibi", "is not supported (rotated heads are)")
+    is_new, is_parallel = (
+        fields.flag("new_decoder_architecture", False),
+        fields.flag("parallel_attn", True),
+    )
+    num_norms = fields.positive("num_ln_in_parallel_attn", 2 if is_new else 1)
+    if num_norms > 2 or (is_new and not is_parallel) or (num_norms == 2 and not is_new):
+        raise fields.error("num_ln_in_parallel_attn", f"{num_norms} norms are not supported here")
+    is_by_head = is_new or not fields.flag("multi_query", True)
+    heads = fields.positive("num_kv_heads", family.num_heads) if is_new else family.num_heads
+    layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
+    order: Any = "parallel" if is_parallel else "before"
+    decoder = DecoderConfig(
+        norm=_norm(family),
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(
+            activation=family.activation("gelu", "activation"), is_gated=False, bias=bias
+        ),
+        order="parallel by two norms" if num_norms == 2 else order,
+    )
+    names = {
+        **_TRANSFORMER,
+        "embedding": "word_embeddings",
+        "attention": "self_attention",
+        "input_norm": "ln_attn" if num_norms == 2 else "input_layernorm",
+        "feed_norm": "ln_mlp" if num_norms == 2 else "post_attention_layernorm",
+        "qkv": "query_key_value",
+        "is_qkv_by_head": is_by_head,
+        "o": "dense",
+        "up": "dense_h_to_4h",
+        "down": "dense_4h_to_h",
+    }
+    return family.config(
+        decoder,
+        names=NamesConfig(**names),
+        is_tied=True,
+        kv_heads=heads if is_by_head else 1,
+        intermediate_size=fields.positive("ffn_hidden_size", 4 * family.hidden_size),
+    )
+
+
 def read_opt(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """OPT (arXiv 2205.01068): learned positions from the table's third row on."""
     family = _family(raw, generation, where)
@@ -169,14 +229,33 @@ def _gpt2(
     layers: tuple[AttentionConfig, ...],
     names: NamesConfig,
     kv_heads: int | None = None,
+    window: SlidingWindow | None = None,
 ) -> ModelConfig:
     decoder = DecoderConfig(
         norm=_norm(family), layers=layers, mlp=_mlp(family), first_position_row=0
     )
     inner = _inner(family)
     return family.config(
-        decoder, names=names, is_tied=True, kv_heads=kv_heads, intermediate_size=inner
+        decoder,
+        names=names,
+        is_tied=True,
+        kv_heads=kv_heads,
+        window=window,
+        intermediate_size=inner,
     )
+
+
+def _neo_kinds(family: Family) -> tuple[str, ...]:
+    """Kinds of all layers, from a list of pairs: some kinds, and how often they follow."""
+    fields, words = family.fields, {"global": FULL, "local": SLIDING}
+    listed = fields.get("attention_types") or [[["global", "local"], family.num_layers // 2]]
+    try:
+        kinds = [words[word] for some, count in listed for _ in range(count) for word in some]
+    except (KeyError, TypeError, ValueError) as error:
+        raise fields.error("attention_types", f"cannot be read: {listed!r}") from error
+    if len(kinds) != family.num_layers:
+        raise fields.error("attention_types", f"lists {len(kinds)} of {family.num_layers} layers")
+    return tuple(kinds)
 
 
 def _norm(family: Family) -> NormConfig:

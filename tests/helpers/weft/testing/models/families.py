@@ -523,6 +523,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_LATENT,
         },
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        },
+    ),
+    "falcon": ("falcon", {}),
+    "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-heads": ("falcon", {"multi_query": False, "parallel_attn": False}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "num_layers": 4,
+            "num_heads": 6,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 24,
+            "pad_token_id": None,
+        },
+    ),
+    "granite_swa": (
+        "granite_swa",
+        {
+            "sliding_window": 24,
+            "layer_rope_theta": [0, 1e4, 1e5, 1e4],
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "pad_token_id": None,
+        },
+    ),
+    "granite_moe_swa": (
+        "granitemoe_swa",
+        {
+            "sliding_window": 24,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "attention_multiplier": 0.2,
+            "shared_intermediate_size": 36,
+            "residual_multiplier": 0.4,
+        },
+    ),
     "apertus": ("apertus", {"vocab_size": 259}),
     "jais2": ("jais2", {}),
     "olmo": ("olmo", {"clip_qkv": 1.5, "tie_word_embeddings": True, "pad_token_id": None}),
@@ -557,7 +599,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "granite_hybrid-dense", "falcon_h1", "falcon_h1-normed", "nemotron_h"),
-    *("nemotron_h-experts", "jamba", "ling3"),
+    *("nemotron_h-experts", "jamba", "ling3", "lfm3"),
 )
 """Those with recurrent layers."""
 
