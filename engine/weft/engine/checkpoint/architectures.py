@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.refused import unsupported
 
 ENTRY_POINT_GROUP = "weft.models"
 """Entry-point group in which other distributions register architectures: name = architecture, value
@@ -223,7 +224,7 @@ def supported_architectures() -> tuple[str, ...]:
 def check_architecture(architecture: str) -> None:
     """Raises ModelError for an architecture that no class implements; imports none."""
     if language_model_name(architecture) not in supported_architectures():
-        raise _unsupported(architecture)
+        raise unsupported(architecture, supported_architectures())
 
 
 def load_class(architecture: str) -> Any:
@@ -240,7 +241,7 @@ def load_class(architecture: str) -> Any:
     for point in _entry_points():
         if point.name == architecture:
             return _load(point)
-    raise _unsupported(architecture)
+    raise unsupported(architecture, supported_architectures())
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
@@ -270,14 +271,6 @@ def _encoder_reader(*arguments: Any) -> Any:
     from weft.engine.checkpoint.encoder_config import read_encoder_config
 
     return read_encoder_config(*arguments)
-
-
-def _unsupported(architecture: str) -> ModelError:
-    supported = ", ".join(supported_architectures())
-    return ModelError(
-        f"architectures: {architecture!r} is not supported; supported: {supported}",
-        param="architectures",
-    )
 
 
 def _entry_points() -> list[EntryPoint]:

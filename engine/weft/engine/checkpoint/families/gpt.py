@@ -110,7 +110,7 @@ def read_gpt_neo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     """GPT-Neo: GPT-2 with windows in every other layer, and scores as they are."""
     own = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
     usual = {name: raw[old] for old, name in own.items() if old in raw}
-    family = _family({**usual, **raw}, generation, where)
+    family = _family({**raw, **usual}, generation, where)
     layer = AttentionConfig(rope=None, scale=1.0, o_bias=True)
     names = {**_GPT2, "attention": "attn.attention", "qkv": None, "o": "out_proj"}
     names["constants"] = (".attn.attention.bias", ".attn.attention.masked_bias")
@@ -221,7 +221,7 @@ _GPT2: Mapping[str, Any] = {
 def _family(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> Family:
     usual = {name: raw[own] for name, own in _FIELDS.items() if own in raw}
     # Their own classes know no grouped heads, whatever a file says.
-    return Family({**usual, **raw, "num_key_value_heads": None}, generation, where)
+    return Family({**raw, **usual, "num_key_value_heads": None}, generation, where)
 
 
 def _gpt2(
