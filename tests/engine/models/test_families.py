@@ -40,7 +40,12 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, bound: float) -> N
     assert error < bound, float(error)
 
 
-FULL = ("kimi_k25", "qwen3_vl_moe", "gemma4-keys", "vaultgemma", "cwm", "youtu")
+FULL = (
+    *("kimi_k25", "qwen3_vl_moe", "gemma4-keys", "vaultgemma", "cwm", "youtu"),
+    *("apertus", "jais2", "olmo", "phi", "phimoe", "gptj", "gpt_bigcode", "gpt_bigcode-heads"),
+    *("opt", "gpt_neo", "falcon", "falcon-new", "falcon-heads", "lfm3"),
+    *("granite_swa", "granite_moe_swa", "minimax"),
+)
 """Those whose parts others have too; they run behind --full."""
 
 

@@ -185,6 +185,10 @@ class DecoderConfig:
     """A second embedding; None: there is none."""
     has_layer_factors: bool = False
     """Whether each layer ends with a factor on the stream, which the checkpoint has."""
+    kept: tuple[tuple[float, float], ...] = ()
+    """By layer the factors on what its blocks read, to which their results are added in place of
+    the stream; empty: they are added to the stream.
+    """
     has_head_bias: bool = False
     """Whether the LM head has a bias."""
     first_position_row: int | None = None

@@ -99,6 +99,25 @@ class ShortConvConfig:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningConfig:
+    """Lightning attention (arXiv 2401.04658; arXiv 2501.08313): linear attention whose heads forget
+    at rates that are fixed by head and layer.
+    """
+
+    heads: int
+    dim: int
+    num_layers: int
+    """Of the model, of all kinds."""
+    eps: float
+    """Of the norm of all heads' results together."""
+
+
 RecurrentConfig = (
-    GatedDeltaConfig | DeltaAttentionConfig | Mamba2Config | MambaConfig | ShortConvConfig
+    GatedDeltaConfig
+    | DeltaAttentionConfig
+    | Mamba2Config
+    | MambaConfig
+    | ShortConvConfig
+    | LightningConfig
 )

@@ -12,7 +12,7 @@ _MISSING = {
     "compressed attention": ("DeepseekV4", "DeepseekV41"),
     "hyper-connections": ("KimiK3",),
     "scores that fall with the distance (ALiBi)": ("Bloom", "MPT", "Mpt", "JAIS", "RW", "Baichuan"),
-    "lightning attention": ("MiniMax", "MiniMaxText01", "MiniMaxM1", "BailingMoeV2_5"),
+    "lightning attention of rotated heads": ("BailingMoeV2_5",),
     "a model without any attention": ("FalconMamba", "Mamba", "Mamba2", "Rwkv", "xLSTM"),
     "gated linear recurrences (RG-LRU)": ("RecurrentGemma",),
     "alternating updates and LAuReL blocks": ("Gemma3n",),

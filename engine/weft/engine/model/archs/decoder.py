@@ -19,6 +19,7 @@ from weft.engine.checkpoint.parts import (
 from weft.engine.checkpoint.recurrent_config import (
     DeltaAttentionConfig,
     GatedDeltaConfig,
+    LightningConfig,
     Mamba2Config,
     MambaConfig,
     RecurrentConfig,
@@ -41,6 +42,7 @@ from weft.engine.model.layers.heads import (
 )
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.lightning import Lightning
 from weft.engine.model.layers.mamba import Mamba
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
@@ -189,6 +191,7 @@ def _layer(
         last,
         last_post,
         own.read([TensorSlice("layer_scalar", (1,))]) if parts.has_layer_factors else None,
+        parts.kept[index] if parts.kept else None,
     )
     return Layer(index, before, mixer, between, feed, form)
 
@@ -264,6 +267,8 @@ def _recurrent(
         return Mamba2.read(layer, *place)
     if isinstance(layer, MambaConfig):
         return Mamba.read(layer, *place)
+    if isinstance(layer, LightningConfig):
+        return Lightning.of(layer, *place)
     return GatedConv.read(layer, *place)
 
 

@@ -565,6 +565,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.4,
         },
     ),
+    "minimax": (
+        "minimax",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
+            "num_hidden_layers": 6,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "block_size": 24,
+            "full_attn_alpha_factor": 1.5,
+            "linear_attn_alpha_factor": 1.3,
+            "mlp_alpha_factor": 0.7,
+        },
+    ),
     "apertus": ("apertus", {"vocab_size": 259}),
     "jais2": ("jais2", {}),
     "olmo": ("olmo", {"clip_qkv": 1.5, "tie_word_embeddings": True, "pad_token_id": None}),
@@ -599,7 +612,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "granite_hybrid-dense", "falcon_h1", "falcon_h1-normed", "nemotron_h"),
-    *("nemotron_h-experts", "jamba", "ling3", "lfm3"),
+    *("nemotron_h-experts", "jamba", "ling3", "lfm3", "minimax"),
 )
 """Those with recurrent layers."""
 
