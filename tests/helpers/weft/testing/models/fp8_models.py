@@ -80,6 +80,7 @@ def is_rounded(name: str) -> bool:
         ".query_key_value",
         ".dense",
         *(".fc1", ".fc2", ".fc_in", ".fc_out", ".dense_h_to_4h", ".dense_4h_to_h", ".c_attn"),
+        ".output_gate",
         "per_layer_input_gate",
         "_projection",
         *(".input_linear", ".output_linear"),
