@@ -75,6 +75,8 @@ def experts(draw: st.DrawFn, text: Mapping[str, Any]) -> dict[str, Any]:
         name: groups * of_group,
         chosen: draw(st.integers(1, of_group * (text.get("topk_group") or 1))),
     }
+    if "router_jitter_noise" in text:
+        made[chosen] = 2  # SparseMixer is for two.
     if "moe_intermediate_size" in text:
         made["moe_intermediate_size"] = 4 * draw(st.integers(2, 20))
     return made

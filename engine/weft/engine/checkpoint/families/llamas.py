@@ -100,6 +100,8 @@ def read_apertus(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
     if not (fields.get("rope_parameters") or fields.get("rope_scaling")):
         raise fields.error("rope_parameters", "is missing")
+    for name, value in (("qk_norm", True), ("post_norm", False), ("mlp_bias", False)):
+        family.only(name, value)
     has_xielu = fields.text("hidden_act", "xielu") == "xielu"
     mlp = MlpConfig(
         activation="silu" if has_xielu else family.activation(),
