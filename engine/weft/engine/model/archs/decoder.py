@@ -452,8 +452,8 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     down = weights.linear(down_spec(hidden, inner, bias=mlp.bias, name=names.down))
     if not mlp.is_gated:
         up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
-        made = _xielu(weights) if mlp.has_xielu else mlp.activation
-        return PlainMLP(index, up, down, made, is_gated=False)
+        plain = _xielu(weights) if mlp.has_xielu else mlp.activation
+        return PlainMLP(index, up, down, plain, is_gated=False)
     has_silu = mlp.activation == "silu" and mlp.factors == (1.0, 1.0) and not limit
     spec = gate_up_spec(
         hidden,

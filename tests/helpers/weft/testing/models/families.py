@@ -596,6 +596,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "router_jitter_noise": 0.2,
             "attention_bias": True,
             "lm_head_bias": True,
+            "original_max_position_embeddings": 16,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10_000.0,
