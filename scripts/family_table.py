@@ -3,6 +3,8 @@
 pytest --full tests/engine/models/test_family_table.py --junitxml=results.xml
 pytest tests/gpu/engine/test_gpu_families.py tests/gpu/engine/test_gpu_hybrid.py --junitxml=gpu.xml
 python scripts/family_table.py results.xml gpu.xml
+
+What the results lack stays as the page has it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ COLUMNS = (
     "n-gram drafts", "LoRA", "FP8 layout", "on a GPU",
 )  # fmt: skip
 FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
+_UNKNOWN = "not compared"
 _RANK = {"failed": 3, "refused": 2, "yes": 1, "-": 0}
 
 
@@ -54,12 +57,23 @@ def cells(results: Sequence[Path]) -> dict[str, dict[str, str]]:
     return table
 
 
+def kept_cells(text: str) -> dict[str, dict[str, str]]:
+    """The cells that a page has, as `cells` has them."""
+    table = {}
+    for line in text.splitlines():
+        name, *row = (cell.strip() for cell in line.strip("| ").split(" | "))
+        if len(row) == len(COLUMNS) and name not in ("architecture", "---"):
+            pairs = zip(COLUMNS, row, strict=True)
+            table[name] = {column: cell for column, cell in pairs if cell != _UNKNOWN}
+    return table
+
+
 def feature_lines(table: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     """The table of features."""
     yield f"| architecture | {' | '.join(COLUMNS)} |"
     yield f"| --- |{' --- |' * len(COLUMNS)}"
     for architecture in sorted(table):
-        row = (table[architecture].get(column, "not compared") for column in COLUMNS)
+        row = (table[architecture].get(column, _UNKNOWN) for column in COLUMNS)
         yield f"| {architecture} | {' | '.join(row)} |"
 
 
@@ -125,7 +139,9 @@ def lone_lines() -> Iterator[str]:
 
 def page(results: Sequence[Path]) -> str:
     """The page."""
-    table = cells(results)
+    table = kept_cells(PAGE.read_text()) if PAGE.exists() else {}
+    for architecture, row in cells(results).items():
+        table[architecture] = {**table.get(architecture, {}), **row}
     parts = (
         "# Architectures",
         "Made by `scripts/family_table.py` from runs of tests/engine/models/test_family_table.py, "

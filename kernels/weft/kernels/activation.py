@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
-"""gelu: exact; gelu_tanh: its approximation by tanh (Hendrycks and Gimpel 2016); relu2: the square
-of max(x, 0) (So et al. 2021).
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""gelu: exact; gelu_tanh: its approximation by tanh (Hendrycks and Gimpel 2016); relu: max(x, 0);
+relu2: its square (So et al. 2021).
 """
 
 
@@ -54,6 +54,28 @@ SILU = Gating()
 _SLOPE = (8 / math.pi) ** 0.5
 GELU_TANH = Gating(alpha=_SLOPE, cubic=0.044715 * _SLOPE)
 """gelu(gate) * up, with the approximation by tanh."""
+
+
+class XIELU(NamedTuple):
+    """An activation with parameters that each layer has learned (arXiv 2411.13010): quadratic above
+    zero, exponential below.
+    """
+
+    alpha_p: float
+    """Curvature above zero."""
+    alpha_n: float
+    """Factor on the exponential part below zero."""
+    beta: float = 0.5
+    """Slope at zero."""
+    eps: float = -1e-6
+    """Largest argument of the exponential function."""
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, I] -> [T, I], dtype of `x`; float32 within, or wider."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        below = torch.expm1(wide.clamp(max=self.eps)) - wide
+        made = torch.where(wide > 0, self.alpha_p * wide.square(), self.alpha_n * below)
+        return (made + self.beta * wide).to(x.dtype)
 
 
 def limited_silu(limit: float) -> Gating:
@@ -127,5 +149,6 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "relu2": lambda x: x.clamp(min=0).square(),
 }

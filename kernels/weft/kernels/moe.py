@@ -76,6 +76,11 @@ class RouterForm(NamedTuple):
     """Bound of the logits, which become cap * tanh(logit / cap) before all else; None: none."""
     factors: torch.Tensor | None = None
     """[E] float32: a further factor on each expert's shares, or None."""
+    jitter: float | None = None
+    """Not None: by SparseMixer (Liu et al., arXiv 2409.12136), as it is used without noise: the
+    best expert's share is its softmax among those whose logits are within twice this share of the
+    largest, and so on without the experts that were chosen.
+    """
 
     @property
     def is_plain(self) -> bool:
@@ -304,6 +309,8 @@ def route_reference(
     logits: torch.Tensor, top_k: int, *, renormalise: bool, form: RouterForm = SOFTMAX
 ) -> Routing:
     """`route` in eager torch, any device."""
+    if form.jitter is not None:
+        return _mixed_route(logits, top_k, form.jitter)
     scores = logits.sigmoid() if form.is_sigmoid else torch.softmax(logits, dim=-1)
     choice = scores if form.correction is None else scores + form.correction
     if form.groups > 1:
@@ -321,6 +328,19 @@ def route_reference(
     if form.factors is not None:
         shares = shares * form.factors[ids]
     return Routing(ids.to(torch.int32), shares.to(torch.float32))
+
+
+def _mixed_route(logits: torch.Tensor, top_k: int, jitter: float) -> Routing:
+    left, chosen, shares = logits, list[torch.Tensor](), list[torch.Tensor]()
+    for _ in range(top_k):
+        largest, best = left.max(dim=-1, keepdim=True)
+        sizes = torch.maximum(logits.abs(), largest)
+        near = left.masked_fill((largest - logits) / sizes > 2.0 * jitter, float("-inf"))
+        shares.append(near.softmax(dim=-1).gather(-1, best))
+        chosen.append(best)
+        left = left.scatter(-1, best, float("-inf"))
+    ids, order = torch.cat(chosen, dim=-1).sort(dim=-1)
+    return Routing(ids.to(torch.int32), torch.cat(shares, dim=-1).gather(-1, order))
 
 
 def by_pair(x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:

@@ -239,6 +239,10 @@ class Stream:
         """Multiplies the stream, with all additions, by [1]."""
         self._value = self.settle() * factor
 
+    def replace(self, value: torch.Tensor) -> None:
+        """Goes on with [T, H] in place of the stream, right behind `normed`; may be overwritten."""
+        self._value = value
+
     def of_rows(self, rows: torch.Tensor) -> Stream:
         """A stream of some of the rows ([L] int64)."""
         return Stream(self.settle().index_select(0, rows), peers=self.peers)

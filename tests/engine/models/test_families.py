@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from weft.engine.model.loader import load_model
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -40,7 +41,12 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, bound: float) -> N
     assert error < bound, float(error)
 
 
-FULL = ("kimi_k25", "qwen3_vl_moe", "gemma4-keys", "vaultgemma", "cwm", "youtu")
+FULL = (
+    *("kimi_k25", "qwen3_vl_moe", "gemma4-keys", "vaultgemma", "cwm", "youtu"),
+    *("apertus", "jais2", "olmo", "phi", "phimoe", "gptj", "gpt_bigcode", "gpt_bigcode-heads"),
+    *("opt", "gpt_neo", "falcon", "falcon-new", "falcon-heads", "lfm3"),
+    *("granite_swa", "granite_moe_swa", "minimax", "ling3"),
+)
 """Those whose parts others have too; they run behind --full."""
 
 
@@ -96,3 +102,18 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
         best = logits[len(prompt) - 1 : -1].max(-1).values
         gap = best - logits[len(prompt) - 1 : -1].gather(-1, drawn)[:, 0]
         assert bool((gap <= 2 * bound * logits.abs().max()).all()), gap
+
+
+def test_older_files_of_gpt2_are_the_same_model(tmp_path: Path) -> None:
+    """Without a prefix, and with the masks of attention."""
+    path = make_family("gpt2", tmp_path, seed=random.randrange(10**6))
+    tokens = [random.randrange(3, 250) for _ in range(20)]
+    expected = PagedDriver(load_model(path, "float32").model, 8).step([(PagedRequest(), tokens)])
+    tensors = load_file(path / "model.safetensors")
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    for layer in range(4):
+        old[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 512, 512).tril()
+        old[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(old, path / "model.safetensors")
+    found = PagedDriver(load_model(path, "float32").model, 8).step([(PagedRequest(), tokens)])
+    assert torch.equal(found, expected)

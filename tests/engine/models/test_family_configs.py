@@ -46,7 +46,7 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
 @pytest.mark.parametrize(
     ("architecture", "field", "fields"),
     [
-        ("Gemma2", "hidden_activation", {"hidden_activation": "relu"}),
+        ("Gemma2", "hidden_activation", {"hidden_activation": "quick_gelu"}),
         ("Gemma2", "layer_types", {"layer_types": ["chunked_attention"] * 4}),
         ("Gemma2", "layer_types", {"layer_types": ["full_attention"]}),
         ("Gemma3", "sliding_window", {"sliding_window": -1}),
@@ -97,6 +97,20 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("MiniCPM", "sparse_config", {"sparse_config": {"dense_len": 8192}}),
         ("Step3p5", "swiglu_limits", {"swiglu_limits": [0.0]}),
         ("Llama4", "layer_types", {"layer_types": ["sliding_attention"] * 4}),
+        ("Apertus", "rope_parameters", {}),
+        ("BailingMoeV3", "no_kda_lora", {"no_kda_lora": False}),
+        ("BailingMoeV3", "kda_lower_bound", {"kda_lower_bound": 1.0}),
+        ("Falcon", "alibi", {"alibi": True}),
+        ("Falcon", "num_ln_in_parallel_attn", {"num_ln_in_parallel_attn": 2}),
+        ("GPTJ", "rotary_dim", {"hidden_size": 528, "rotary_dim": 30}),
+        ("GPTNeo", "attention_types", {"attention_types": [[["global"], 3]]}),
+        ("GPTNeo", "attention_types", {"attention_types": [["other", 4]]}),
+        ("Lfm3", "layer_types", {"layer_types": ["conv"] * 4}),
+        ("OPT", "do_layer_norm_before", {"do_layer_norm_before": False}),
+        ("OPT", "word_embed_proj_dim", {"word_embed_proj_dim": 32}),
+        ("Phi", "qk_layernorm", {"qk_layernorm": True}),
+        ("Phimoe", "num_experts_per_tok", {"num_local_experts": 4, "num_experts_per_tok": 3}),
+        ("Mpt", "architectures", {}),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
@@ -127,6 +141,8 @@ def test_what_is_not_supported_is_refused_by_name(
         ("Llama4", {"attention_chunk_size": 64}),
         ("Llama4", {"floor_scale": 64}),
         ("MiMoV2Flash", {"attention_value_scale": 0.5}),
+        ("Olmo", {"clip_qkv": 8.0}),
+        ("GPTNeoX", {"use_parallel_residual": False}),
     ],
 )
 def test_what_changes_hidden_states_changes_the_fingerprint(

@@ -27,7 +27,7 @@ BY_DEFAULT = ("gemma4", "step3", "ling2", "granite-shared", "flex-olmo")
 FIXED_HEADS = (
     *("mistral4", "gemma4-keys", "gemma4-experts", "stablelm", "gemma4", "kimi_linear"),
     *("kimi_k25", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite"),
-    *("laguna", "mimo", "youtu", "minicpm3"),
+    *("laguna", "mimo", "youtu", "minicpm3", "ling3"),
 )
 """Families whose other sizes go with the number of K and V heads."""
 _COUNTS = {
@@ -50,6 +50,7 @@ def overrides(draw: st.DrawFn, name: str) -> dict[str, Any]:
         "intermediate_size": 4 * draw(st.integers(2, 30)),
         "vocab_size": draw(st.integers(40, 300)),
     }
+    made |= {own: made["intermediate_size"] for own in ("n_inner", "ffn_dim") if own in text}
     if name not in FIXED_HEADS and "num_sliding_attention_heads" not in text:
         counts = [count for count in range(1, heads + 1) if heads % count == 0]
         made["num_key_value_heads"] = draw(st.sampled_from(counts))
@@ -74,6 +75,8 @@ def experts(draw: st.DrawFn, text: Mapping[str, Any]) -> dict[str, Any]:
         name: groups * of_group,
         chosen: draw(st.integers(1, of_group * (text.get("topk_group") or 1))),
     }
+    if "router_jitter_noise" in text:
+        made[chosen] = 2  # SparseMixer is for two.
     if "moe_intermediate_size" in text:
         made["moe_intermediate_size"] = 4 * draw(st.integers(2, 20))
     return made

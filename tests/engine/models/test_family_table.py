@@ -31,6 +31,13 @@ from weft.testing.models.lora_reference import PeftModels
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("single_thread")]
 
 PAGE, NUM_NEW = 8, 16
+ATTENTION = (
+    ("q_proj", "qkv_proj", "query_key_value", "c_attn"),
+    ("k_proj",),
+    ("v_proj",),
+    ("o_proj", "dense", "attn.out_proj", "attention.out_proj", "attn.c_proj"),
+)
+"""Projections of attention, by the ends of their names, of which a model has the first."""
 Record = Callable[[str, object], None]
 
 
@@ -152,9 +159,9 @@ def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
         if refusal:
             answers(case, enable_lora=True)
         models = PeftModels(case.path, tmp_path)
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
         names = [name for name, _ in case.reference.named_modules()]
-        targets = [t for t in targets if any(name.endswith(t) for name in names)] or ["qkv_proj"]
+        found = ([t for t in ends if any(n.endswith(t) for n in names)] for ends in ATTENTION)
+        targets = [ends[0] for ends in found if ends]
         if case.config.latent is not None:
             targets = ["o_proj"]
         digest = models.add(7, r=5, target_modules=targets)
@@ -170,7 +177,8 @@ def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
 
 def test_quantised_layout(case: Case, record_property: Record, tmp_path: Path) -> None:
     """FP8 with scales of rows; what is one tensor of all experts stays in floats."""
-    with cell(case, "FP8 layout", record_property):
+    refusal = "matrices are stored by columns" if case.config.names.has_transposed else ""
+    with cell(case, "FP8 layout", record_property, refusal):
         if not (case.path / "model.safetensors").exists():
             pytest.fail("the model is in several files")
         path, floats = fp8_copy(case.path, tmp_path / "fp8", "channel")

@@ -247,8 +247,8 @@ def test_made_up_weights_need_no_checkpoint(model_dir: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_those_supported(model_dir: Path) -> None:
-    edit_config(model_dir, architectures=["GPT2LMHeadModel"])
-    with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
+    edit_config(model_dir, architectures=["BloomForCausalLM"])
+    with pytest.raises(ModelError, match=r"BloomForCausalLM.*LlamaForCausalLM"):
         load_model(model_dir, "float32")
 
 

@@ -186,6 +186,23 @@ def test_heads_stay_whole_and_few_kv_heads_are_repeated(size: int, biased: Path)
             assert torch.equal(found, torch.cat(expected))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_rows_that_a_checkpoint_keeps_by_head_are_read_by_kind(size: int, kv_heads: int) -> None:
+    """Of each K and V head its queries, key and value follow one another."""
+    heads, dim = 8, 6
+    spec = qkv_spec(HIDDEN, heads, kv_heads, dim, fused="qkv", groups=kv_heads)
+    plain = qkv_spec(HIDDEN, heads, kv_heads, dim, fused="qkv")
+    by_kind = torch.randn(sum(spec.rows), HIDDEN)
+    kinds = [part.view(kv_heads, -1, HIDDEN) for part in by_kind.split(list(spec.rows))]
+    by_head = torch.cat(kinds, dim=1).flatten(0, 1)
+    for rank in range(size):
+        shard = Shard(rank, size)
+        found = torch.cat([by_head[part.slices] for part in spec.weights(shard)])
+        expected = torch.cat([by_kind[part.slices] for part in plain.weights(shard)])
+        assert torch.equal(found, expected)
+
+
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ModelError, match=r"144 .*24.* 4"):
         QKV.weights(Shard(0, 4))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from weft.kernels.activation import GELU_TANH, SILU, Gating
 from weft.kernels.int_groups import mxfp4_groups
 from weft.kernels.linear import gate_up_silu, pack_gate_up, pack_linear
@@ -113,6 +114,17 @@ def test_routing_on_a_gpu(name: str, tmp_path: Path) -> None:
             for ids, shares, *_ in (alone, sorted_too):
                 assert torch.equal(ids, expected[0])
                 torch.testing.assert_close(shares, expected[1])
+
+
+def test_sparse_mixer_chooses_one_expert_after_another() -> None:
+    """As transformers' function for Phi-3.5-MoE does, where no random numbers are drawn."""
+    fresh_seed()
+    jitter, logits = 0.05, torch.randn(40, 9)
+    ids, shares = route(logits, 2, renormalise=False, form=RouterForm(jitter=jitter))
+    expected, chosen = sparsemixer(logits, jitter, training=False)
+    order = chosen.argsort(dim=-1)
+    assert torch.equal(ids, chosen.gather(-1, order).to(torch.int32))
+    torch.testing.assert_close(shares, expected.gather(-1, order))
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

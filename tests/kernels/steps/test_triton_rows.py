@@ -59,7 +59,7 @@ def test_silu_and_mul(rows: int, width: int, tmp_path: Path) -> None:
     assert_as_exact(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_activations(activation: Activation, is_gated: bool, tmp_path: Path) -> None:
     fresh_seed()
@@ -69,6 +69,7 @@ def test_activations(activation: Activation, is_gated: bool, tmp_path: Path) -> 
         "silu": gate / (1 + (-gate).exp()),
         "gelu": gate * (1 + torch.erf(gate / 2**0.5)) / 2,
         "gelu_tanh": gate * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) / 2,
+        "relu": gate.relu(),
         "relu2": gate.relu() ** 2,
     }[activation] * up
     eager = activate(x, activation, is_gated=is_gated)

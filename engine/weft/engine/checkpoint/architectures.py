@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.refused import unsupported
 
 ENTRY_POINT_GROUP = "weft.models"
 """Entry-point group in which other distributions register architectures: name = architecture, value
@@ -26,8 +27,11 @@ _BUILT_IN = {
 }
 _FAMILIES = {
     "AfmoeForCausalLM": ("afmoe", "read_afmoe"),
+    "ApertusForCausalLM": ("llamas", "read_apertus"),
     "ArceeForCausalLM": ("llamas", "read_arcee"),
     "BailingMoeV2ForCausalLM": ("glm4_moe", "read_ling2"),
+    "BailingHybridForCausalLM": ("kimi_linear", "read_ling3"),
+    "BailingMoeV3ForCausalLM": ("kimi_linear", "read_ling3"),
     "BambaForCausalLM": ("mamba", "read_bamba"),
     "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
     "CohereForCausalLM": ("cohere", "read_cohere"),
@@ -39,6 +43,7 @@ _FAMILIES = {
     "Ernie4_5ForCausalLM": ("llamas", "read_ernie"),
     "ExaoneMoeForCausalLM": ("exaone4", "read_exaone_moe"),
     "Exaone4ForCausalLM": ("exaone4", "read_exaone4"),
+    "FalconForCausalLM": ("gpt", "read_falcon"),
     "FalconH1ForCausalLM": ("mamba", "read_falcon_h1"),
     "FlexOlmoForCausalLM": ("olmo", "read_flex_olmo"),
     "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
@@ -47,26 +52,36 @@ _FAMILIES = {
     "GemmaForCausalLM": ("gemma", "read_gemma"),
     "Gemma4ForCausalLM": ("gemma4", "read_gemma4"),
     "Gemma4ForConditionalGeneration": ("gemma4", "read_gemma4"),
+    "Gemma4UnifiedForCausalLM": ("gemma4", "read_gemma4"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4", "read_gemma4"),
     "Glm4ForCausalLM": ("glm4", "read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "read_glm4_moe"),
     "Glm4MoeLiteForCausalLM": ("deepseek", "read_glm4_lite"),
     "GlmForCausalLM": ("glm4", "read_glm"),
+    "GPT2LMHeadModel": ("gpt", "read_gpt2"),
+    "GPTBigCodeForCausalLM": ("gpt", "read_bigcode"),
+    "GPTJForCausalLM": ("gpt", "read_gptj"),
+    "GPTNeoForCausalLM": ("gpt", "read_gpt_neo"),
+    "GPTNeoXForCausalLM": ("gpt", "read_gpt_neox"),
     "GptOssForCausalLM": ("gpt_oss", "read_gpt_oss"),
     "GraniteForCausalLM": ("granite", "read_granite"),
     "GraniteMoeForCausalLM": ("granite", "read_granite_moe"),
     "GraniteMoeHybridForCausalLM": ("mamba", "read_granite_hybrid"),
+    "GraniteMoeSWAForCausalLM": ("granite", "read_granite_moe_swa"),
     "GraniteMoeSharedForCausalLM": ("granite", "read_granite_shared"),
+    "GraniteSWAForCausalLM": ("granite", "read_granite_swa"),
     "HeliumForCausalLM": ("llamas", "read_helium"),
     "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "HYV3ForCausalLM": ("hunyuan", "read_hy3"),
     "HyperCLOVAXForCausalLM": ("granite", "read_hyperclovax"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "Jais2ForCausalLM": ("layer_normed", "read_jais2"),
     "JambaForCausalLM": ("jamba", "read_jamba"),
     "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),
     "Lfm2ForCausalLM": ("lfm2", "read_lfm2"),
     "Lfm2MoeForCausalLM": ("lfm2", "read_lfm2_moe"),
+    "Lfm3ForCausalLM": ("lfm2", "read_lfm3"),
     "MiMoForCausalLM": ("llamas", "read_mimo"),
     "Kimi_K25ForConditionalGeneration": ("deepseek", "read_deepseek_v3"),
     "KimiK25ForConditionalGeneration": ("deepseek", "read_deepseek_v3"),
@@ -77,7 +92,10 @@ _FAMILIES = {
     "MiMoV2FlashForCausalLM": ("mimo", "read_mimo"),
     "MiniCPM3ForCausalLM": ("deepseek", "read_minicpm3"),
     "MiniCPMForCausalLM": ("granite", "read_minicpm"),
+    "MiniMaxForCausalLM": ("minimax", "read_minimax"),
+    "MiniMaxM1ForCausalLM": ("minimax", "read_minimax"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
+    "MiniMaxText01ForCausalLM": ("minimax", "read_minimax"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
     "MinistralForCausalLM": ("llamas", "read_ministral"),
     "Mistral4ForCausalLM": ("deepseek", "read_mistral4"),
@@ -87,7 +105,12 @@ _FAMILIES = {
     "NemotronForCausalLM": ("layer_normed", "read_nemotron"),
     "Olmo2ForCausalLM": ("olmo", "read_olmo2"),
     "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
+    "OlmoForCausalLM": ("olmo", "read_olmo"),
     "OlmoeForCausalLM": ("olmo", "read_olmoe"),
+    "OPTForCausalLM": ("gpt", "read_opt"),
+    "PhiForCausalLM": ("phi3", "read_phi"),
+    "PhimoeForCausalLM": ("phi3", "read_phi_moe"),
+    "PhiMoEForCausalLM": ("phi3", "read_phi_moe"),
     "Phi3ForCausalLM": ("phi3", "read_phi3"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "read_qwen2_moe"),
@@ -148,9 +171,12 @@ _BIDIRECTIONAL = {
     "LlamaBidirectionalModel": "LlamaForCausalLM",
 }
 """Decoders whose tokens see those behind them too, and the names of the same ones that do not."""
-_TEXT_MODELS = dict.fromkeys(
-    ("Gemma3TextModel", "Gemma3TextForSequenceClassification"), "Gemma3ForCausalLM"
-)
+_TEXT_MODELS = {
+    **dict.fromkeys(
+        ("Gemma3TextModel", "Gemma3TextForSequenceClassification"), "Gemma3ForCausalLM"
+    ),
+    **dict.fromkeys(("GPT2Model", "GPT2ForSequenceClassification"), "GPT2LMHeadModel"),
+}
 """Decoders without an LM head whose names tell so in another way."""
 
 
@@ -174,6 +200,13 @@ def encoder_stem(architecture: str) -> str:
     return next((stem for stem in stems if stem in _STEMS), "")
 
 
+def is_headless(architecture: str) -> bool:
+    """Whether an architecture's name is of a model without a head; GPT-2's with an LM head ends in
+    the same word.
+    """
+    return architecture.endswith(HEADLESS) and not architecture.endswith("LMHeadModel")
+
+
 def language_model_name(architecture: str) -> str:
     """The name of the same decoder with an LM head; one class implements them all."""
     if architecture in _BIDIRECTIONAL or architecture in _TEXT_MODELS:
@@ -194,7 +227,7 @@ def supported_architectures() -> tuple[str, ...]:
 def check_architecture(architecture: str) -> None:
     """Raises ModelError for an architecture that no class implements; imports none."""
     if language_model_name(architecture) not in supported_architectures():
-        raise _unsupported(architecture)
+        raise unsupported(architecture, supported_architectures())
 
 
 def load_class(architecture: str) -> Any:
@@ -211,7 +244,7 @@ def load_class(architecture: str) -> Any:
     for point in _entry_points():
         if point.name == architecture:
             return _load(point)
-    raise _unsupported(architecture)
+    raise unsupported(architecture, supported_architectures())
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
@@ -241,14 +274,6 @@ def _encoder_reader(*arguments: Any) -> Any:
     from weft.engine.checkpoint.encoder_config import read_encoder_config
 
     return read_encoder_config(*arguments)
-
-
-def _unsupported(architecture: str) -> ModelError:
-    supported = ", ".join(supported_architectures())
-    return ModelError(
-        f"architectures: {architecture!r} is not supported; supported: {supported}",
-        param="architectures",
-    )
 
 
 def _entry_points() -> list[EntryPoint]:

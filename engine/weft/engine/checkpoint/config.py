@@ -15,10 +15,10 @@ from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.architectures import (
     CLASSIFIER,
-    HEADLESS,
     check_architecture,
     configuration_reader,
     is_bidirectional,
+    is_headless,
     language_model_name,
 )
 from weft.engine.checkpoint.fields import Fields
@@ -381,7 +381,7 @@ def _architecture(fields: Fields) -> str:
 
 def head_of(architecture: str) -> Literal["tokens", "none"]:
     """The head of a decoder that gives no classes."""
-    return "none" if architecture.endswith(HEADLESS) else "tokens"
+    return "none" if is_headless(architecture) else "tokens"
 
 
 def num_labels(fields: Fields) -> int:

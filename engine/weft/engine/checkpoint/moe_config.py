@@ -35,6 +35,8 @@ class RouterConfig:
     """Bound of the logits; None: there is none."""
     has_factors: bool = False
     """Whether the checkpoint has a further factor on each expert's shares."""
+    jitter: float | None = None
+    """See `RouterForm.jitter`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,15 @@ Pure Python. An architecture is a function that reads one family's config.json i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from weft.engine.checkpoint.moe_config import MoENamesConfig, without_defaults
-from weft.engine.checkpoint.recurrent_config import Mamba2Config, RecurrentConfig
+from weft.engine.checkpoint.recurrent_config import (
+    DeltaAttentionConfig,
+    Mamba2Config,
+    RecurrentConfig,
+)
 from weft.engine.checkpoint.rope import RopeConfig, rope_values
 
 
@@ -20,7 +24,8 @@ class NormConfig:
     """A norm of rows."""
 
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "plain layer"] = "rms"
+    """A plain layer norm has no weight."""
     has_bias: bool = False
     """Of a layer norm."""
     adds_one: bool = False
@@ -102,6 +107,8 @@ class AttentionConfig:
     """The earlier layer, from 0, whose K and V are attended to; None: the layer has its own."""
     gate: GateConfig | None = None
     """A gate of what attention returns."""
+    clip: float | None = None
+    """Bound of q, k and v as they are projected; None: there is none."""
     first_position: int = 0
     """First position to which rows attend, of draft heads."""
 
@@ -139,7 +146,7 @@ MixerConfig = AttentionConfig | ParallelConfig | RecurrentConfig
 class MlpConfig:
     """The feed-forward block of every layer."""
 
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     is_gated: bool = True
     bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
@@ -150,6 +157,8 @@ class MlpConfig:
     """By layer the largest activated gate, and the largest magnitude of what it gates; 0 or no
     entry: any. Also of shared experts.
     """
+    has_xielu: bool = False
+    """Whether the activation is xIELU, whose parameters the checkpoint has, without a gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +170,9 @@ class DecoderConfig:
     layers: tuple[MixerConfig, ...]
     """Attention, or what is in its place, by layer."""
     mlp: MlpConfig
-    order: Literal["before", "after", "around", "parallel"] = "before"
+    order: Literal["before", "after", "around", "parallel", "parallel by two norms"] = "before"
     """Where norms are: before each block, behind it (in place of before), both, or one before both
-    blocks, which read the same.
+    blocks, which read the same; or each block reads that by a norm of its own.
     """
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -176,6 +185,15 @@ class DecoderConfig:
     """A second embedding; None: there is none."""
     has_layer_factors: bool = False
     """Whether each layer ends with a factor on the stream, which the checkpoint has."""
+    kept: tuple[tuple[float, float], ...] = ()
+    """By layer the factors on what its blocks read, to which their results are added in place of
+    the stream; empty: they are added to the stream.
+    """
+    has_head_bias: bool = False
+    """Whether the LM head has a bias."""
+    first_position_row: int | None = None
+    """Row of the table of learned positions that is added to position 0; None: there is no table.
+    """
 
     def values(self) -> Mapping[str, Any]:
         """The fields for a fingerprint."""
@@ -228,7 +246,8 @@ class DecoderConfig:
 def _mixer_values(layer: MixerConfig) -> dict[str, Any]:
     if isinstance(layer, AttentionConfig | ParallelConfig):
         return layer.values()
-    return {"kind": type(layer).__name__, **asdict(layer)}
+    first = 4 if isinstance(layer, DeltaAttentionConfig) else len(fields(layer))
+    return {"kind": type(layer).__name__, **without_defaults(layer, first)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +260,10 @@ class NamesConfig:
     """The same of the LM head."""
     left_out: tuple[str, ...] = ()
     """Prefixes of tensors that have no part in text: towers of images, further predictions."""
+    constants: tuple[str, ...] = ()
+    """Ends of the names of tensors that old files have, though they depend on no training."""
+    has_transposed: bool = False
+    """Whether products of layers are stored as [columns, rows]."""
     input_norm: str = "input_layernorm"
     """Norm before attention."""
     mixer_post: str = "post_attention_layernorm"
@@ -251,6 +274,9 @@ class NamesConfig:
     """Norm behind it."""
     last_norm: str = "norm"
     embedding: str = "embed_tokens"
+    positions: str = "embed_positions"
+    """Learned positions."""
+    layers: str = "layers"
     attention: str = "self_attn"
     """The block of attention."""
     recurrent: str = "linear_attn"
@@ -261,6 +287,8 @@ class NamesConfig:
     """
     qkv: str | None = None
     """Module of all rows of q, k and v; None: each is one of its own."""
+    is_qkv_by_head: bool = False
+    """Whether that module keeps the rows of each K and V head and its queries together."""
     o: str = "o_proj"
     sinks: str = "sinks"
     gate_up: str | None = None
@@ -283,4 +311,4 @@ class NamesConfig:
 
     def is_left_out(self, name: str) -> bool:
         """Whether a tensor of the checkpoint has no part in text."""
-        return name.startswith(self.left_out) if self.left_out else False
+        return name.startswith(self.left_out) or name.endswith(self.constants)

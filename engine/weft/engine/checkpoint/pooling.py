@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from weft.engine.base.errors import ModelError
 from weft.engine.base.tasks import Output, Pooling, Task
-from weft.engine.checkpoint.architectures import encoder_stem, is_bidirectional
+from weft.engine.checkpoint.architectures import encoder_stem, is_bidirectional, is_headless
 from weft.engine.checkpoint.fields import Fields
 
 _MODES: Mapping[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -144,7 +144,7 @@ def _task_of(architecture: str, kinds: list[str]) -> Task:
         return "score"
     if architecture.endswith("ForSequenceClassification"):
         return "classify"
-    if "Pooling" in kinds or architecture.endswith(("Model", "ForMaskedLM")):
+    if "Pooling" in kinds or is_headless(architecture) or architecture.endswith("ForMaskedLM"):
         return "embed"
     return "generate"
 

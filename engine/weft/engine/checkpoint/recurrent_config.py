@@ -39,6 +39,10 @@ class DeltaAttentionConfig:
     """Rows that the convolution of q, k and v sees, a row's own included."""
     eps: float
     """Of the norm of each head's result."""
+    is_low_rank: bool = True
+    """Whether decays and gates are projected by way of as few columns as a head has."""
+    least_decay: float | None = None
+    """Least logarithm of a decay, of which it is a sigmoid's share; None: any, by a softplus."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,25 @@ class ShortConvConfig:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningConfig:
+    """Lightning attention (arXiv 2401.04658; arXiv 2501.08313): linear attention whose heads forget
+    at rates that are fixed by head and layer.
+    """
+
+    heads: int
+    dim: int
+    num_layers: int
+    """Of the model, of all kinds."""
+    eps: float
+    """Of the norm of all heads' results together."""
+
+
 RecurrentConfig = (
-    GatedDeltaConfig | DeltaAttentionConfig | Mamba2Config | MambaConfig | ShortConvConfig
+    GatedDeltaConfig
+    | DeltaAttentionConfig
+    | Mamba2Config
+    | MambaConfig
+    | ShortConvConfig
+    | LightningConfig
 )

@@ -110,7 +110,7 @@ class DecoderOnlyLM:
             logits = self.lm_head(hidden, added)
         else:
             logits = replaced_linear(hidden, self.lm_head.weight, lora.heads, lora.segments, added)
-        self.scale_logits(logits)
+        self.finish_logits(logits, slice(None))
         if self.config.num_added_tokens:
             hide_unknown_tokens(logits, self.config.vocab_size, lora)
         return logits
@@ -121,11 +121,13 @@ class DecoderOnlyLM:
         if weight is None or self.config.num_added_tokens:
             return None
         logits = linear(hidden, weight, out_dtype=torch.float32)
-        self.scale_logits(logits)
+        self.finish_logits(logits, tokens)
         return logits
 
-    def scale_logits(self, logits: torch.Tensor) -> None:
-        """Changes logits in place as the model does after its LM head; here not at all."""
+    def finish_logits(self, logits: torch.Tensor, tokens: slice) -> None:
+        """Changes logits in place as the model does after its product with the LM head; here not at
+        all. They are those of some of the tokens.
+        """
 
 
 def _read_lm_head(

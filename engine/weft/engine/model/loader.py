@@ -26,7 +26,7 @@ from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, rea
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
-from weft.engine.model.weights.reader import CheckpointReader, Renamed
+from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transposed
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
@@ -175,6 +175,9 @@ def load_model(
             reader = Renamed(checkpoint, mistral_name)
         elif not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
             reader = Renamed(checkpoint, lambda name: name.removeprefix(_BASE))
+        if config.names.has_transposed:
+            layers = f".{config.names.layers}."
+            reader = Transposed(reader, lambda name: layers in f".{name}")
         weights = weights_of(reader)
         model, mtp = build(config, weights), None
         if mtp_head:

@@ -126,10 +126,12 @@ class Stack:
         multiplier: float = 1.0,
         peers: Peers | None = None,
         per_layer: PerLayerEmbedding | None = None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         """Assembles the parts; `embed_tokens` is [vocab, hidden], whole on every rank, `multiplier`
         a factor on its rows as they enter the stream, rounded to their dtype; `per_layer` is a
-        second embedding or None.
+        second embedding or None; `positions` is [max_positions, hidden], added to each row by its
+        position, or None.
         """
         self.peers = peers
         """Ranks that have the other shares of the layers; None: there are none."""
@@ -137,7 +139,7 @@ class Stack:
         self._multiplier = None if multiplier == 1.0 else embed_tokens.new_tensor([multiplier])
         self.norm = norm
         self.layers = tuple(layers)
-        self._per_layer = per_layer
+        self._per_layer, self._positions = per_layer, positions
         self._whole = runs_of(layers)
         last = max(number for number, layer in enumerate(layers) if layer.mixer.has_own_kv)
         self._last = layers[last]
@@ -147,7 +149,9 @@ class Stack:
     def with_layers(self, layers: Sequence[Layer]) -> Stack:
         """The stack with other layers."""
         multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
-        return Stack(self.embed_tokens, layers, self.norm, multiplier, self.peers)
+        return Stack(
+            self.embed_tokens, layers, self.norm, multiplier, self.peers, positions=self._positions
+        )
 
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
@@ -185,6 +189,8 @@ class Stack:
         if added is not None:
             add_embedding_lora(hidden, step.token_ids, added)
         hidden = hidden if self._multiplier is None else hidden.mul_(self._multiplier)
+        if self._positions is not None:
+            hidden = hidden.add_(self._positions.index_select(0, step.positions))
         if self._per_layer is not None:
             step = replace(step, per_layer=self._per_layer(step.token_ids, hidden))
         return hidden, step

@@ -56,6 +56,8 @@ def _activate_kernel(
         # 1 + tanh(z) = 2 / (1 + exp(-2 z))
         twice = 1.5957691216057308 * (value + 0.044715 * value * value * value)
         value = value / (1.0 + tl.exp(-twice))
+    elif ACTIVATION == "relu":
+        value = tl.where(value > 0.0, value, 0.0 * value)
     else:
         value = tl.where(value > 0.0, value * value, 0.0 * value)
     if IS_GATED:

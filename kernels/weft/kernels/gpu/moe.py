@@ -138,7 +138,7 @@ def routed_moe(
         routed = route(logits, top_k, renormalise, form, more.placement)
         return _few_packed(x, *routed, w13, w2, None, after, more)
     tiles, blocks = _tiles(rows, top_k, w2, lora, more), None
-    if is_sorted_at_once(rows, logits.shape[1]):
+    if form.jitter is None and is_sorted_at_once(rows, logits.shape[1]):
         ids, shares, blocks = route_and_sort(
             logits, top_k, tiles.rows, renormalise=renormalise, form=form,
             placement=more.placement, own=experts,

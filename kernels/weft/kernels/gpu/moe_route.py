@@ -11,7 +11,7 @@ import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.gpu.moe_sort import Blocks, num_blocks
-from weft.kernels.moe import SOFTMAX, RouterForm
+from weft.kernels.moe import SOFTMAX, RouterForm, route_reference
 
 _MAX_AT_ONCE = 1 << 13
 """Rows times experts that one program holds."""
@@ -28,6 +28,9 @@ def route(
     rows, experts = logits.shape
     if logits.dtype != torch.float32 or not logits.is_contiguous() or not 1 <= top_k <= experts:
         raise ValueError(f"{top_k} of logits {tuple(logits.shape)} {logits.dtype}, or strided")
+    if form.jitter is not None:
+        found = route_reference(logits, top_k, renormalise=renormalise, form=form)
+        return (found.ids if placement is None else placement[found.ids]), found.weights
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
     shares = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
     if rows:

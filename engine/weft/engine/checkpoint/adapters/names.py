@@ -25,7 +25,8 @@ ROUTER = "router"
 """Kind of the product that chooses a token's experts."""
 
 _PREFIX = re.compile(
-    r"(?:base_model\.model\.)?(?P<path>(?:model\.)?(?:language_model\.)?(?:model\.)?(?P<rest>.*))"
+    r"(?:base_model\.model\.)?(?P<path>(?:(?:model|transformer|gpt_neox)\.)?"
+    r"(?:language_model\.)?(?:model\.)?(?:decoder\.(?=layers\.|embed_))?(?P<rest>.*))"
 )
 _PART = re.compile(
     r"(?P<module>.+?)\."
@@ -44,7 +45,7 @@ _SAVED_PARTS = {
     "original_module": "original",
 }
 _LAYER = re.compile(
-    r"(?:(?:bert|roberta|new|gte|nomic_bert)\.)?(?:encoder\.)?layers?\."
+    r"(?:(?:bert|roberta|new|gte|nomic_bert)\.)?(?:encoder\.)?(?:layers?|h)\."
     r"(?P<layer>\d{1,6})\.(?P<module>.+)"
 )
 _EXPERT = re.compile(
@@ -58,15 +59,26 @@ _ATTENTION: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q", "k", "v"),
     "o_proj": ("o",),
     "out_proj": ("o",),
+    # GPT-2's kin.
+    "query_key_value": ("q", "k", "v"),
+    "c_attn": ("q", "k", "v"),
+    "dense": ("o",),
+    "c_proj": ("o",),
 }
 _MLP: Mapping[str, tuple[str, ...]] = {
     "gate_proj": ("gate",),
     "up_proj": ("up",),
     "gate_up_proj": ("gate", "up"),
     "down_proj": ("down",),
-    # StarCoder2's.
+    # Of MLPs without gate.
     "c_fc": ("up",),
     "c_proj": ("down",),
+    "fc1": ("up",),
+    "fc2": ("down",),
+    "fc_in": ("up",),
+    "fc_out": ("down",),
+    "dense_h_to_4h": ("up",),
+    "dense_4h_to_h": ("down",),
 }
 _ROUTER: Mapping[str, tuple[str, ...]] = {"gate": (ROUTER,)}
 _RECURRENT: Mapping[str, tuple[str, ...]] = {kind: (kind,) for kind in RECURRENT_KINDS}
@@ -85,8 +97,6 @@ _ENCODERS: Mapping[str, tuple[str, ...]] = {
     "output.dense": ("down",),
     "mlp.Wi": ("gate", "up"),
     "mlp.Wo": ("down",),
-    "mlp.fc1": ("up",),
-    "mlp.fc2": ("down",),
     "mlp.fc11": ("up",),
     "mlp.fc12": ("gate",),
     "mlp.gated_layers": ("gate", "up"),
@@ -101,6 +111,8 @@ _EXPERT_LEAVES: Mapping[str, tuple[str, ...]] = {
     "w3": ("up",),
 }
 VOCABULARY = ("embed_tokens", "lm_head")
+_VOCABULARY = {"wte": VOCABULARY[0], "embed_in": VOCABULARY[0], "embed_out": VOCABULARY[1]}
+"""What GPT-2 and its kin call them."""
 
 
 # PEFT nests its wrappers of the experts' parameters gate_up_proj and down_proj. Only shapes tell
@@ -170,7 +182,7 @@ def parse_module(name: str) -> ModuleName:
     """Parses a module's name, with or without prefixes."""
     found = _PREFIX.fullmatch(name)
     assert found is not None, "every name has this form"
-    path, rest = found["path"], found["rest"]
+    path, rest = found["path"], _VOCABULARY.get(found["rest"], found["rest"])
     if rest in VOCABULARY:
         return ModuleName(path, rest, kinds=(rest,))
     inside = _LAYER.fullmatch(rest)
@@ -182,8 +194,11 @@ def parse_module(name: str) -> ModuleName:
     block, _, leaf = module.rpartition(".")
     mlp = {**_MLP, **_ROUTER}
     projections = {
-        "self_attn": _ATTENTION,
-        "mlp": mlp,
+        **dict.fromkeys(
+            ("self_attn", "attn", "attention", "attn.attention", "self_attention"), _ATTENTION
+        ),
+        # OPT has no module for both parts of an MLP.
+        **dict.fromkeys(("mlp", ""), mlp),
         "feed_forward": _EXPERT_LEAVES,
         **dict.fromkeys(("linear_attn", "mamba", "conv"), _RECURRENT),
         "block_sparse_moe": _ROUTER,

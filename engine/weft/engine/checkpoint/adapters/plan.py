@@ -40,7 +40,10 @@ _SOME_EXPERT = -1
 _MLP_KINDS = ("gate", "up", "down")
 _QKV_KINDS = ("q", "k", "v")
 _ATTENTION_KINDS = (*_QKV_KINDS, "o")
-_NAMES_OF_SOME = ("out_proj", "w1", "w2", "w3")
+_NAMES_OF_SOME = (
+    *("out_proj", "dense", "query_key_value", "c_attn", "c_proj", "c_fc"),
+    *("w1", "w2", "w3", "fc1", "fc2", "fc_in", "fc_out", "dense_h_to_4h", "dense_4h_to_h"),
+)
 """Modules that only some models have."""
 
 
@@ -155,7 +158,8 @@ def _has_projection(config: ModelConfig, module: ModuleName) -> bool:
         return kind in recurrent_shapes(config) and module.layer in recurrent
     if leaf in _NAMES_OF_SOME and not module.is_expert:
         names = config.names
-        return leaf in (names.o, names.gate, names.up, names.down)
+        own = {"q": names.qkv, "o": names.o, "gate": names.gate, "up": names.up}
+        return leaf == own.get(kind, names.down)
     if kind in _ATTENTION_KINDS and recurrent and module.layer < config.num_layers:
         return module.layer in config.attention_layers
     return True

@@ -35,6 +35,19 @@ def mixtral_experts(config: Fields, *, shared_size: int = 0) -> MoEConfig:
     )
 
 
+def phi_experts(config: Fields) -> MoEConfig:
+    """Phi-3.5-MoE's: SparseMixer, which is for two experts."""
+    chosen = counts(config, "num_local_experts")
+    if chosen["num_experts_per_tok"] != 2:
+        raise config.error("num_experts_per_tok", "only 2 is supported")
+    return MoEConfig(
+        **chosen,
+        intermediate_size=config.positive("intermediate_size"),
+        norm_topk_prob=False,
+        router=RouterConfig(jitter=config.number("router_jitter_noise", 0.01)),
+    )
+
+
 def olmoe_experts(config: Fields) -> MoEConfig:
     """OLMoE's."""
     return MoEConfig(

@@ -33,12 +33,14 @@ _MOST_BEHIND = 8
 _OF_KINDS = ("layer_types", "full_attention_interval", "linear_attn_config")
 """Fields that say which layers have attention; the first that there is counts."""
 
-_ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh", "relu2"]] = {
+_ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 
@@ -96,7 +98,7 @@ class Family:
 
     def activation(
         self, default: str = "silu", name: str = "hidden_act"
-    ) -> Literal["silu", "gelu", "gelu_tanh", "relu2"]:
+    ) -> Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]:
         """The MLP's activation."""
         found = self.fields.text(name, default)
         if found not in _ACTIVATIONS:
@@ -263,7 +265,13 @@ class Family:
         rotated = [layer.rope for layer in layers or [attention] if layer.rope is not None]
         # The field may be in the text model's section or at the top of the file.
         tied = fields.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", is_tied))
-        names = names or NamesConfig()
+        names, quantization = names or NamesConfig(), read_quantization(whole)
+        if quantization is not None and names.has_transposed:
+            raise whole.error(
+                "quantization_config",
+                "is not supported for this architecture: matrices are stored by columns; take a "
+                "checkpoint in floats, which can be quantised at load",
+            )
         if not names.blocks and len(decoder.layers) != self.num_layers:
             raise fields.error("num_hidden_layers", f"{len(decoder.layers)} layers are listed")
         config = ModelConfig(
@@ -292,7 +300,7 @@ class Family:
             sliding_window=window,
             eos_token_ids=end_token_ids(self._raw, self._generation, self._where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
-            quantization=read_quantization(whole),
+            quantization=quantization,
             decoder=decoder,
             names=names,
             mtp=mtp,

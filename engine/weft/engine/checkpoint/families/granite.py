@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.experts import mixtral_experts
-from weft.engine.checkpoint.families.family import Family, same
+from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, same
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
 
@@ -59,6 +59,29 @@ def read_granite_shared(
     return _config(family, moe, NamesConfig(feeds=("",), moe=shared_names()))
 
 
+def read_granite_swa(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Granite with windows in three of four layers, attention sinks, and a rotation by layer."""
+    return _windowed(Family(raw, generation, where), None, None)
+
+
+def read_granite_moe_swa(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """The same with experts; `shared_intermediate_size` 0: without shared ones."""
+    family = Family(raw, generation, where)
+    shared = family.fields.count("shared_intermediate_size", 0)
+    moe = mixtral_experts(family.fields, shared_size=shared)
+    experts = "block_sparse_moe.experts."
+    names = replace(
+        shared_names(),
+        router="block_sparse_moe.router",
+        stacked=(f"{experts}gate_up_proj", f"{experts}down_proj"),
+    )
+    return _windowed(family, moe, NamesConfig(feeds=("",), moe=names))
+
+
 def read_minicpm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """MiniCPM (arXiv 2404.06395) and MiniCPM 4 without its sparse attention."""
     family = Family(raw, generation, where)
@@ -99,6 +122,25 @@ def shared_names() -> MoENamesConfig:
         shared="shared_mlp",
         shared_gate_up="input_linear",
         shared_down="output_linear",
+    )
+
+
+def _windowed(family: Family, moe: MoEConfig | None, names: NamesConfig | None) -> ModelConfig:
+    config, kinds = _config(family, moe, names), family.kinds(lambda n: SLIDING if n % 4 else FULL)
+    decoder, thetas = config.decoder, family.numbers("layer_rope_theta")
+    assert decoder is not None
+    layer, count = decoder.attention, family.num_layers
+    assert layer.rope is not None, "Granite's heads are rotated"
+    of_layers = thetas or (layer.rope.theta,) * count
+    layers = tuple(
+        # A layer whose base is 0 does not rotate.
+        replace(layer, has_sinks=True, rope=replace(layer.rope, theta=theta) if theta else None)
+        for theta in of_layers
+    )
+    return replace(
+        config,
+        decoder=replace(decoder, layers=layers),
+        sliding_window=family.window(kinds, 128),
     )
 
 

@@ -1,4 +1,4 @@
-"""Families with layer norms: StarCoder2, StableLM, Nemotron."""
+"""Families with layer norms: StarCoder2, StableLM, Nemotron, Jais 2."""
 
 from __future__ import annotations
 
@@ -81,5 +81,19 @@ def read_nemotron(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     mlp = MlpConfig(
         activation=family.activation("relu2"), is_gated=False, bias=fields.flag("mlp_bias", False)
     )
+    decoder = DecoderConfig(norm=norm, layers=same(layer, family.num_layers), mlp=mlp)
+    return family.config(decoder, head_dim=dim)
+
+
+def read_jais2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Jais 2: Llama with layer norms, biases and an MLP of squared ReLU."""
+    family = Family(raw, generation, where)
+    fields, dim = family.fields, family.head_dim()
+    bias = fields.flag("attention_bias", True)
+    layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
+    mlp = MlpConfig(
+        activation=family.activation("relu2"), is_gated=False, bias=fields.flag("mlp_bias", True)
+    )
+    norm = NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True)
     decoder = DecoderConfig(norm=norm, layers=same(layer, family.num_layers), mlp=mlp)
     return family.config(decoder, head_dim=dim)

@@ -1,22 +1,26 @@
-"""LFM2 (arXiv 2511.23404): short convolutions between gates, and attention in some layers."""
+"""LFM2 (arXiv 2511.23404) and 3: short convolutions between gates, and attention in some layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.experts import lfm2_experts
-from weft.engine.checkpoint.families.family import FULL, Family
+from weft.engine.checkpoint.families.family import FULL, SLIDING, Family
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
+    GateConfig,
     HeadNormConfig,
+    MixerConfig,
     MlpConfig,
     NamesConfig,
 )
 from weft.engine.checkpoint.recurrent_config import ShortConvConfig
+from weft.engine.checkpoint.rope import RopeConfig
 
 _CONV = "conv"
 _KINDS = {_CONV: _CONV, FULL: FULL}
@@ -35,6 +39,58 @@ def read_lfm2_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     return _config(family, inner, lfm2_experts(family.fields), norm="embedding_norm")
 
 
+def read_lfm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """LFM3: attention with a gate on each head, with and without windows; norms around blocks."""
+    family = Family(raw, generation, where)
+    fields, rms, dim = family.fields, family.rms(eps=1e-5, name="norm_eps"), family.head_dim(128)
+    bias = fields.flag("attention_bias", False)
+    has_gate = fields.flag("use_attention_gate", True)
+    gate = GateConfig(name="gate_proj", is_by_head=True) if has_gate else None
+
+    def attention(kind: str) -> AttentionConfig:
+        return AttentionConfig(
+            rope=_rope(family, kind),
+            scale=dim**-0.5,
+            qkv_bias=bias,
+            o_bias=bias,
+            head_norm=HeadNormConfig(norm=rms),
+            gate=gate,
+        )
+
+    def default(layer: int) -> str:
+        return FULL if layer % 4 == 2 else SLIDING if layer and layer % 4 == 0 else _CONV
+
+    kinds = family.listed(["layer_types"], {**_KINDS, SLIDING: SLIDING}, default)
+    if _CONV not in kinds or set(kinds) == {_CONV}:
+        raise fields.error("layer_types", "expected layers with and without attention")
+    mixers: dict[str, MixerConfig] = {
+        kind: _conv(family, 7) if kind == _CONV else attention(kind) for kind in set(kinds)
+    }
+    is_around = fields.flag("use_sandwich_norm", True)
+    decoder = DecoderConfig(
+        norm=rms,
+        layers=tuple(mixers[kind] for kind in kinds),
+        mlp=MlpConfig(),
+        order="around" if is_around else "before",
+    )
+    names = replace(
+        _names("embedding_norm"), o="o_proj", mixer_post="post_operator_norm",
+        feed_post="post_ffn_norm",
+    )  # fmt: skip
+    return family.config(
+        decoder, head_dim=dim, names=names, window=family.window(kinds, 256), is_tied=True,
+        kv_heads=4,
+    )  # fmt: skip
+
+
+def _rope(family: Family, kind: str) -> RopeConfig:
+    if family.fields.get("rope_parameters") is not None:
+        return family.rope(kind, partial=1.0)
+    if kind == SLIDING:
+        return RopeConfig(theta=1e4)
+    return RopeConfig(theta=1e6, scaling="proportional", partial=0.5)
+
+
 def _config(family: Family, inner: int, moe: MoEConfig | None, *, norm: str) -> ModelConfig:
     fields, rms = family.fields, family.rms(eps=1e-5, name="norm_eps")
     dim = family.head_dim()
@@ -43,13 +99,7 @@ def _config(family: Family, inner: int, moe: MoEConfig | None, *, norm: str) -> 
         scale=dim**-0.5,
         head_norm=HeadNormConfig(norm=rms, q_name="q_layernorm", k_name="k_layernorm"),
     )
-    conv = ShortConvConfig(
-        width=family.hidden_size,
-        taps=fields.positive("conv_L_cache", 3),
-        bias=fields.flag("conv_bias", False),
-    )
-    if conv.taps < 2:
-        raise fields.error("conv_L_cache", f"expected at least 2, got {conv.taps}")
+    conv = _conv(family, 3)
     with_attention = fields.indices("full_attn_idxs") or tuple(range(family.num_layers))
     kinds = family.listed(["layer_types"], _KINDS, lambda n: FULL if n in with_attention else _CONV)
     if len(set(kinds)) < 2:
@@ -59,7 +109,28 @@ def _config(family: Family, inner: int, moe: MoEConfig | None, *, norm: str) -> 
         layers=tuple(attention if kind == FULL else conv for kind in kinds),
         mlp=MlpConfig(),
     )
-    names = NamesConfig(
+    names = _names(norm)
+    # The field that says whether the embedding is also the LM head has two names.
+    is_tied = fields.flag("tie_embedding", True)
+    return family.config(
+        decoder, names=names, moe=moe, is_tied=is_tied, kv_heads=8, intermediate_size=inner
+    )
+
+
+def _conv(family: Family, taps: int) -> ShortConvConfig:
+    fields = family.fields
+    conv = ShortConvConfig(
+        width=family.hidden_size,
+        taps=fields.positive("conv_L_cache", taps),
+        bias=fields.flag("conv_bias", False),
+    )
+    if conv.taps < 2:
+        raise fields.error("conv_L_cache", f"expected at least 2, got {conv.taps}")
+    return conv
+
+
+def _names(norm: str) -> NamesConfig:
+    return NamesConfig(
         input_norm="operator_norm",
         feed_norm="ffn_norm",
         last_norm=norm,
@@ -70,11 +141,6 @@ def _config(family: Family, inner: int, moe: MoEConfig | None, *, norm: str) -> 
         down="w2",
         feeds=("feed_forward",),
         moe=MoENamesConfig(correction="expert_bias", gate_up=("w1", "w3"), down="w2"),
-    )
-    # The field that says whether the embedding is also the LM head has two names.
-    is_tied = fields.flag("tie_embedding", True)
-    return family.config(
-        decoder, names=names, moe=moe, is_tied=is_tied, kv_heads=8, intermediate_size=inner
     )
 
 

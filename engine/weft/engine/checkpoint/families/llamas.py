@@ -1,5 +1,5 @@
 """Families whose layers are Llama's but for some numbers: Seed-OSS, ERNIE 4.5, InternLM3, SmolLM3,
-Ministral, Arcee, MiMo, Helium.
+Ministral, Arcee, MiMo, Helium, Apertus.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
 from weft.engine.checkpoint.families.deepseek import read_mistral4
 from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, mistral_names, same
 from weft.engine.checkpoint.mtp_config import MtpConfig, mimo_head
-from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.engine.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NamesConfig,
+)
 from weft.engine.checkpoint.rope import RopeConfig
 
 
@@ -86,6 +92,27 @@ def read_arcee(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     )
     biases = {"qkv_bias": bias, "o_bias": bias}
     return _alike(family, family.head_dim(), family.rope(), biases, mlp=mlp, eps=1e-5)
+
+
+def read_apertus(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Apertus (arXiv 2509.14233): an MLP of xIELU without gate."""
+    family = Family(raw, generation, where)
+    fields, bias = family.fields, family.fields.flag("attention_bias", False)
+    if not (fields.get("rope_parameters") or fields.get("rope_scaling")):
+        raise fields.error("rope_parameters", "is missing")
+    for name, value in (("qk_norm", True), ("post_norm", False), ("mlp_bias", False)):
+        family.only(name, value)
+    has_xielu = fields.text("hidden_act", "xielu") == "xielu"
+    mlp = MlpConfig(
+        activation="silu" if has_xielu else family.activation(),
+        is_gated=False,
+        has_xielu=has_xielu,
+    )
+    norms = HeadNormConfig(norm=family.rms(eps=1e-5))
+    attention = {"qkv_bias": bias, "o_bias": bias, "head_norm": norms}
+    names = NamesConfig(input_norm="attention_layernorm", feed_norm="feedforward_layernorm")
+    rope = family.rope(theta=12e6)
+    return _alike(family, family.head_dim(), rope, attention, mlp=mlp, eps=1e-5, names=names)
 
 
 def read_cwm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:

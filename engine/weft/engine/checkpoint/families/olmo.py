@@ -1,5 +1,5 @@
-"""OLMo 2 and 3, OLMoE and FlexOlmo: norms of q and k over all heads together, and in most of them
-norms only after the blocks.
+"""OLMo, first with norms without weights; from OLMo 2 on with norms of q and k over all heads
+together, and mostly with norms only after the blocks; OLMoE and FlexOlmo.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.experts import olmoe_experts
-from weft.engine.checkpoint.families.family import FULL, SLIDING, Family
+from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, same
 from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
@@ -19,6 +19,25 @@ from weft.engine.checkpoint.parts import (
     NormConfig,
 )
 from weft.engine.checkpoint.rope import RopeConfig, rope_config
+
+
+def read_olmo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """OLMo (arXiv 2402.00838): layer norms without weights; q, k and v may be bounded."""
+    family = Family(raw, generation, where)
+    fields, bias = family.fields, family.fields.flag("attention_bias", False)
+    layer = AttentionConfig(
+        rope=family.rope(),
+        scale=family.head_dim() ** -0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+        clip=fields.number("clip_qkv") if "clip_qkv" in fields else None,
+    )
+    decoder = DecoderConfig(
+        norm=NormConfig(eps=1e-5, kind="plain layer"),
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+    )
+    return family.config(decoder)
 
 
 def read_olmo2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:

@@ -191,6 +191,10 @@ class _Reader:
         rows = [projection_shape(self.config, plan.module, kind)[1] for kind in plan.module.kinds]
         if len(rows) == 1:
             return [b.contiguous()]
+        if self.config.names.is_qkv_by_head and plan.module.kinds == ("q", "k", "v"):
+            heads = self.config.num_kv_heads
+            by_head = torch.split(b.view(heads, -1, b.shape[1]), [n // heads for n in rows], dim=1)
+            return [part.flatten(0, 1) for part in by_head]
         return [part.contiguous() for part in torch.split(b, rows, dim=axis)]
 
     def _are_same(self, first: str, second: str) -> bool:

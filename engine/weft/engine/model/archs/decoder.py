@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.parts import (
@@ -18,6 +19,7 @@ from weft.engine.checkpoint.parts import (
 from weft.engine.checkpoint.recurrent_config import (
     DeltaAttentionConfig,
     GatedDeltaConfig,
+    LightningConfig,
     Mamba2Config,
     MambaConfig,
     RecurrentConfig,
@@ -30,6 +32,7 @@ from weft.engine.model.layers.delta_attention import DeltaAttention
 from weft.engine.model.layers.gated_conv import GatedConv
 from weft.engine.model.layers.gated_delta import GatedDelta
 from weft.engine.model.layers.heads import (
+    Clip,
     HeadChange,
     LayerNorms,
     PlainNorms,
@@ -39,6 +42,7 @@ from weft.engine.model.layers.heads import (
 )
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.lightning import Lightning
 from weft.engine.model.layers.mamba import Mamba
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
@@ -53,7 +57,7 @@ from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import limited_silu
+from weft.kernels.activation import XIELU, limited_silu
 from weft.kernels.attention import AttentionSpec
 from weft.kernels.norm import AnyNorm, LayerNorm, Norm
 
@@ -73,9 +77,14 @@ class Decoder(DecoderOnlyLM):
         head = next((n for n in names.heads if weights.has(f"{n}.weight")), names.heads[0])
         positions = config.max_position_embeddings
         self._rotaries = Rotaries(config.rotary_dim, positions, weights.device)
-        stack = _build_stack(config, parts, weights.at(body), self._rotaries)
+        below = weights.at(body) if body else weights
+        stack = _build_stack(config, parts, below, self._rotaries)
         self._num_ranks = weights.shard.size
         self._take(config, weights, stack, head)
+        self._head_bias: torch.Tensor | None = None
+        if parts.has_head_bias and config.head == "tokens":
+            bias = TensorSlice(f"{head}.bias", (config.vocab_size,))
+            self._head_bias = weights.read([bias], config.num_added_tokens, dtype=torch.float32)
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """See `Model.kv_layout`."""
@@ -107,8 +116,10 @@ class Decoder(DecoderOnlyLM):
         config = replace(config, decoder=parts, moe=config.moe if is_sparse else None)
         return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)
 
-    def scale_logits(self, logits: torch.Tensor) -> None:
-        """See `DecoderOnlyLM.scale_logits`."""
+    def finish_logits(self, logits: torch.Tensor, tokens: slice) -> None:
+        """See `DecoderOnlyLM.finish_logits`."""
+        if self._head_bias is not None:
+            logits.add_(self._head_bias[tokens])
         if self._multiplier != 1.0:
             logits.mul_(self._multiplier)
         if self._softcap is not None:
@@ -118,7 +129,7 @@ class Decoder(DecoderOnlyLM):
 def _build_stack(
     config: ModelConfig, parts: DecoderConfig, weights: Weights, rotaries: Rotaries
 ) -> Stack:
-    names, of_layers = config.names, weights.at("layers")
+    names, of_layers = config.names, weights.at(config.names.layers)
     embed_tokens = weights.vocabulary(names.embedding, *vocabulary_size(config))
 
     def layer(index: int) -> Layer:
@@ -131,7 +142,21 @@ def _build_stack(
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     per_layer = _per_layer_embedding(config, parts, weights)
     factor = parts.embedding_multiplier
-    return Stack(embed_tokens, layers, last, factor, weights.peers, per_layer=per_layer)
+    positions = _read_positions(config, parts, weights)
+    return Stack(
+        embed_tokens, layers, last, factor, weights.peers, per_layer=per_layer, positions=positions
+    )
+
+
+def _read_positions(
+    config: ModelConfig, parts: DecoderConfig, weights: Weights
+) -> torch.Tensor | None:
+    first, longest = parts.first_position_row, config.max_position_embeddings
+    if first is None:
+        return None
+    shape = (first + longest, config.hidden_size)
+    rows = slice(first, first + longest)
+    return weights.read([TensorSlice(f"{config.names.positions}.weight", shape, (rows,))])
 
 
 def _layer(
@@ -151,7 +176,8 @@ def _layer(
     mixer = read_mixer(config, parts, index, own, rotaries)
     if of_feed is None:
         return Layer(index, before, mixer, None, None, Form(multiplier=parts.residual_multiplier))
-    between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
+    has_between = order in ("before", "around", "parallel by two norms")
+    between = norm(names.feed_norm, of_feed) if has_between else before
     feed = _feed(config, parts, index, of_feed)
     if isinstance(feed, ExpertsBesideMLP):
         between = None  # It has norms of its own.
@@ -161,10 +187,11 @@ def _layer(
         norm(names.mixer_post) if is_behind else None,
         norm(names.feed_post) if is_behind else None,
         parts.residual_multiplier,
-        order == "parallel",
+        order.startswith("parallel"),
         last,
         last_post,
         own.read([TensorSlice("layer_scalar", (1,))]) if parts.has_layer_factors else None,
+        parts.kept[index] if parts.kept else None,
     )
     return Layer(index, before, mixer, between, feed, form)
 
@@ -217,8 +244,12 @@ def read_mixer(
     if not isinstance(layer, AttentionConfig):
         return _recurrent(config, parts, layer, index, recurrent)
     if config.latent is not None:
-        rotary, scales = rotaries.of(layer.rope), q_scales(config, layer, attention)
-        return LatentAttention.read(config, config.latent, layer, index, attention, rotary, scales)
+        sizes = (config.num_heads, config.latent.value_dim, config.hidden_size)
+        gate = None if layer.gate is None else _gate(layer.gate, *sizes, attention)
+        return LatentAttention.read(
+            config, config.latent, layer, index, attention, rotaries.of(layer.rope),
+            q_scales(config, layer, attention), gate,
+        )  # fmt: skip
     if layer.kv_from is not None:
         return _shared_attention(config, layer, index, attention, rotaries)
     return _attention(config, layer, index, attention, rotaries)
@@ -236,6 +267,8 @@ def _recurrent(
         return Mamba2.read(layer, *place)
     if isinstance(layer, MambaConfig):
         return Mamba.read(layer, *place)
+    if isinstance(layer, LightningConfig):
+        return Lightning.of(layer, *place)
     return GatedConv.read(layer, *place)
 
 
@@ -250,6 +283,8 @@ def _attention(
     if value_dim != dim or layer.value_factor != 1.0 or value_norm is not None:
         eps = None if value_norm is None else value_norm.eps
         changes.append(Values(dim, value_dim, layer.value_factor, eps))
+    if layer.clip is not None:
+        changes.append(Clip(layer.clip))
     if layer.head_norm is not None:
         norms, change = _head_norms(heads, layer.head_norm, weights)
         if layer.head_norm.is_after_rotation:
@@ -266,6 +301,7 @@ def _attention(
         value_dim=value_dim,
         v_name="k_proj" if layer.is_value_key else "v_proj",
         has_gate=gate is not None and gate.proj is None,
+        groups=heads[1] if names.is_qkv_by_head else 1,
     )
     return Attention(
         spec,
@@ -416,7 +452,8 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     down = weights.linear(down_spec(hidden, inner, bias=mlp.bias, name=names.down))
     if not mlp.is_gated:
         up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
-        return PlainMLP(index, up, down, mlp.activation, is_gated=False)
+        plain = _xielu(weights) if mlp.has_xielu else mlp.activation
+        return PlainMLP(index, up, down, plain, is_gated=False)
     has_silu = mlp.activation == "silu" and mlp.factors == (1.0, 1.0) and not limit
     spec = gate_up_spec(
         hidden,
@@ -433,10 +470,28 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     return PlainMLP(index, both, down, made, is_gated=True, factors=mlp.factors)
 
 
+def _xielu(weights: Weights) -> XIELU:
+    def number(name: str) -> torch.Tensor:
+        return weights.read([TensorSlice(f"act_fn.{name}", (1,))], dtype=torch.float32)
+
+    def constant(name: str, usual: float) -> float:
+        """What newer files have too, as a single number."""
+        if not weights.has(f"act_fn.{name}"):
+            return usual
+        return float(weights.tensor(TensorSlice(f"act_fn.{name}", ()), torch.float32))
+
+    beta = constant("beta", 0.5)
+    alpha_p, alpha_n = (float(F.softplus(number(name))) for name in ("alpha_p", "alpha_n"))
+    return XIELU(alpha_p, beta + alpha_n, beta, constant("eps", -1e-6))
+
+
 def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:
     """Reads a norm of the stream."""
     if norm.kind == "rms":
         return _rms(norm, weights, name, size)
+    if norm.kind == "plain layer":
+        ones = torch.ones(size, dtype=weights.dtype, device=weights.device)
+        return LayerNorm(ones, None, norm.eps)
     weight = weights.norm(name, size)
     bias = weights.read([TensorSlice(f"{name}.bias", (size,))]) if norm.has_bias else None
     return LayerNorm(weight + 1.0 if norm.adds_one else weight, bias, norm.eps)

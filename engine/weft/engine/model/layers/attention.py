@@ -33,9 +33,10 @@ def qkv_spec(
     value_dim: int | None = None,
     v_name: str = "v_proj",
     has_gate: bool = False,
+    groups: int = 1,
 ) -> LinearSpec:
     """The projections of q, k and v of all heads; `has_gate`: each head's q is followed by a gate
-    of its result.
+    of its result; `groups`: see `LinearSpec.groups`.
     """
     widths = ((2 if has_gate else 1) * head_dim, head_dim, value_dim or head_dim)
     counts = (num_heads, num_kv_heads, num_kv_heads)
@@ -48,6 +49,7 @@ def qkv_spec(
         unit=math.gcd(head_dim, widths[2]),
         bias=bias,
         fused=fused,
+        groups=groups,
     )
 
 

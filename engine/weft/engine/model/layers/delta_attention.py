@@ -28,8 +28,8 @@ class _Projections(NamedTuple):
 
     qkv: LinearWeight
     beta: LinearWeight
-    low: LinearWeight
-    """[hidden] -> the narrow inputs of the next two."""
+    low: LinearWeight | None
+    """[hidden] -> the narrow inputs of the next two; None: they take the layer's input."""
     decay: LinearWeight
     gate: LinearWeight
 
@@ -104,9 +104,17 @@ class DeltaAttention(RecurrentMixer):
 
         kinds = [read_taps(weights, f"{name}_conv1d", width, taps) for name in "qkv"]
         conv = torch.stack([kind.view(heads, dim, taps) for kind in kinds], dim=1)
-        rates = weights.tensor(TensorSlice("A_log", (1, 1, heads, 1)), torch.float32).exp()
+        shape = weights.shape_of("A_log")
+        shape = (heads,) if shape == (heads,) else (1, 1, heads, 1)
+        rates = weights.tensor(TensorSlice("A_log", shape), torch.float32).exp()
         dt_bias = weights.tensor(TensorSlice("dt_bias", (width,)), torch.float32)
-        out = LinearSpec(names=("o_proj",), in_features=width, rows=(hidden,), split="in")
+        if config.is_low_rank:
+            low = product(hidden, "f_a_proj", "g_a_proj", rows=dim, is_split=False)
+            decay, gate = product(dim, "f_b_proj"), product(dim, "g_b_proj")
+        else:
+            low, decay, gate = None, product(hidden, "f_proj"), product(hidden, "g_proj")
+        name = "dense" if weights.has("dense.weight") else "o_proj"
+        out = LinearSpec(names=(name,), in_features=width, rows=(hidden,), split="in")
         return cls(
             config,
             layer,
@@ -114,9 +122,9 @@ class DeltaAttention(RecurrentMixer):
             projections=_Projections(
                 qkv=product(hidden, "q_proj", "k_proj", "v_proj"),
                 beta=product(hidden, "b_proj", rows=heads),
-                low=product(hidden, "f_a_proj", "g_a_proj", rows=dim, is_split=False),
-                decay=product(dim, "f_b_proj"),
-                gate=product(dim, "g_b_proj"),
+                low=low,
+                decay=decay,
+                gate=gate,
             ),
             conv=conv[own].flatten(0, 2).t().contiguous(),
             rates=-rates.view(heads, 1)[own],
@@ -156,12 +164,21 @@ class DeltaAttention(RecurrentMixer):
         products, of_heads = self.projections, (self.heads, self.config.dim)
         qkv = x.linear(products.qkv, None)
         by_kind = qkv.view(len(qkv), 3, *of_heads)
-        low = [part.contiguous() for part in x.linear(products.low, None).chunk(2, dim=1)]
-        decay = torch.unflatten(linear(low[0], products.decay), 1, of_heads)
-        decay = self.rates * F.softplus(decay + self.dt_bias)
+        to_decay = to_gate = x.value
+        if products.low is not None:
+            low = x.linear(products.low, None).chunk(2, dim=1)
+            to_decay, to_gate = (part.contiguous() for part in low)
+        decay = self._decay(torch.unflatten(linear(to_decay, products.decay), 1, of_heads))
         beta = x.linear(products.beta, None).sigmoid().float()
-        gate = torch.unflatten(linear(low[1], products.gate), 1, of_heads)
+        gate = torch.unflatten(linear(to_gate, products.gate), 1, of_heads)
         return Projected((by_kind.transpose(1, 2).flatten(1), decay, beta), gate)
+
+    def _decay(self, projected: torch.Tensor) -> torch.Tensor:
+        """Logarithms of the decays, [T, H, D] float32."""
+        wide, least = projected.float() + self.dt_bias, self.config.least_decay
+        if least is None:
+            return self.rates * F.softplus(wide)
+        return least * torch.sigmoid(-self.rates * wide)
 
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]

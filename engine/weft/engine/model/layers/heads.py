@@ -31,6 +31,18 @@ class HeadChange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Clip:
+    """Bounds of all numbers of q, k and v: OLMo's and DBRX's."""
+
+    limit: float
+    """Largest magnitude."""
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
+        """See `HeadChange`; V is bounded too."""
+        return qkv.clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
 class WidthNorms:
     """RMS norms of q and of k, each over all of its heads together: OLMo 2's."""
 

@@ -10,7 +10,7 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.parts import AttentionConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane
-from weft.engine.model.layers.attention import o_spec
+from weft.engine.model.layers.attention import Gate, o_spec
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
@@ -71,6 +71,7 @@ class LatentAttention:
         absorbed: tuple[torch.Tensor, torch.Tensor],
         o_proj: LinearWeight,
         q_scales: torch.Tensor | None = None,
+        gate: Gate | None = None,
     ) -> None:
         """Assembles the layer from its parts.
 
@@ -88,6 +89,7 @@ class LatentAttention:
                 [H, rank, value].
             o_proj: Values of all heads -> [hidden].
             q_scales: See `Attention`.
+            gate: A factor on attention's result, or None.
         """
         self.config = config
         self.layer = self.in_pool = layer
@@ -99,7 +101,7 @@ class LatentAttention:
         self.q_proj = q_proj
         self.kv_norm = kv_norm
         self.o_proj = o_proj
-        self.q_scales = q_scales
+        self.q_scales, self.gate = q_scales, gate
         self._absorbed = _Absorbed(*absorbed)
         heads = self._absorbed.to_keys.shape[0]
         self.spec = LatentSpec(heads, config.kv_rank, scale, first_position)
@@ -114,6 +116,7 @@ class LatentAttention:
         weights: Weights,
         rotary: Rotary,
         q_scales: torch.Tensor | None = None,
+        gate: Gate | None = None,
     ) -> LatentAttention:
         """Reads the parameters below one prefix of the names; other arguments as above."""
         head_dim, of_head = sizes.nope_dim + sizes.rope_dim, sizes.nope_dim + sizes.value_dim
@@ -156,9 +159,10 @@ class LatentAttention:
             kv_norm=Norm(weights.norm("kv_a_layernorm", sizes.kv_rank), _EPS),
             absorbed=(to_keys.contiguous(), to_values.transpose(1, 2).contiguous()),
             o_proj=weights.linear(
-                o_spec(config.hidden_size, config.num_heads, sizes.value_dim, bias=False)
+                o_spec(config.hidden_size, config.num_heads, sizes.value_dim, name=config.names.o)
             ),
             q_scales=q_scales,
+            gate=gate,
         )
 
     @property
@@ -200,7 +204,9 @@ class LatentAttention:
         q = torch.cat((own, rotated(turned, turns, adjacent)), dim=2)
         if self.q_scales is not None:
             q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
-        return Query(q)
+        if self.gate is None or self.gate.proj is None:
+            return Query(q)
+        return Query(q, gate=x.linear(self.gate.proj, None))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the latents and projects the result."""
@@ -213,7 +219,10 @@ class LatentAttention:
         else:
             mixed = latent_attention(self._absorb(query.q), latents, self.in_pool, self.spec, group)
             values = self._values(mixed)
-        return Sum(values.flatten(1), self.o_proj, step.added("o", self.layer))
+        mixed, lora = values.flatten(1), step.added("o", self.layer)
+        if self.gate is not None and query.gate is not None:
+            mixed = self.gate.of(mixed, query.gate)
+        return Sum(mixed, self.o_proj, lora)
 
     def _absorb(self, q: torch.Tensor) -> torch.Tensor:
         """[T, H, nope + rope] -> [T, H, rank + rope]: queries of latents."""

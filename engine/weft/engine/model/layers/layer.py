@@ -99,13 +99,17 @@ class Form(NamedTuple):
     multiplier: float = 1.0
     """Factor on the additions of both blocks."""
     is_parallel: bool = False
-    """Whether both blocks read the layer's input, through the same norm."""
+    """Whether both blocks read the layer's input."""
     last: FeedForward | None = None
     """A third block, which reads the stream as it is, or None."""
     last_post: AnyNorm | None = None
     """Norm of its result before its addition."""
     factor: torch.Tensor | None = None
     """[1]: a factor on the stream at the layer's end, or None."""
+    kept: tuple[float, float] | None = None
+    """Not None: the blocks' results are added to what the blocks read, times these factors, in
+    place of the stream.
+    """
 
 
 class Layer(NamedTuple):
@@ -129,6 +133,9 @@ class Layer(NamedTuple):
         """The rest of the layer once the mixer has written."""
         form = self.form
         mixed = self.mixer.attend(query, step, pool)
+        if form.kept is not None:
+            self._finish_kept(stream, mixed, step, form.kept)
+            return
         if self.feed is None:
             stream.add(self._made(stream, mixed, form.mixer_post))
             return
@@ -145,6 +152,17 @@ class Layer(NamedTuple):
         if form.factor is not None:
             stream.scale(form.factor)
 
+    def _finish_kept(
+        self, stream: Stream, mixed: Pending, step: Step, kept: tuple[float, float]
+    ) -> None:
+        assert self.feed is not None, "such layers have both blocks"
+        stream.replace(stream.normed(self.input_norm).value * kept[0])
+        stream.add(self._made(stream, mixed, None))
+        x = stream.normed(self.post_norm)
+        fed = self._made(stream, self.feed(x, step), None)
+        stream.replace(x.value * kept[1])
+        stream.add(fed)
+
     def folds(self, rows: int, step: Step) -> bool:
         """Whether a step of this many rows needs no launches for norms and additions."""
         is_usual = self.form == Form() and all(
@@ -159,7 +177,7 @@ class Layer(NamedTuple):
         form = self.form
         norms = (self.input_norm, self.post_norm, form.mixer_post, form.feed_post, form.last_post)
         last = None if form.last is None else form.last.shape_key()
-        rest = form.multiplier, form.is_parallel, last, form.factor is None
+        rest = form.multiplier, form.is_parallel, last, form.factor is None, form.kept
         feed = None if self.feed is None else self.feed.shape_key()
         kinds = [type(norm) for norm in norms]
         return self.mixer.shape_key(), feed, kinds, rest

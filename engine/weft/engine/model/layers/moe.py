@@ -156,4 +156,5 @@ def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> R
         scales_input=router.scales_input,
         softcap=router.softcap,
         factors=factors,
+        jitter=router.jitter,
     )

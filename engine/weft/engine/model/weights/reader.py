@@ -89,3 +89,46 @@ class Renamed:
     def finish(self) -> None:
         """See `CheckpointReader.finish`."""
         self._reader.finish()
+
+
+class Transposed:
+    """A reader of a checkpoint that has some matrices as [columns, rows].
+
+    Args:
+        reader: Reads the checkpoint.
+        is_transposed: Whether a matrix of this name is one of them.
+    """
+
+    def __init__(self, reader: CheckpointReader, is_transposed: Callable[[str], bool]) -> None:
+        self._reader = reader
+        self._is_transposed = is_transposed
+
+    def has(self, name: str) -> bool:
+        """See `CheckpointReader.has`."""
+        return self._reader.has(name)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """See `CheckpointReader.shape_of`."""
+        found = self._reader.shape_of(name)
+        return found[::-1] if found is not None and self._turns(name, found) else found
+
+    def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
+        """See `CheckpointReader.read_into`."""
+        if not self._turns(part.name, part.shape):
+            self._reader.read_into(part, out)
+            return
+        slices = (*part.slices, *[slice(None)] * (2 - len(part.slices)))
+        turned = torch.empty(out.shape[::-1], dtype=out.dtype)
+        self._reader.read_into(TensorSlice(part.name, part.shape[::-1], slices[::-1]), turned)
+        out.copy_(turned.t())
+
+    def skip(self, prefix: str) -> None:
+        """See `CheckpointReader.skip`."""
+        self._reader.skip(prefix)
+
+    def finish(self) -> None:
+        """See `CheckpointReader.finish`."""
+        self._reader.finish()
+
+    def _turns(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and self._is_transposed(name)

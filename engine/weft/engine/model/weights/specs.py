@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -76,6 +77,10 @@ class LinearSpec:
     """
     is_reversed: bool = False
     """Whether the fused rows are those of the last projection first."""
+    groups: int = 1
+    """Consecutive parts of the fused rows, each of which has an equal share of every projection's:
+    where the checkpoint keeps all rows of a head together.
+    """
     is_gate: bool = False
     """Whether it is a router or a gate, which checkpoints may leave in floats without saying so."""
 
@@ -132,12 +137,30 @@ class LinearSpec:
     def _stacked(self, shard: Shard) -> list[slice]:
         """A shard of each projection's rows, where they follow one another."""
         shares = [self._rows(rows, shard) for rows in self.rows]
+        if self.groups > 1:
+            return self._stacked_groups(shares)
         begins = list(accumulate(self.rows[:-1], initial=0))
         if self.is_reversed:
             begins = [sum(self.rows[number + 1 :]) for number in range(len(self.rows))]
         return [
             slice(at + own.start, at + own.stop) for at, own in zip(begins, shares, strict=True)
         ]
+
+    def _stacked_groups(self, shares: Sequence[slice]) -> list[slice]:
+        """A shard of each projection's rows, where each group has some of them."""
+        found, begin, stride = list[slice](), 0, sum(self.rows) // self.groups
+        for rows, own in zip(self.rows, shares, strict=True):
+            width = rows // self.groups
+            for group in range(own.start // width, -(-own.stop // width)):
+                # From the group's first row of this projection on.
+                first, last = (
+                    max(own.start - group * width, 0),
+                    min(own.stop - group * width, width),
+                )
+                at = group * stride + begin
+                found.append(slice(at + first, at + last))
+            begin += width
+        return found
 
     def share_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """A shard of the product's matrix [all rows, columns]."""
@@ -146,6 +169,7 @@ class LinearSpec:
     def rows_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """A shard of the rows, [all rows, ...], of each projection."""
         assert not self.is_reversed, "no divided product is"
+        assert self.groups == 1, "only stacked rows are in groups"
         parts = torch.split(whole, list(self.rows))
         return torch.cat([part[self._rows(part.shape[0], shard)] for part in parts])
 

@@ -67,6 +67,7 @@ OWN_CODE: dict[str, dict[str, Any]] = {
     },
 }
 """config.json of families whose checkpoints name an architecture that transformers lacks."""
+GPT = {"n_embd": 48, "n_layer": 4, "n_head": 6, "n_positions": 512, "n_inner": 72}
 _MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
@@ -506,12 +507,113 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ling3": (
+        "bailing_hybrid",
+        {
+            "layer_group_size": 2,
+            "head_dim": 12,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 6,
+            "rope_theta": 1e4,
+            **_LATENT,
+        },
+    ),
+    "lfm3": (
+        "lfm3",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        },
+    ),
+    "falcon": ("falcon", {}),
+    "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-heads": ("falcon", {"multi_query": False, "parallel_attn": False}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "num_layers": 4,
+            "num_heads": 6,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 24,
+            "pad_token_id": None,
+        },
+    ),
+    "granite_swa": (
+        "granite_swa",
+        {
+            "sliding_window": 24,
+            "layer_rope_theta": [0, 1e4, 1e5, 1e4],
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "pad_token_id": None,
+        },
+    ),
+    "granite_moe_swa": (
+        "granitemoe_swa",
+        {
+            "sliding_window": 24,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "attention_multiplier": 0.2,
+            "shared_intermediate_size": 36,
+            "residual_multiplier": 0.4,
+        },
+    ),
+    "minimax": (
+        "minimax",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"] * 2,
+            "num_hidden_layers": 6,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "block_size": 24,
+            "full_attn_alpha_factor": 1.5,
+            "linear_attn_alpha_factor": 1.3,
+            "mlp_alpha_factor": 0.7,
+        },
+    ),
+    "apertus": ("apertus", {"vocab_size": 259}),
+    "jais2": ("jais2", {}),
+    "olmo": ("olmo", {"clip_qkv": 1.5, "tie_word_embeddings": True, "pad_token_id": None}),
+    "phi": ("phi", {}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gptj": ("gptj", {**GPT, "rotary_dim": 4}),
+    "gpt2": ("gpt2", {**GPT, "scale_attn_by_inverse_layer_idx": True, "pad_token_id": None}),
+    "gpt_bigcode": ("gpt_bigcode", {**GPT, "pad_token_id": None}),
+    "gpt_bigcode-heads": ("gpt_bigcode", {**GPT, "multi_query": False, "pad_token_id": None}),
+    "opt": ("opt", {"ffn_dim": 72, "pad_token_id": None}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.5 + 0.5 * i for i in range(4)],
+                "long_factor": [1.5 + 0.5 * i for i in range(4)],
+                "short_mscale": 1.1,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
 }
 """Model types of transformers, and fields of their configurations."""
 HYBRIDS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "granite_hybrid-dense", "falcon_h1", "falcon_h1-normed", "nemotron_h"),
-    *("nemotron_h-experts", "jamba"),
+    *("nemotron_h-experts", "jamba", "ling3", "lfm3", "minimax"),
 )
 """Those with recurrent layers."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.adapters.draft_adapter import MODULES
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import load_draft_head
@@ -44,7 +45,11 @@ def make_tiny_draft(
     Returns:
         `path`.
     """
-    config = tiny_draft_config(json.loads((target / "config.json").read_text()), **overrides)
+    of_target = ModelConfig.load(target)
+    names = ("hidden_size", "num_key_value_heads", "head_dim", "vocab_size")
+    sizes = (of_target.hidden_size, of_target.num_kv_heads, of_target.head_dim)
+    values = zip(names, (*sizes, of_target.vocab_size), strict=True)
+    config = tiny_draft_config(dict(values), **overrides)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
     tensors = tiny_draft_tensors(config, seed, shares=shares)
@@ -95,7 +100,7 @@ def tiny_draft_config(target: dict[str, Any], **overrides: Any) -> dict[str, Any
         # Other query heads than the target's; K and V must be as there.
         "num_attention_heads": 2 * target["num_key_value_heads"],
         "num_key_value_heads": target["num_key_value_heads"],
-        "head_dim": target.get("head_dim", hidden // target["num_attention_heads"]),
+        "head_dim": target.get("head_dim") or hidden // target["num_attention_heads"],
         "intermediate_size": 104,
         "vocab_size": target["vocab_size"],
         "draft_vocab_size": 150,

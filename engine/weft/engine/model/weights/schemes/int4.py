@@ -43,13 +43,15 @@ class IntScheme(QuantisedScheme):
         """See `QuantisedScheme.matrix`."""
         packing = self.quantization.packing
         assert packing is not None
-        parts = []
+        parts, wholes = [], dict[str, IntParts]()
         for share in spec.weights(weights.shard):
             name = share.name.removesuffix(".weight")
-            whole = read_parts(name, (share.shape[0], share.shape[1]), packing, weights)
-            if not spec.bias:
-                _check_no_bias(f"{name}.bias", share.shape[0], weights)
-            parts.append(self._cut(whole, share, packing.group, spec, weights))
+            if name not in wholes:
+                shape = (share.shape[0], share.shape[1])
+                wholes[name] = read_parts(name, shape, packing, weights)
+                if not spec.bias:
+                    _check_no_bias(f"{name}.bias", share.shape[0], weights)
+            parts.append(self._cut(wholes[name], share, packing.group, spec, weights))
         try:
             return join_parts(parts, packing, weights.dtype)
         except ValueError as error:

@@ -1,0 +1,131 @@
+"""Lightning attention: linear attention with a fixed decay of each head."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.recurrent_config import LightningConfig, Mamba2Config
+from weft.engine.model.layers.mamba2 import Mamba2
+from weft.engine.model.layers.recurrent import Projected
+from weft.engine.model.step import Step
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight
+from weft.kernels.norm import Norm
+from weft.kernels.stream import Normed
+
+_TAPS = 2
+"""Fewest that convolutions have."""
+
+
+class Lightning(Mamba2):
+    """Mamba 2's recurrence with time steps of 1, behind SiLU alone.
+
+    Keys are its B, queries its C and values its x. The convolution passes each row's own numbers
+    on, so that its SiLU is that of this layer.
+    """
+
+    kind = "lightning"
+
+    def __init__(
+        self,
+        config: Mamba2Config,
+        layer: int,
+        in_plane: int,
+        *,
+        in_proj: LinearWeight,
+        gate: LinearWeight,
+        rates: torch.Tensor,
+        norm: Norm,
+        out_proj: LinearWeight,
+        dtype: torch.dtype,
+    ) -> None:
+        """Assembles the layer from its parts.
+
+        Args:
+            config: Sizes, as Mamba 2 has them.
+            layer: The layer's number.
+            in_plane: Its index among the layers of the state plane.
+            in_proj: [hidden] -> q, k and v of all heads.
+            gate: [hidden] -> factors on all heads' results, before their sigmoid.
+            rates: [H] float32: negative rates of the decay.
+            norm: Of all heads' results together.
+            out_proj: All heads -> [hidden].
+            dtype: The model's.
+        """
+        channels = 3 * config.heads * config.head_dim
+        conv = torch.zeros((_TAPS, channels), device=rates.device)
+        conv[-1] = 1.0
+        none = torch.zeros_like(rates)
+        super().__init__(
+            config,
+            layer,
+            in_plane,
+            in_proj=in_proj,
+            conv=conv,
+            conv_bias=None,
+            rates=rates,
+            dt_bias=none,
+            skips=none,
+            norm=None,
+            out_proj=out_proj,
+            dtype=dtype,
+        )
+        self.gate = gate
+        self.whole_norm = norm
+
+    @classmethod
+    def of(
+        cls, config: LightningConfig, hidden: int, layer: int, in_plane: int, weights: Weights
+    ) -> Lightning:
+        """Reads the parameters below one prefix of the names; other arguments as above.
+
+        Raises:
+            ModelError: Several ranks share the model; the norm is over all heads.
+        """
+        if weights.shard.size > 1:
+            raise ModelError(f"{weights.full_name('')}: lightning attention is not divided by rank")
+        heads, dim = config.heads, config.dim
+        width = heads * dim
+        qkv = LinearSpec(
+            names=("q", "k", "v"),
+            in_features=hidden,
+            rows=(width, width, width),
+            fused="qkv_proj",
+            groups=heads,
+        )
+        gate = LinearSpec(names=("output_gate",), in_features=hidden, rows=(width,))
+        out = LinearSpec(names=("out_proj",), in_features=width, rows=(hidden,))
+        # Later layers forget more slowly.
+        share = 1.0 - layer / (config.num_layers - 1 + 1e-5) + 1e-5
+        numbers = torch.arange(1, heads + 1, dtype=torch.float32, device=weights.device)
+        return cls(
+            Mamba2Config(
+                heads=heads,
+                head_dim=dim,
+                groups=heads,
+                state_size=dim,
+                taps=_TAPS,
+                eps=config.eps,
+                norm="none",
+            ),
+            layer,
+            in_plane,
+            in_proj=weights.linear(qkv),
+            gate=weights.linear(gate),
+            rates=-share * torch.exp2(-8.0 / heads * numbers),
+            norm=Norm(weights.norm("norm", width), config.eps),
+            out_proj=weights.linear(out),
+            dtype=weights.dtype,
+        )
+
+    def project(self, x: Normed, step: Step) -> Projected:
+        """See `RecurrentMixer.project`."""
+        q, k, v = x.linear(self.in_proj, None).chunk(3, dim=1)
+        time_steps = torch.ones((len(q), self.config.heads), device=q.device)
+        return Projected((torch.cat((v, k, q), dim=1), time_steps), x.linear(self.gate, None))
+
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentMixer.gated`."""
+        normed = self.whole_norm(out.reshape(gate.shape).contiguous())
+        return normed * torch.sigmoid(gate)
