@@ -9,7 +9,7 @@ import contextlib
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -43,9 +43,6 @@ ONE_SIDED_READ_LANES = {
 others UCX asks that process to send the bytes, and it *aborts* the process ("Fatal: unexpected
 error: Endpoint timeout", UCX 1.23 over tcp) when the reader goes away in the middle."""
 
-COPYING_LANES = {"cma", "knem", "xpmem"}
-"""UCX transports over which the thread that posts or polls a write copies the bytes itself."""
-
 
 def new_agent_name(name: str) -> str:
     """Creates a unique agent name; the unique part comes first, since UCX's log truncates names."""
@@ -61,16 +58,16 @@ class _PeerAgent:
         name: str,
         region: PoolRegion,
         target: NixlTargetInfo,
-        *,
-        has_thread: bool,
+        operation: Operation,
     ) -> None:
         self.target = target
         self.region = region
         self.reads_one_sided = False
         """Whether reads are known to be one-sided; see ONE_SIDED_READ_LANES."""
         self.name = new_agent_name(name)
+        # Reads go over one-sided lanes and are polled to their end, so they need no thread.
         self.agent: Any = binding.create_agent(
-            self.name, has_device=region.has_device, has_thread=has_thread
+            self.name, has_device=region.has_device, has_thread=operation == "WRITE"
         )
         agent = self.agent
         agent.register_memory(
@@ -271,17 +268,14 @@ class Peer:
         """Refuses reads in which the other process would have to take part."""
         if agent.reads_one_sided:
             return
-        agent.reads_one_sided = self._has_lane(agent, ONE_SIDED_READ_LANES)
+        lanes = self._binding.lanes(agent.name)
+        names = {lane.partition("/")[0] for lane in (lanes or "").split()}
+        agent.reads_one_sided = not names.isdisjoint(ONE_SIDED_READ_LANES)
         if not agent.reads_one_sided:
             raise NoOneSidedLane(
                 f"{self._doing} would need that process's help, and could end it: "
-                f"{self._binding.lanes(agent.name) or 'lanes unknown'}"
+                f"{lanes or 'lanes unknown'}"
             )
-
-    def _has_lane(self, agent: _PeerAgent, names: Set[str]) -> bool:
-        """Whether one of these transports is among the agent's lanes, as far as they are known."""
-        lanes = (self._binding.lanes(agent.name) or "").split()
-        return not names.isdisjoint(lane.partition("/")[0] for lane in lanes)
 
     def _num_pending(self) -> int:
         for transfer in list(self._transfers):
@@ -328,22 +322,9 @@ class Peer:
             agent = None
         if agent is None:
             with self._binding.calls(f"connecting to {self.key[0]}"):
-                agent = self._new_agent(target)
+                agent = _PeerAgent(self._binding, self._name, self._region, target, self._operation)
             self._agent, self._is_broken = agent, False
         return agent
-
-    def _new_agent(self, target: NixlTargetInfo) -> _PeerAgent:
-        """An agent with a progress thread only where that does more than to wait for the thread
-        that copies. Reads go over one-sided lanes, and all transfers are polled to their end.
-        """
-        parts = self._binding, self._name, self._region, target
-        if self._operation == "WRITE" and self._region.has_device:
-            return _PeerAgent(*parts, has_thread=True)
-        agent = _PeerAgent(*parts, has_thread=False)
-        if self._operation == "READ" or self._has_lane(agent, COPYING_LANES):
-            return agent
-        agent.drop()
-        return _PeerAgent(*parts, has_thread=True)
 
     def _destroy(self) -> bool:
         """Destroys the agent, the only way to stop its transfers. Returns whether some were

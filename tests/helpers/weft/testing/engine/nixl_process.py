@@ -165,12 +165,11 @@ class Operations:
 
     # The filler's side.
 
-    def open_filler(self, has_device: bool = False, **options: Any) -> None:
+    def open_filler(self, **options: Any) -> None:
         if self.send_agents is not None:
             self.send_agents.close()
         region = self.nixl.PoolRegion.of_array(self.pool)
-        if has_device:
-            region = dataclasses.replace(region, settle=self._settle)
+        region = dataclasses.replace(region, settle=self._settle)
         self.send_agents = self.nixl.SendAgents("prefill-test", region, **options)
 
     def num_settled(self) -> int:
