@@ -117,8 +117,10 @@ class Engine:
             own = (parts.layout, parts.states, parts.memory, parts.executor)
             self._block_pages = self.fills.block_pages = BlocksInPages(*own)
         elif parts.windows and config.ships_pages:
-            of_group = (parts.layout, *parts.windows, parts.memory, parts.executor)
-            self._window_pages = self.fills.block_pages = WindowsInPages(*of_group)
+            (windows,) = parts.windows
+            self._window_pages = self.fills.block_pages = WindowsInPages(
+                parts.layout, windows, parts.memory, parts.executor
+            )
         pages = RequestPages(
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
         )
