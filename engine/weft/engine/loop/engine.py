@@ -235,7 +235,8 @@ class Engine:
             block_pages=self._block_pages or self._window_pages,
             max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
             max_chunk_pages=shipper.max_chunk_pages,
-            early=shipper if shipper.reads_early else None,
+            # Rows of recurrent layers that are computed again write no pages.
+            early=shipper if shipper.reads_early and self._block_pages is None else None,
         )
 
     # -- one turn --------------------------------------------------------------------------------
