@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
@@ -254,7 +255,11 @@ def test_graphs_find_the_pages_of_every_group(
 
 def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path) -> None:
     for settings, why in (
-        ({}, "this worker may exchange pages with others"),
+        (
+            {},
+            "this worker may exchange pages with others; with window_pages = free on all of them "
+            "it may free its own",
+        ),
         ({**ALONE, "host_cache_bytes": 1 << 20}, "there are tiers"),
         ({**ALONE, "drafter": "ngram"}, "tokens are drafted"),
         ({**ALONE, "window_pages": "keep"}, "window_pages is keep"),
@@ -263,3 +268,10 @@ def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path)
         assert len(engine.memories) == 1
         assert f"pages are kept behind sliding windows: {why}" in engine.info.notices
         engine.close()
+    for settings, why in (
+        ({"host_cache_bytes": 1 << 20}, "there are tiers"),
+        ({"drafter": "ngram"}, "tokens are drafted"),
+        ({"has_store": True}, "the KV store takes pages of one group"),
+    ):
+        with pytest.raises(ConfigError, match=f"window_pages = free: must be .*{why}"):
+            make_engine(model_dir, "decode", ManualClock(), window_pages="free", **settings)

@@ -70,10 +70,16 @@ async def test_a_prefill_worker_is_killed_within_a_fill(mesh: TinyMesh) -> None:
         mesh.arm(name, SLOW)
     async with Caller(mesh) as caller:
         task = asyncio.create_task(caller.grpc(Ask(prompt, NUM_NEW, new_salt(), ignore_eos=True)))
-        await asyncio.to_thread(
-            wait_until, lambda: mesh.counters("decode-0")["accepted_pages"] > before, 60
-        )
-        (filler,) = [n for n, num in began.items() if mesh.counters(n)["leases_accepted"] > num]
+        found: list[str] = []
+
+        def has_begun() -> bool:
+            has_pages = mesh.counters("decode-0")["accepted_pages"] > before
+            found[:] = [n for n, num in began.items() if mesh.counters(n)["leases_accepted"] > num]
+            return has_pages and len(found) == 1
+
+        await asyncio.to_thread(wait_until, has_begun, 60)
+        assert not task.done(), "the kill comes too late to show anything"
+        (filler,) = found
         os.kill(mesh.service(filler)["engine_pid"], signal.SIGKILL)
         (other,) = began.keys() - {filler}
         mesh.disarm(other, SLOW.point)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,14 +206,18 @@ class Shipper:
 
 
 class Filling:
-    """A filler of four one-token pages, which ships two pages at a time."""
+    """A filler of four one-token pages, and some behind them, which ships two pages at a time."""
 
-    def __init__(self, *, reads_early: bool) -> None:
+    def __init__(self, *, reads_early: bool, num_more: int = 0) -> None:
         self.memory, self.shipper = PageMemory(20, None), Shipper()
         self.pages = self.memory.allocate(4)
         self.events: list[FillEvent] = []
         self.jobs = ReadyPrompts(self.pages)
         jobs: Any = self.jobs
+        more: Any = SimpleNamespace(
+            num_pages_of=lambda handle: num_more,
+            pack=lambda job, end_token: self.memory.allocate(num_more),
+        )
         self.filler = Filler(
             1,
             5,
@@ -224,11 +229,13 @@ class Filling:
             time.monotonic,
             nixl_version="1",
             max_chunk_pages=2,
+            block_pages=more if num_more else None,
             early=self.shipper if reads_early else None,
         )
         handle = fill_handle(
             LEASE, page_size=1, filler_epoch=5, lease_s=600.0, nixl=nixl_target(PAGE_BYTES, 9)
         )
+        handle.pages.extend(range(5, 5 + num_more))
         self.filler.on_start(FillStart(stream=1, request_id="r", traceparent="", handle=handle))
 
     def step(self, end: int) -> None:
@@ -262,6 +269,25 @@ def test_early_reading_changes_no_chunk() -> None:
     assert early.events[-1].kind == "done"
     early.memory.release(early.pages)
     assert early.memory.counts().used == 0
+
+
+def test_what_lies_behind_pages_read_early_follows_them() -> None:
+    filling = Filling(reads_early=True, num_more=3)
+    ends = sorted(random.sample(range(1, 4), random.randint(0, 2)))
+    for end in [*ends, 4]:
+        filling.step(end)
+    early, shipped = filling.shipper.early, filling.shipper.shipped
+    assert [chunk for chunk, _ in early] == shipped[: len(early)]
+    assert [chunk.index for chunk in shipped] == list(range(len(shipped)))
+    pages = [page for chunk in shipped for page in chunk.local_pages]
+    assert pages[:4] == filling.pages
+    assert len(set(pages)) == 7
+    assert [page for chunk in shipped for page in chunk.remote_pages] == list(range(1, 8))
+    for chunk in shipped:
+        filling.filler.on_shipped(ShipResult(LEASE, chunk.index, [0] * len(chunk.local_pages)))
+    assert filling.events[-1].kind == "done"
+    filling.memory.release(filling.pages)
+    assert filling.memory.counts().used == 0
 
 
 def test_a_job_that_begins_again_waits_for_the_chunks_read_early() -> None:

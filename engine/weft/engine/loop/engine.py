@@ -117,8 +117,10 @@ class Engine:
             own = (parts.layout, parts.states, parts.memory, parts.executor)
             self._block_pages = self.fills.block_pages = BlocksInPages(*own)
         elif parts.windows and config.ships_pages:
-            of_group = (parts.layout, *parts.windows, parts.memory, parts.executor)
-            self._window_pages = self.fills.block_pages = WindowsInPages(*of_group)
+            (windows,) = parts.windows
+            self._window_pages = self.fills.block_pages = WindowsInPages(
+                parts.layout, windows, parts.memory, parts.executor
+            )
         pages = RequestPages(
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
         )
@@ -233,7 +235,8 @@ class Engine:
             block_pages=self._block_pages or self._window_pages,
             max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
             max_chunk_pages=shipper.max_chunk_pages,
-            early=shipper if shipper.reads_early else None,
+            # Rows of recurrent layers that are computed again write no pages.
+            early=shipper if shipper.reads_early and self._block_pages is None else None,
         )
 
     # -- one turn --------------------------------------------------------------------------------

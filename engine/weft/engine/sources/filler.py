@@ -117,7 +117,7 @@ class Filler:
         self._data = DataBudget()
         self._memory_type = memory_type
         self._block_pages = block_pages
-        self._early = early if block_pages is None else None
+        self._early = early
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
         max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)

@@ -17,7 +17,7 @@ from weft.v1 import common_pb2, kv_pb2
 
 MAX_PAGES = 1 << 24
 MAX_BLOCK_PAGES = 1 << 16
-"""Most pages that carry the states of recurrent layers."""
+"""Most pages of a handle behind those of its tokens (`KvHandle.num_more_pages`)."""
 DECLINES = {
     "namespace": kv_pb2.DECLINE_REASON_NAMESPACE,
     "layout": kv_pb2.DECLINE_REASON_LAYOUT,
