@@ -175,8 +175,9 @@ def launches_of(kind: str) -> dict[str, list[str]]:
         with LLM(Path(folder), num_pages=32, **settings) as llm:
             steps: Any = _ListedSteps(llm.engine, drafts, has_lora=bucket.has_lora)
             draws: Any = llm.engine._executor._draws
-            step, draw = steps._graphs[bucket], draws._graphs[DrawKey(bucket, bucket.tokens, "greedy")]
-    return {"step": step[0].launches, "draw": draw[0].launches}
+            step, _ = steps._graphs[bucket]
+            draw, _ = draws._graphs[DrawKey(bucket, bucket.tokens, "greedy")]
+    return {"step": step.launches, "draw": draw.launches}
 
 
 if __name__ == "__main__":
