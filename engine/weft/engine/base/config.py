@@ -461,6 +461,11 @@ class EngineConfig:
         return self.reads_mtp or self.head_dir is not None
 
     @property
+    def most_drafts(self) -> int:
+        """Most drafts of one request in a step, as a chain."""
+        return 0 if self.drafter == "none" else self.max_draft_tokens
+
+    @property
     def _tree_rows(self) -> int:
         """Rows of the largest step that verifies trees."""
         return (1 + MAX_TREE_NODES) * min(MAX_TREE_REQUESTS, self.max_running_requests)

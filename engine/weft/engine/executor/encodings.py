@@ -124,7 +124,8 @@ class StepArrays:
         num_behind = num_decodes + step.num_verified
         q_lens, token_ids = step.counts, step.tokens
         sources, owners = NO_NUMBERS, NO_NUMBERS
-        if num_kept := num_decodes if step.drafts is None else num_behind:
+        num_kept = num_decodes if step.drafts is None else num_behind
+        if num_kept:
             sources, owners = _kept_rows(step, num_kept, table.null_row + 1)
             token_ids = np.concatenate([np.full(len(sources), DRAWN), token_ids])
         cu_q_lens = np.zeros(num_requests + 1, np.int32)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.state_rows import StateRows
@@ -146,12 +146,10 @@ def step_buckets(
     if has_states:
         short = verify_buckets(max_requests, max_tokens, max_drafts)
         buckets = [*decode_buckets(max_requests), *short]
-        with_lora = [bucket._replace(has_lora=True) for bucket in buckets] if has_lora else []
-        return [*buckets, *with_lora]
+        return [*buckets, *_with_adapters(buckets, has_lora=has_lora)]
     ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
     if config.is_encoder:
-        with_lora = [bucket._replace(has_lora=True) for bucket in ragged] if has_lora else []
-        return [*ragged, *with_lora]
+        return [*ragged, *_with_adapters(ragged, has_lora=has_lora)]
     prompts = [
         bucket._replace(kind="prompts")
         for bucket in ragged
@@ -167,10 +165,19 @@ def step_buckets(
     decodes = decode_buckets(max_requests) if config.head == "tokens" else []
     others = [*decodes, *verify, *trees, *ragged]
     # "prompts" also takes a single prompt, so "cold" is not needed beside it.
-    buckets = [*others, *(prompts or cold)]
-    if has_lora:
-        buckets += (bucket._replace(has_lora=True) for bucket in (*others, *cold))
-    return buckets
+    return [*others, *(prompts or cold), *_with_adapters([*others, *cold], has_lora=has_lora)]
+
+
+def _with_adapters(buckets: Sequence[GraphBucket], *, has_lora: bool) -> list[GraphBucket]:
+    """The same steps with adapters, if there can be any."""
+    return [bucket._replace(has_lora=True) for bucket in buckets] if has_lora else []
+
+
+def _bucket_for(bucket: GraphBucket | None, adapters: Int32Array | None) -> GraphBucket | None:
+    """The bucket with adapters, if the step has any."""
+    if bucket is None or adapters is None:
+        return bucket
+    return bucket._replace(has_lora=True)
 
 
 def decode_buckets(max_requests: int) -> list[GraphBucket]:
@@ -269,10 +276,7 @@ class GraphBuckets:
 
     def of(self, arrays: StepArrays) -> GraphBucket | None:
         """The bucket that runs a step; None: it runs without a graph."""
-        bucket = self._size_of(arrays)
-        if bucket is None or arrays.adapter_slots is None:
-            return bucket
-        return bucket._replace(has_lora=True)
+        return _bucket_for(self._size_of(arrays), arrays.adapter_slots)
 
     def of_decodes(self, step: StepInput) -> GraphBucket | None:
         """The bucket that runs a step of decodes alone, at positions that the host knows; None if
@@ -280,18 +284,14 @@ class GraphBuckets:
         """
         if not step.is_decodes or step.num_decodes > len(self._decode):
             return None
-        bucket = self._decode[step.num_decodes - 1]
-        return bucket if step.adapters is None else bucket._replace(has_lora=True)
+        return _bucket_for(self._decode[step.num_decodes - 1], step.adapters)
 
     def of_requests(self, step: StepInput) -> GraphBucket | None:
         """The bucket that runs a step given by its requests; None: it must be given by rows."""
         if not step.is_by_requests:
             return None
         sizes = self._tree if step.has_trees else self._verify
-        bucket = sizes.with_room(len(step.slots), step.max_count)
-        if bucket is None or step.adapters is None:
-            return bucket
-        return bucket._replace(has_lora=True)
+        return _bucket_for(sizes.with_room(len(step.slots), step.max_count), step.adapters)
 
     def _takes_earlier_heads(self, arrays: StepArrays) -> bool:
         """Whether attention to latents takes heads of positions before the step, whose number a

@@ -33,7 +33,6 @@ from weft.engine.executor.drafts.build import (
     describe_drafts,
     draft_adapters,
     load_head,
-    max_drafts,
     max_drafts_of_a_step,
     tree_rows,
 )
@@ -439,13 +438,13 @@ def _size_pools(
             cuda_graphs=config.cuda_graphs,
             share=config.device_memory_share,
             lora=lora,
-            max_drafts=max_drafts(config),
+            max_drafts=config.most_drafts,
             tree_rows=tree_rows(config),
         )
         if draft is not None:
             needs = draft.added_to(needs, context, page_bytes, device)
         if layout.states is not None and needs.for_pool > 0:
-            most = config.max_running_requests, max_drafts(config)
+            most = config.max_running_requests, config.most_drafts
             num_blocks, left = divide_states(layout, needs.for_pool, *most, on_gpu=True)
             needs = replace(needs, states=needs.for_pool - left)
         num_pages = pages_of(needs, page_bytes)
@@ -458,7 +457,7 @@ def _size_pools(
             layout,
             size,
             config.max_running_requests,
-            max_drafts(config),
+            config.most_drafts,
             is_fixed=config.num_pages is not None,
             on_gpu=device.type == "cuda",
         )
@@ -535,7 +534,7 @@ def _make_executor(
         cuda_graphs=config.cuda_graphs,
         lora=lora,
         states=models.drafted,
-        max_drafts=max_drafts(config),
+        max_drafts=config.most_drafts,
         tree_rows=tree_rows(config),
         window_pages=pools.window_pages,
         num_blocks=pools.num_blocks,

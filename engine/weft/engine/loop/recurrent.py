@@ -39,12 +39,11 @@ def check_recurrent(config: EngineConfig, kind: str = "") -> None:
     Raises:
         ConfigError: One of them is set.
     """
-    drafts = 0 if config.drafter == "none" else config.max_draft_tokens
     refused = (
         ("device", config.is_on_gpu and kind == "mamba", "cpu for layers of the first Mamba"),
         (
             "max_draft_tokens",
-            config.is_on_gpu and drafts >= config.page_size,
+            config.is_on_gpu and config.most_drafts >= config.page_size,
             f"below page_size = {config.page_size} on a GPU for models with recurrent layers",
         ),
         (
@@ -109,8 +108,7 @@ def make_states(
     index = None if prefixes is None else StateIndex(prefixes)
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
-    max_drafts = 0 if config.drafter == "none" else config.max_draft_tokens
-    return StateBlocks(memory, index, *sizes, max_drafts)
+    return StateBlocks(memory, index, *sizes, config.most_drafts)
 
 
 def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:

@@ -77,7 +77,6 @@ class Scheduler:
         self._fills = fills
         self._on_finish = on_finish
         self._on_slot_free = on_slot_free
-        self._adapters = adapters
         self._events = SchedulerEvents() if events is None else events
         self._prompt_budget = prompt_budget
         self.waitlist = AdapterWaitlist(waiting, adapters)
@@ -342,8 +341,7 @@ class Scheduler:
             if samples:
                 self._launch_last_chunk(request)
         number = self.pages.begin_step()
-        if self._adapters is not None:
-            self._adapters.step_began(number)
+        self.waitlist.step_began(number)
         return number
 
     def _launch_last_chunk(self, request: Request) -> None:
@@ -363,8 +361,7 @@ class Scheduler:
             plan: The step's plan; an empty one if the step failed.
         """
         self.pages.end_step(number)
-        if self._adapters is not None:
-            self._adapters.step_ended(number)
+        self.waitlist.step_ended(number)
         # A local name: the attribute lookup would take as long as everything else done for a
         # decode.
         running = State.RUNNING

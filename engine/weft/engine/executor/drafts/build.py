@@ -120,15 +120,10 @@ def _tree_graphs(
         return TreeGraphs(trees, buckets, executor.graphs.capture)
 
 
-def max_drafts(config: EngineConfig) -> int:
-    """Most drafts of one request in a step, as a chain."""
-    return 0 if config.drafter == "none" else config.max_draft_tokens
-
-
 def max_drafts_of_a_step(config: EngineConfig) -> int:
     """Most drafts of all requests in a step."""
     nodes = max((rows - 1 for rows in tree_rows(config)), default=0)
-    return max(config.max_running_requests * max_drafts(config), max(TREE_REQUESTS) * nodes)
+    return max(config.max_running_requests * config.most_drafts, max(TREE_REQUESTS) * nodes)
 
 
 def tree_rows(config: EngineConfig) -> list[int]:

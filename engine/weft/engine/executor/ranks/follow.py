@@ -26,7 +26,7 @@ from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device
 from weft.engine.executor.device_sampling import WAYS
-from weft.engine.executor.drafts.build import head_graphs, max_drafts
+from weft.engine.executor.drafts.build import head_graphs
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.kv_format import kept_layout
@@ -145,10 +145,10 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
             cuda_graphs=config.cuda_graphs,
             share=config.device_memory_share,
             lora=lora,
-            max_drafts=max_drafts(config),
+            max_drafts=config.most_drafts,
         )
         if own.states is not None and needs.for_pool > 0:
-            most_requests = config.max_running_requests, max_drafts(config)
+            most_requests = config.max_running_requests, config.most_drafts
             num_blocks, left = divide_states(own, needs.for_pool, *most_requests, on_gpu=True)
             needs = replace(needs, states=needs.for_pool - left)
         num_pages = pages_of(needs, own.page_bytes)
@@ -167,7 +167,7 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
         cuda_graphs=config.cuda_graphs,
         lora=lora,
         states=drafted,
-        max_drafts=max_drafts(config),
+        max_drafts=config.most_drafts,
         num_blocks=num_blocks,
         pool=pool,
         blocks=blocks_of(others, layout, num_blocks, device),

@@ -21,9 +21,17 @@ class RecordedSteps(StepGraphs):
         engine: Its model has no native operations, which refuse rows of padding.
         max_drafts: Of a request.
         tree_rows: See `LocalExecutor`.
+        has_lora: Whether steps are captured with adapters too.
     """
 
-    def __init__(self, engine: Engine, max_drafts: int, tree_rows: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_drafts: int,
+        tree_rows: tuple[int, ...] = (),
+        *,
+        has_lora: bool = False,
+    ) -> None:
         executor, config = engine._executor, engine.config
         for host in (executor.page_table, *executor.window_tables):
             host._changed = []
@@ -41,6 +49,7 @@ class RecordedSteps(StepGraphs):
             executor.pool.dtype,
             most,
             tokens,
+            has_lora=has_lora,
             max_drafts=max_drafts,
             tree_rows=tree_rows,
             has_states=states is not None,

@@ -30,6 +30,7 @@ from weft.engine.model.loader import load_model
 from weft.kernels import cpu, linear
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
+from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import tiny_config
 
 LISTS = Path(__file__).parents[4] / "engine" / "steps" / "launches.json"
@@ -69,13 +70,17 @@ _STATES = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 _WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
-KINDS = ("dense", "experts", "latents", "recurrent", "windows")
-"""Kinds of layers."""
+KINDS = ("dense", "experts", "latents", "recurrent", "windows", "adapters", "drafts")
+"""Kinds of layers, and what steps of dense layers have beside decodes."""
+DRAFTS = 3
+"""Of each request, where it has any."""
 
 
 def config_of(kind: str) -> dict[str, Any]:
     """config.json of a small model of two layers of a kind."""
-    if kind == "dense":
+    if kind == "drafts":  # A head reads what enters the third layer.
+        return tiny_config("llama", **(_SIZES | {"num_hidden_layers": 3}))
+    if kind in ("dense", "adapters"):
         return tiny_config("llama", **_SIZES)
     if kind == "experts":
         return tiny_config("qwen3_moe", **_SIZES, **_EXPERTS)
@@ -148,7 +153,7 @@ def _load_as_on_gpu(*args: Any, **options: Any) -> Any:
 
 
 def launches_of(kind: str) -> dict[str, list[str]]:
-    """Launches of a captured step of decodes, and of the greedy drawing behind it, in order."""
+    """Launches of a captured step, and of the greedy drawing behind it, in order."""
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(cpu, "native_cpu", return_value=None),
@@ -159,12 +164,20 @@ def launches_of(kind: str) -> dict[str, list[str]]:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(kind)))
         settings = {"dtype": "bfloat16", "dummy_weights": True, "max_running_requests": REQUESTS}
         settings |= {"max_step_tokens": 16, "prefill_chunk_tokens": 16}
+        bucket, drafts = GraphBucket(REQUESTS, REQUESTS, "decode"), 0
+        if kind == "adapters":
+            settings, bucket = settings | {"enable_lora": True}, bucket._replace(has_lora=True)
+        if kind == "drafts":
+            head = make_tiny_draft(Path(folder) / "head", Path(folder), draft_vocab_size=256)
+            settings |= {"drafter": "eagle3", "draft_dir": head, "max_draft_tokens": DRAFTS}
+            rows, drafts = REQUESTS * (1 + DRAFTS), DRAFTS
+            bucket = GraphBucket(rows, REQUESTS, "verify", drafts=DRAFTS)
         with LLM(Path(folder), num_pages=32, **settings) as llm:
-            steps: Any = _ListedSteps(llm.engine, 0)
-            bucket = GraphBucket(REQUESTS, REQUESTS, "decode")
+            steps: Any = _ListedSteps(llm.engine, drafts, has_lora=bucket.has_lora)
             draws: Any = llm.engine._executor._draws
-            step, draw = steps._graphs[bucket], draws._graphs[DrawKey(bucket, REQUESTS, "greedy")]
-    return {"step": step[0].launches, "draw": draw[0].launches}
+            step, _ = steps._graphs[bucket]
+            draw, _ = draws._graphs[DrawKey(bucket, bucket.tokens, "greedy")]
+    return {"step": step.launches, "draw": draw.launches}
 
 
 if __name__ == "__main__":
