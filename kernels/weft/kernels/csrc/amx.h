@@ -115,6 +115,8 @@ INLINE int split_pairs(const void *a, long left, float *even, float *odd) {
   const __m512i pairs = _mm512_maskz_loadu_epi16(given, a);
   _mm512_store_si512(even, _mm512_slli_epi32(pairs, 16));
   _mm512_store_si512(odd, _mm512_and_si512(pairs, upper));
+  /* A compiler that knew them to be there still would take them out of registers, one by one. */
+  __asm__ volatile("" ::"r"(even), "r"(odd) : "memory");
   return at_most((left + 1) / 2, AMX_DEPTH);
 }
 

@@ -221,18 +221,17 @@ INLINE void round_pairs(const int bits, int kind, long pairs, const GroupScales 
   }
 }
 
-/* sum[2] += up to 32 numbers of a row times a panel in one group, equal to the bit to the tile of
- * their words. `next`: see `unpack_pairs`. */
-INLINE void rounded_step(const int bits, __m512 table, const bf16 *a, long left,
-                         const GroupScales *of, const char *panel, const char *next, __m512 *sum) {
+/* sum[2] += numbers of a row, apart by `split_pairs`, times some pairs of a panel in one group: equal
+ * to the bit to the tile of their words. `next`: see `unpack_pairs`. */
+INLINE void rounded_step(const int bits, __m512 table, const float *even, const float *odd,
+                         int pairs, const GroupScales *of, const char *panel, const char *next,
+                         __m512 *sum) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
-  ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
-  const int words = left >= 2 * AMX_DEPTH ? AMX_DEPTH : (int)(left + 1) / 2;
-  split_pairs(a, left, even, odd);
   __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
   const int count = pairs_at_once(bits);
   const long half = bytes_of_pair(bits) * count / 2;
-  for (int s = 0; s < words; s += count, panel += 2 * half) {
+#pragma GCC unroll 16
+  for (int s = 0; s < pairs; s += count, panel += 2 * half) {
     for (long i = 0; i < 2 * half && next != NULL; i += 64, next += 64)
       __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 4

@@ -342,7 +342,12 @@ INLINE void rounded_row(const int bits, const Weight *w, const bf16 *x, long p, 
     const long end = from + w->group < w->in_features ? from + w->group : w->in_features;
     for (long k = from; k < end; k += 2 * AMX_DEPTH, panel += AMX_DEPTH * bytes_of_pair(bits)) {
       const char *next = asks ? panel + panel_words(w) * 4 : NULL;
-      rounded_step(bits, table, x + k, end - k, &of, panel, next, sum);
+      ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+      const int pairs = split_pairs(x + k, end - k, even, odd);
+      if (pairs == AMX_DEPTH)
+        rounded_step(bits, table, even, odd, AMX_DEPTH, &of, panel, next, sum);
+      else
+        rounded_step(bits, table, even, odd, pairs, &of, panel, next, sum);
     }
   }
   for (int v = 0; v < 2; v++) _mm512_storeu_ps(tile + v * 16, sum[v]);
