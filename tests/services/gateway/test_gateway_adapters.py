@@ -234,7 +234,7 @@ async def test_a_caller_that_goes_away_while_it_is_registered_leaves_nothing(
     call = asyncio.create_task(load(mesh, "pirate"))
     await mesh.wait(has_begun.is_set)
     call.cancel()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
     may_go_on.set()
     await mesh.wait(lambda: mesh.app.adapters.manifest.generation == 2)
     assert await listed(mesh) == {}
