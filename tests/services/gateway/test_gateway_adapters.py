@@ -465,7 +465,7 @@ async def test_workers_without_a_root_are_named(tmp_path: Path, root: Path) -> N
     async with gateway(tmp_path, script, num_decode=2, adapter_root=root) as mesh:
         adapters(mesh.workers[1]).stop()
         mesh.workers[1].adapters = None
-        await mesh.workers[1].stop()
+        await mesh.workers[1].stop(keeps_port=True)
         await mesh.workers[1].start(int(mesh.workers[1].address.rpartition(":")[2]))
         fleet = mesh.app.fleet
         await mesh.wait(
