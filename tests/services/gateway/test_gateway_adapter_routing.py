@@ -65,7 +65,7 @@ async def test_only_holders_get_its_requests(mesh: Harness) -> None:
     adapters(mesh.workers[1]).is_stuck = True
     call = asyncio.create_task(load(mesh, "pirate"))
     await mesh.wait(lambda: adapters(mesh.workers[1]).orders)
-    await mesh.workers[1].stop()
+    await mesh.workers[1].stop(keeps_port=True)
     await call
     await mesh.workers[1].start(int(mesh.workers[1].address.rpartition(":")[2]))
     fleet = mesh.app.fleet

@@ -234,7 +234,7 @@ async def test_a_caller_that_goes_away_while_it_is_registered_leaves_nothing(
     call = asyncio.create_task(load(mesh, "pirate"))
     await mesh.wait(has_begun.is_set)
     call.cancel()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
     may_go_on.set()
     await mesh.wait(lambda: mesh.app.adapters.manifest.generation == 2)
     assert await listed(mesh) == {}
@@ -465,7 +465,7 @@ async def test_workers_without_a_root_are_named(tmp_path: Path, root: Path) -> N
     async with gateway(tmp_path, script, num_decode=2, adapter_root=root) as mesh:
         adapters(mesh.workers[1]).stop()
         mesh.workers[1].adapters = None
-        await mesh.workers[1].stop()
+        await mesh.workers[1].stop(keeps_port=True)
         await mesh.workers[1].start(int(mesh.workers[1].address.rpartition(":")[2]))
         fleet = mesh.app.fleet
         await mesh.wait(

@@ -154,7 +154,7 @@ async def test_worker_restarted_at_the_same_address(tmp_path: Path) -> None:
         assert await text_of(mesh) == TEXT
         old = mesh.workers[0]
         port = int(old.address.rsplit(":", 1)[1])
-        await old.stop()
+        await old.stop(keeps_port=True)
         error = await failure_of(chat(mesh))
         assert isinstance(error, PeerUnavailable)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -172,7 +172,7 @@ async def test_worker_that_comes_later(tmp_path: Path) -> None:
     async with gateway(tmp_path, plain, wait=False) as mesh:
         worker = mesh.workers[0]
         port = int(worker.address.rsplit(":", 1)[1])
-        await worker.stop()
+        await worker.stop(keeps_port=True)
         error = await failure_of(chat(mesh))
         assert isinstance(error, PeerUnavailable)
         await worker.start(port)
@@ -188,7 +188,7 @@ async def test_a_worker_that_is_away_for_a_moment_is_waited_for(
     async with gateway(tmp_path, plain, num_decode=1) as mesh:
         worker = mesh.workers[0]
         port = int(worker.address.rsplit(":", 1)[1])
-        await worker.stop()
+        await worker.stop(keeps_port=True)
         answer = asyncio.create_task(text_of(mesh))
         await asyncio.sleep(0.3)
         assert not answer.done()
@@ -275,7 +275,7 @@ async def test_unfit_workers_get_nothing(tmp_path: Path, change: str) -> None:
 async def test_wrong_worker_is_told(tmp_path: Path) -> None:
     async with gateway(tmp_path, plain, wait=False) as mesh:
         mesh.workers[0].model = "another"
-        await mesh.workers[0].stop()
+        await mesh.workers[0].stop(keeps_port=True)
         await mesh.workers[0].start(int(mesh.workers[0].address.rsplit(":", 1)[1]))
 
         async def problem() -> str:

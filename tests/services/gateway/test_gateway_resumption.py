@@ -302,7 +302,7 @@ async def begin_then_stop(mesh: Harness, **fields: Any) -> tuple[Any, Collected]
     call = mesh.typed.Chat(request_of(**fields))
     got = Collected()
     got._take(await call.read())
-    await mesh.workers[0].stop()
+    await mesh.workers[0].stop(keeps_port=True)
     await mesh.wait(lambda: not mesh.workers[0].address or not is_open(mesh))
     return call, got
 

@@ -119,7 +119,7 @@ async def test_a_restarted_worker_holds_nothing(tmp_path: Path) -> None:
         assert (await complete(mesh, ids))[0].match_tokens == 4 * PAGE_SIZE
         prefill = mesh.workers[-1]
         port = int(prefill.address.rsplit(":", 1)[1])
-        await prefill.stop()
+        await prefill.stop(keeps_port=True)
         prefill.epoch ^= 1
         await prefill.start(port)
         async with asyncio.timeout(60):
@@ -201,7 +201,7 @@ async def test_a_lost_worker_is_forgotten_and_a_new_one_is_learned(tmp_path: Pat
         filler.hold(ids)
         await until(lambda: holds(mesh, ids, filler.worker_id, 4 * PAGE_SIZE))
         port = int(filler.address.rsplit(":", 1)[1])
-        await filler.stop()
+        await filler.stop(keeps_port=True)
         filler.epoch ^= 1
         await filler.start(port)
         filler.hold(ids, num_pages=1)
@@ -284,7 +284,7 @@ async def test_recorded_routing_replays_to_the_same_choices(
             await burst(f"{turn} ")
         lost = mesh.workers[-1]
         port = int(lost.address.rsplit(":", 1)[1])
-        await lost.stop()
+        await lost.stop(keeps_port=True)
         lost.epoch ^= 1
         await burst("")
         await lost.start(port)

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,10 @@ class Run:
     steps: int = 0
     sent: dict[int, int] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)
+
+
+_KEPT_PORTS: dict[int, socket.socket] = {}
+"""Sockets that are bound and do not listen, by port."""
 
 
 class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
@@ -198,15 +203,24 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
+        if (kept := _KEPT_PORTS.pop(bound, None)) is not None:
+            kept.close()
         self.address = f"127.0.0.1:{bound}"
         return self.address
 
-    async def stop(self) -> None:
+    async def stop(self, *, keeps_port: bool = False) -> None:
+        """Stops it; nobody else gets its port until `start` if it keeps that."""
         if self.adapters is not None:
             self.adapters.stop()
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
+        if keeps_port:
+            kept = socket.socket()
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port = int(self.address.rpartition(":")[2])
+            kept.bind(("127.0.0.1", port))
+            _KEPT_PORTS[port] = kept
 
     # WorkerService
 
