@@ -72,6 +72,8 @@ def take(llm: LLM, answer: Answer, inbox: Inbox | None) -> None:
     """One turn, and what it told."""
     for batch in llm.engine.turn(inbox).gateways:
         answer.failures += [failed.failure.reason for failed in batch.failed]
+        new_samples = {tokens.sample for tokens in batch.all_tokens()} - answer.tokens.keys()
+        assert batch.has_first_tokens == bool(new_samples)
         for tokens in batch.all_tokens():
             start = answer.first_index.setdefault(tokens.sample, tokens.first_index)
             known = answer.tokens.setdefault(tokens.sample, [])

@@ -63,6 +63,7 @@ def test_an_urgent_request_takes_the_place_of_a_running_one(
         assert pair.finish(slow) == [greedy(model, low, 12)]
         assert pair.answers[slow].finished[0].timeline.num_preemptions == 1
         assert pair.owner.counters()["urgent_preemptions"] == 1
+        assert (pair.answers[fast].num_starts, pair.answers[slow].num_starts) == (1, 2)
         pair.settle()
     finally:
         pair.close()

@@ -47,13 +47,13 @@ class Bench:
         await self.room.wait()
         self.got.append(event)
 
-    def step(self, of: list[str]) -> None:
+    def step(self, of: list[str], has_first_tokens: bool = False) -> None:
         """Each of these requests draws a token; some are told as columns, some by themselves."""
         rows = [(name, len(self.drawn[name]), random.randrange(2**20)) for name in of]
         for name, _, token in rows:
             self.drawn[name].append(token)
         cut = random.randint(0, len(rows))
-        batch = GatewayBatch(gateway=1)
+        batch = GatewayBatch(gateway=1, has_first_tokens=has_first_tokens)
         batch.tokens += [Tokens(name, 1, 0, at, [token], []) for name, at, token in rows[:cut]]
         if rest := rows[cut:]:
             names, indices, tokens = (list(column) for column in zip(*rest, strict=True))
@@ -120,7 +120,7 @@ URGENT: dict[str, Callable[[], GatewayBatch]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*URGENT, "first token"])
+@pytest.mark.parametrize("kind", [*URGENT, "first token", "first token behind a pause"])
 async def test_what_must_not_wait_takes_the_gathered_tokens_along(kind: str) -> None:
     async with writing(NEVER_S) as bench:
         bench.step(IDS)
@@ -130,8 +130,8 @@ async def test_what_must_not_wait_takes_the_gathered_tokens_along(kind: str) -> 
             bench.step(random.sample(IDS, random.randint(1, len(IDS))))
             await settle()
         assert len(bench.got) == 1
-        if kind == "first token":
-            bench.step(["late"])
+        if kind.startswith("first token"):
+            bench.step(["late" if kind == "first token" else "r0"], has_first_tokens=True)
         else:
             bench.session.push(URGENT[kind]())
         await settle()

@@ -101,8 +101,11 @@ class NewTokens:
             positions = np.concatenate([np.array(own, np.int64), positions[count:]])
         if plan.columns is not None:
             num_surplus += self._take(plan.columns, drawn, positions[:count], 0, ends)
-        if len(drawn.requests) > count:
-            others = RequestColumns.of(drawn.requests[count:])
+        if firsts := drawn.requests[count:]:
+            for request in firsts:
+                if request.state is not State.FINISHED:
+                    self._out.gateway(request.key.gateway).has_first_tokens = True
+            others = RequestColumns.of(firsts)
             num_surplus += self._take(others, drawn, positions[count:], count, ends)
         return ends, num_surplus
 

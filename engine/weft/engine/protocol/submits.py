@@ -211,6 +211,9 @@ class GatewayBatch:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     vectors: list[PooledVectors] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)
+    has_first_tokens: bool = False
+    """Whether a sample has its first tokens of this attempt here, or those behind a pre-emption:
+    a client waits for them."""
     preempted: list[Preempted] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)

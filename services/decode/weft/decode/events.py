@@ -98,13 +98,10 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
 
 
 def has_next_tokens_alone(batch: GatewayBatch) -> bool:
-    """Whether a batch has nothing but tokens, and no sample's first one."""
+    """Whether a batch has nothing but tokens, each of which follows one that was told before."""
     if batch.accepted or batch.prompt_logprobs or batch.vectors or batch.preempted:
         return False
-    if batch.finished or batch.failed or batch.pongs:
-        return False
-    is_first = any(tokens.first_index == 0 for tokens in batch.tokens)
-    return not is_first and not any(0 in columns.indices for columns in batch.columns)
+    return not (batch.has_first_tokens or batch.finished or batch.failed or batch.pongs)
 
 
 def _follows(tokens: Tokens, known: Tokens) -> bool:

@@ -95,6 +95,8 @@ class Answer:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
+    num_starts: int = 0
+    """Batches with its tokens that were said to have first ones."""
 
 
 class EnginePair:
@@ -222,6 +224,9 @@ class EnginePair:
                 known = self.answers[tokens.request_id].tokens.setdefault(tokens.sample, [])
                 assert tokens.first_index == len(known), "a token came twice or never"
                 known += tokens.ids
+            if batch.has_first_tokens:
+                for request_id in {tokens.request_id for tokens in batch.all_tokens()}:
+                    self.answers[request_id].num_starts += 1
             for finished in batch.finished:
                 self.answers[finished.request_id].finished.append(finished)
         for command in outbox.fill_commands:
