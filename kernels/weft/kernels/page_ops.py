@@ -19,6 +19,8 @@ _MAX_SINGLE_COPIES = 16
 """Most pages that are copied one by one on a GPU, with a launch each; indexing takes several
 launches.
 """
+_REPACKED_BYTES = 8 << 20
+"""Most bytes that are copied between pools at once: as many are taken beside them."""
 
 
 def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -161,6 +163,37 @@ def _check_pages(pool: Tensor) -> None:
 
 def _bytes(pool: Tensor) -> Tensor:
     return pool.view(pool.shape[0], -1).view(torch.uint8)
+
+
+def repack_pages(
+    pool: Tensor, pages: Sequence[int], target: Tensor, destinations: Sequence[int]
+) -> None:
+    """Copies the bytes of pages, one behind the other, into those of pages of another pool, whose
+    pages may be longer or shorter. Bytes of these that are left over become zero.
+
+    Args:
+        pool: `[num_pages, page_bytes]` uint8, contiguous.
+        pages: Page numbers, of one pool as of the other checked by the caller.
+        target: The same with another number and length of pages; changed.
+        destinations: Page numbers, all different. What does not fit is not copied.
+    """
+    unit = math.gcd(pool.shape[1], target.shape[1])
+    units, into = (
+        _units(page_index(numbers, pool.device), of.shape[1] // unit)
+        for numbers, of in ((pages, pool), (destinations, target))
+    )
+    rows, own = pool.view(-1, unit), target.view(-1, unit)
+    count, step = min(len(units), len(into)), max(1, _REPACKED_BYTES // unit)
+    for begin in range(0, count, step):
+        some = slice(begin, min(count, begin + step))
+        own.index_copy_(0, into[some], rows.index_select(0, units[some]))
+    own.index_fill_(0, into[count:], 0)
+
+
+def _units(pages: Tensor, num_units: int) -> Tensor:
+    """Numbers of the equal parts of pages, in order."""
+    parts = torch.arange(num_units, device=pages.device)
+    return (pages[:, None] * num_units + parts).view(-1)
 
 
 def page_index(pages: Sequence[int], device: torch.device) -> Tensor:

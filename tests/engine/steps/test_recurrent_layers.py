@@ -221,6 +221,10 @@ def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) 
         check_recurrent(
             EngineConfig(model_dir=model_dir, device="cuda", tp=2, host_cache_bytes=1 << 20)
         )
+    frees = EngineConfig(model_dir=model_dir, window_pages="free")
+    check_recurrent(frees)
+    with pytest.raises(ConfigError, match="window_pages = free: must be auto or keep for models"):
+        check_recurrent(frees, has_windows=True)
     for settings, name in (
         ({"deterministic": True}, "deterministic"),
         ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),

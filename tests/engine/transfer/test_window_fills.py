@@ -77,6 +77,13 @@ def make_pair(model_dir: Path, num_fillers: int = 1, **settings: Any) -> EngineP
     return EnginePair(owner, fillers, clock)
 
 
+def lose_windows(pair: EnginePair) -> None:
+    """Takes all cached window pages of the owner, as other requests would."""
+    pair.settle()
+    for window in pair.owner.parts.windows:
+        window.memory.release(window.memory.allocate(window.memory.num_available_pages))
+
+
 def check(pair: EnginePair) -> None:
     pair.settle()
     for engine in (pair.owner, *pair.fillers.values()):
@@ -151,28 +158,63 @@ def test_a_fill_in_pieces(model_dir: Path, model: torch.nn.Module, transport: st
         pair.close()
 
 
+@pytest.mark.parametrize(
+    "tight",
+    [
+        {},
+        {"force_staging": True, "max_fill_fraction": 0.12, "num_pages": 60},
+        pytest.param({"max_fill_fraction": 0.1, "num_pages": 60}, marks=pytest.mark.full),
+    ],
+    ids=["roomy", "staged", "small"],
+)
 def test_prompts_that_part_from_a_filled_one_anywhere(
-    model_dir: Path, model: torch.nn.Module
+    model_dir: Path, model: torch.nn.Module, tight: dict[str, Any]
 ) -> None:
     """Pages of layers without a window are sent once, whatever window pages are there; each fill
-    brings the window behind its end.
+    brings the window behind its end. Where that has no room, its pieces are sent.
     """
-    pair = make_pair(model_dir, max_running_requests=2)
+    pair = make_pair(model_dir, max_running_requests=2, **tight)
     try:
         base = random_prompt(150)
         assert pair.finish(pair.submit(base, 3)) == [greedy(model, base, 3)]
-        for length in random.sample(range(1, 151), 12):
+        for length in random.sample(range(1, 151), 12 if not tight else 4):
+            if tight:
+                lose_windows(pair)
             begin = pair.owner.counters()
             prompt = base[:length] + random_prompt(random.randint(1, 40))
             assert pair.finish(pair.submit(prompt, 3)) == [greedy(model, prompt, 3)]
             end = pair.owner.counters()
-            if end["fills_done"] > begin["fills_done"]:
+            if end["fills_done"] > begin["fills_done"] and not tight:
                 first, last = length // PAGE, (len(prompt) - 1) // PAGE
                 kept = pair.owner.parts.layout.groups[0].page_bytes(PAGE)
                 window = pair.owner.fills.num_block_pages
                 sent = (end["accepted_bytes"] - begin["accepted_bytes"]) // kept
                 assert sent <= max(1, last - first) + window
         assert not pair.owner.counters()["fills_failed"]
+        check(pair)
+    finally:
+        pair.close()
+
+
+def test_a_window_longer_than_the_share_of_fills_is_sent_at_once(tmp_path: Path, seed: int) -> None:
+    """In pieces all of it would travel; and behind cached pages that lack it, a fill has room."""
+    shape = {"num_hidden_layers": 8, "sliding_window": 128, "max_position_embeddings": 2048}
+    model_dir = make_tiny("mistral", tmp_path, seed, use_sliding_window=True, **shape)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    pair = make_pair(model_dir, num_pages=None, kv_memory_bytes=6 << 20)
+    try:
+        owner, base = pair.owner, random_prompt(50 * PAGE + 1)
+        pair.finish(pair.submit(base, 2))
+        kept = owner.parts.layout.groups[0].page_bytes(PAGE)
+        most = owner.fills.num_block_pages
+        assert most > int(0.3 * owner.memory.num_usable_pages)
+        assert owner.counters()["fills_done"] == 1
+        assert owner.counters()["accepted_bytes"] == (50 + most) * kept
+        lose_windows(pair)
+        prompt = base[:300] + random_prompt(60)
+        assert pair.finish(pair.submit(prompt, 2)) == [greedy(model, prompt, 2)]
+        assert owner.counters()["fills_done"] == 2
+        assert owner.counters()["accepted_bytes"] == (50 + most + 44 - 37 + most) * kept
         check(pair)
     finally:
         pair.close()

@@ -146,3 +146,37 @@ def test_buffers_and_numbers_that_do_not_fit_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="8-byte"):
         page_digests(torch.zeros(NUM_PAGES, 3, device=device), pages)
     assert (bits(pool) == before).all()
+
+
+@pytest.mark.parametrize(("num_from", "num_into"), [(3, 21), (21, 3), (5, 7), (7, 5), (4, 4)])
+def test_pages_are_repacked_by_the_byte(
+    monkeypatch: pytest.MonkeyPatch, num_from: int, num_into: int
+) -> None:
+    """A few bytes at a time, however many there are."""
+    monkeypatch.setattr(page_ops, "_REPACKED_BYTES", 160)
+    pool, target = (
+        torch.randint(1, 255, (40, 32 * length), dtype=torch.uint8)
+        for length in (num_from, num_into)
+    )
+    pages = random.sample(range(40), random.randint(1, 4))
+    count = -(-len(pages) * num_from // num_into)
+    into = random.sample(range(40), count)
+    before = target.clone()
+    taken: list[torch.Tensor] = []
+    select = torch.Tensor.index_select
+
+    def noted(rows: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        taken.append(select(rows, dim, index))
+        return taken[-1]
+
+    monkeypatch.setattr(torch.Tensor, "index_select", noted)
+    page_ops.repack_pages(pool, pages, target, into)
+    assert 0 < max(some.numel() for some in taken) <= 160
+    wanted = torch.zeros(count * target.shape[1], dtype=torch.uint8)
+    wanted[: len(pages) * pool.shape[1]] = torch.cat([pool[page] for page in pages])
+    before[into] = wanted.view(count, -1)
+    assert torch.equal(target, before)
+    again = torch.zeros_like(pool)
+    page_ops.repack_pages(target, into, again, pages)
+    assert torch.equal(again[pages], pool[pages])
+    assert int(again.count_nonzero()) == len(pages) * pool.shape[1]

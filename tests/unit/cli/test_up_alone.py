@@ -47,15 +47,38 @@ def test_workers_that_have_nobody_to_ask_are_told(
         (["--tp", "2"], False),
         (["--decode-args", "--drafter=ngram"], False),
         (["--prefill-args", "--host-cache-bytes 1000000"], False),
+        (["--decode-args", "--window-pages keep"], False),
+        (["--prefill-args", "--config x.toml"], False),
     ],
 )
 def test_all_workers_free_pages_behind_windows_or_none(
     tmp_path: Path, flags: list[str], frees: bool
 ) -> None:
     """Workers exchange pages of equal groups only."""
+    told = told_of_windows(tmp_path, flags)
+    assert told == {"free"} if frees else "free" not in told
+
+
+@pytest.mark.parametrize(
+    "variable", ["WEFT_DECODE_DRAFTER", "WEFT_DECODE_HOST_CACHE_BYTES", "WEFT_PREFILL_TP"]
+)
+def test_what_workers_find_in_their_environment_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """They would refuse the flag beside such a setting."""
+    monkeypatch.setenv(variable, "2")
+    assert told_of_windows(tmp_path, []) == {None}
+
+
+def test_models_without_windows_have_nothing_to_free(tmp_path: Path) -> None:
+    assert told_of_windows(tmp_path, [], has_windows=False) == {None}
+
+
+def told_of_windows(
+    tmp_path: Path, flags: list[str], *, has_windows: bool = True
+) -> set[str | None]:
     settings = load_settings(UpSettings, flags, {})
-    models = [ModelFolder("tiny", tmp_path)]
+    models = [ModelFolder("tiny", tmp_path, has_windows=has_windows)]
     plan = plan_mesh(settings, StateFolder(tmp_path / "state"), models, None)
     workers = [spec.command for spec in plan.services if spec.name[:4] in ("pref", "deco")]
-    told = {dict(pairwise(command)).get("--window-pages") for command in workers}
-    assert told == {"free" if frees else None}
+    return {dict(pairwise(command)).get("--window-pages") for command in workers}

@@ -172,17 +172,18 @@ def most_at_once(num_pages: int, windows: tuple[WindowPages, ...], context: int)
 
 
 @pytest.mark.parametrize(
-    ("layers", "reach", "context", "gain"),
+    ("layers", "reach", "context", "gain", "shipped"),
     [
         # Halves, and a window of one in 64 of the context; of gpt-oss one in 256.
-        pytest.param((12, 12), 128, 8192, 1.8, id="halves"),
+        pytest.param((12, 12), 128, 8192, 1.8, 0.51, id="halves"),
         # A window in every layer, of which the first keeps its pages: Mistral 7B.
-        pytest.param((1, 31), 4096, 32_000, 4.0, id="every-layer"),
+        pytest.param((1, 31), 4096, 32_000, 4.0, 0.16, id="every-layer"),
     ],
 )
 def test_more_requests_in_equal_memory(
-    layers: tuple[int, int], reach: int, context: int, gain: float
+    layers: tuple[int, int], reach: int, context: int, gain: float, shipped: float
 ) -> None:
+    """And a prompt that is shipped whole in one fill takes a share of the bytes."""
     kept, windowed = (PagedPlane(layers=n, heads=8, dim=64, dtype="bfloat16") for n in layers)
     layout = CacheLayout(SIZE, (PageGroup((kept,)), PageGroup((windowed,), reach)))
     all_kept = (20 if gain < 2 else 8) * context // SIZE
@@ -195,6 +196,9 @@ def test_more_requests_in_equal_memory(
     after = most_at_once(num_pages, (window,), context)
     print(f"{before} requests with all pages kept, {after} with those behind the window freed")
     assert after >= gain * before
+    carriers = -(-window.num_needed(0, context) * sizes[1] // sizes[0])
+    sent = (context // SIZE + carriers) * sizes[0] / (context // SIZE * sum(sizes))
+    assert round(sent, 2) == shipped
 
 
 def test_memory_is_divided_by_what_windows_need() -> None:

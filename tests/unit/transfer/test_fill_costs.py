@@ -47,7 +47,7 @@ def decide(costs: FillCosts, num_tokens: int, match: int = 0, queued: int = 0) -
         num_partial_tokens=0,
         candidates=[candidate(match, queued)],
     )
-    return costs.decide(request, num_tokens // PAGE * PAGE, PAGE_BYTES)
+    return costs.decide(request, 0, num_tokens // PAGE * PAGE, PAGE_BYTES)
 
 
 def fill(costs: FillCosts, num_tokens: int, rest_s: float, num_steps: int = 1) -> None:
@@ -285,7 +285,7 @@ def test_what_would_be_wasted_is_not_tried() -> None:
     request: Any = SimpleNamespace(
         num_tokens=1_025, num_computed=960, num_partial_tokens=0, candidates=[candidate()]
     )
-    assert not any(costs.decide(request, 1_024, PAGE_BYTES).is_remote for _ in range(1_000))
+    assert not any(costs.decide(request, 960, 1_024, PAGE_BYTES).is_remote for _ in range(1_000))
 
 
 def test_long_prompts_are_not_tried_beside_running_requests() -> None:
@@ -334,7 +334,7 @@ class World:
                 num_partial_tokens=0,
                 candidates=[stated],
             )
-            decision = costs.decide(request, num_tokens, PAGE_BYTES)
+            decision = costs.decide(request, 0, num_tokens, PAGE_BYTES)
             if decision.is_remote:
                 computed_s = there + num_tokens / self.filler_rate * self.noise()
                 filler_free = now + computed_s

@@ -55,7 +55,8 @@ class World:
             queued = round(max(0.0, self.local_free - now) * self.rate)
             costs.local_load = partial(LocalLoad, queued, len(running), 8_192)
             there_s = max(0.0, self.filler_free - now)
-            decision = costs.decide(self._request(num_tokens, there_s), num_tokens, PAGE_BYTES)
+            request = self._request(num_tokens, there_s)
+            decision = costs.decide(request, 0, num_tokens, PAGE_BYTES)
             timeline = Timeline(submitted_at=now, admitted_s=0.0)
             timeline.local_cost_s = decision.local_s
             if decision.is_remote:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from weft.common.worker.fills import handle_from_proto, handle_to_proto
 from weft.engine.base.errors import InvalidRequest
@@ -37,8 +39,10 @@ HANDLE = KvHandle(
 
 
 def test_a_handle_survives_the_wire() -> None:
-    message = kv_pb2.KvHandle.FromString(handle_to_proto(HANDLE).SerializeToString())
-    assert handle_from_proto(message) == HANDLE
+    """Also with many pages behind those of its tokens, as a long window takes."""
+    for handle in (HANDLE, replace(HANDLE, pages=[7, 9, *range(100, 100_100)])):
+        message = kv_pb2.KvHandle.FromString(handle_to_proto(handle).SerializeToString())
+        assert handle_from_proto(message) == handle
 
 
 @pytest.mark.parametrize(

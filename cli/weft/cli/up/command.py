@@ -176,7 +176,10 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         task = load_pooling(path, settings.task).task
         name = given or default_name(model, path)
-        models.append(ModelFolder(name, path, task, keeps_kv=not config.is_encoder))
+        # With recurrent layers, leases carry the states of these instead.
+        is_recurrent = config.decoder is not None and bool(config.decoder.recurrent_layers)
+        has_windows = config.has_windows and not is_recurrent
+        models.append(ModelFolder(name, path, task, not config.is_encoder, has_windows))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 import sys
 from collections import Counter
@@ -25,9 +26,12 @@ WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
 _KEEPERS = frozenset(
-    ("drafter", "draft-dir", "mtp-head", "tp", "host-cache-bytes", "disk-cache-dir", "kvstore")
+    (
+        *("drafter", "draft-dir", "mtp-head", "tp", "host-cache-bytes", "disk-cache-dir"),
+        *("kvstore", "window-pages", "config"),
+    )
 )
-"""Flags of workers with which they keep all pages behind sliding windows."""
+"""Flags of workers with which they may keep all pages behind sliding windows."""
 
 
 class Dial(Protocol):
@@ -90,6 +94,8 @@ class ModelFolder(NamedTuple):
     task: Task = "generate"
     keeps_kv: bool = True
     """Whether its workers have pages of K and V, unlike those of encoders."""
+    has_windows: bool = False
+    """Whether workers that exchange pages can free those behind sliding windows."""
 
 
 def plan_mesh(
@@ -255,7 +261,7 @@ def _worker(
                 **_adapters(settings),
                 "draft-dir": _draft_dir(settings, role),
                 "mtp-head": True if settings.drafter == "mtp" else None,
-                "window-pages": "free" if _frees_windows(settings) and model.keeps_kv else None,
+                "window-pages": "free" if model.has_windows and _frees_windows(settings) else None,
                 "crash-dir": state.crashes,
                 **_common(settings, state),
                 **_tls(settings, role),
@@ -278,13 +284,17 @@ def _worker(
 
 def _frees_windows(settings: UpSettings) -> bool:
     """Whether all workers free pages behind sliding windows although they exchange pages: nothing
-    that one of them does needs all pages. Without prefill workers each decides for itself.
+    that one of them does, as its flags and environment tell, needs all pages. Without prefill
+    workers each decides for itself.
     """
     drafts = settings.draft_dir is not None or settings.drafter not in (None, "none")
     has_tiers = bool(settings.host_cache_bytes) or settings.disk_cache_dir is not None
     if drafts or has_tiers or settings.tp > 1 or settings.kvstore or not settings.prefill:
         return False
     words = shlex.split(settings.decode_args) + shlex.split(settings.prefill_args)
+    names = [keeper.upper().replace("-", "_") for keeper in _KEEPERS]
+    if any(f"WEFT_{role}_{name}" in os.environ for role in ("DECODE", "PREFILL") for name in names):
+        return False
     return _KEEPERS.isdisjoint(word.partition("=")[0].lstrip("-") for word in words)
 
 

@@ -43,7 +43,7 @@ from weft.kernels.attention import GroupStep
 from weft.kernels.device_sampling import SlotTables
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
-from weft.kernels.page_ops import copy_pages, page_index
+from weft.kernels.page_ops import copy_pages, page_index, repack_pages
 from weft.kernels.scaled_kv import ALL_BITS, is_scaled
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
@@ -545,17 +545,11 @@ class LocalExecutor:
 
     def pack_pages(self, pages: Sequence[int], group: int, into: Sequence[int]) -> None:
         """See `Executor.pack_pages`."""
-        rows = _rows(self._pools[group]).index_select(0, page_index(pages, self.device)).view(-1)
-        room = rows.new_zeros(len(into) * self._page_rows.shape[1])
-        room[: len(rows)] = rows
-        self._page_rows.index_copy_(0, page_index(into, self.device), room.view(len(into), -1))
+        repack_pages(_rows(self._pools[group]), pages, self._page_rows, into)
 
     def unpack_pages(self, pages: Sequence[int], group: int, out_of: Sequence[int]) -> None:
         """See `Executor.unpack_pages`."""
-        room = self._page_rows.index_select(0, page_index(out_of, self.device)).view(-1)
-        own = _rows(self._pools[group])
-        rows = room[: len(pages) * own.shape[1]].view(len(pages), -1)
-        own.index_copy_(0, page_index(pages, self.device), rows)
+        repack_pages(self._page_rows, out_of, _rows(self._pools[group]), pages)
 
     def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
         """See `Executor.block_pool`."""

@@ -27,9 +27,9 @@ MIN_MARGIN_BYTES = 256 << 20
 _CONTEXT_BYTES = 768 << 20
 """Bytes of a GPU that a process takes beside its tensors: context, loaded kernels, libraries."""
 _PROBE_PAGES = 2
-LEAST_WINDOWS = 0.75
-"""Pages of a window group beside one that each group has if all have as many, at least, where
-requests need that many.
+MOST_WINDOWS = 0.75
+"""Most pages of a window group beside one that each group has if all have as many, unless the
+longest requests need more.
 """
 CACHED_WINDOWS = 16
 """One page in so many of the first group has room for one that is cached behind a window."""
@@ -95,9 +95,9 @@ def divide_pages(
     is_fixed: bool = False,
 ) -> tuple[int, ...]:
     """Divides memory among the page groups. A window group gets what as many requests as may run
-    have at most, and pages that are cached behind windows; the first group gets the rest. If that
-    is less than the longest requests need whose windows fit, a window group has as much less as
-    these have room for, but no less than `LEAST_WINDOWS` of an equal division, for short requests.
+    have at most, and pages that are cached behind windows; the first group gets the rest. But it
+    has no more than `MOST_WINDOWS` of an equal division, or than as many of the longest requests
+    need as fit: a whole number, so where memory is short, groups jump with it.
 
     Args:
         layout: The groups.
@@ -119,9 +119,9 @@ def divide_pages(
     num_longest = max(1, num_pages * sum(sizes) // longest)
     for of_request in held:
         beside = 1 + step_reserve(max_step_tokens, size) + num_pages // CACHED_WINDOWS
-        least = max(int(LEAST_WINDOWS * num_pages), num_longest * of_request + beside)
+        most = max(int(MOST_WINDOWS * num_pages), num_longest * of_request + beside)
         count = min(num_pages, max_requests * of_request + beside)
-        counts.append(count if is_fixed else min(count, least))
+        counts.append(count if is_fixed else min(count, most))
     saved = sum(
         (num_pages - count) * group.page_bytes(size)
         for group, count in zip(others, counts, strict=True)

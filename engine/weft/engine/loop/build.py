@@ -193,9 +193,8 @@ def load_parts(
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     ranks, model = None, ModelConfig.load(config.model_dir)
     if model.decoder is not None and model.decoder.recurrent_layers:
-        check_recurrent(config)  # Before its weights are loaded.
-        if config.window_pages == "free":
-            config = replace(config, window_pages="auto")  # Leases carry blocks or windows.
+        # Before its weights are loaded.
+        check_recurrent(config, has_windows=model.has_windows)
     if config.tp > 1:
         asked = config.task, config.quantization, config.tp, config.ep
         check_ranks(config.model_dir, model, *asked)

@@ -29,12 +29,13 @@ def num_block_pages(layout: CacheLayout) -> int:
     return 0 if layout.states is None else -(-layout.states.block_bytes // layout.page_bytes)
 
 
-def check_recurrent(config: EngineConfig, kind: str = "") -> None:
+def check_recurrent(config: EngineConfig, kind: str = "", *, has_windows: bool = False) -> None:
     """Refuses settings under which no model with recurrent layers runs.
 
     Args:
         config: The settings.
         kind: Name of the state plane, if the model is loaded.
+        has_windows: Whether the model has sliding windows too.
 
     Raises:
         ConfigError: One of them is set.
@@ -62,6 +63,12 @@ def check_recurrent(config: EngineConfig, kind: str = "") -> None:
             "deterministic",
             config.deterministic,
             "off for models with recurrent layers, whose sums depend on how prompts are cut",
+        ),
+        (
+            "window_pages",
+            config.window_pages == "free" and has_windows,
+            "auto or keep for models with recurrent layers: pages that workers exchange carry "
+            "states of these or windows, not both",
         ),
     )
     for name, is_wrong, wanted in refused:

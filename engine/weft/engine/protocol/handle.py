@@ -45,8 +45,9 @@ class KvHandle:
     start_token: int
     end_token: int
     pages: list[int]
-    """Destinations, from page start_token / page_size on; behind these, of what the request needs
-    beside pages of KV to go on.
+    """Destinations, from page start_token / page_size on; behind these, `num_more_pages` of what
+    the request needs beside pages of KV to go on: a block of states, or pages of the window group
+    end to end, the last one first.
     """
     filler_epoch: int
     nixl: NixlTargetInfo | None = None

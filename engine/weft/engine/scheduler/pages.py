@@ -306,12 +306,12 @@ class RequestPages:
                 window.grow(request)
 
     def take_uncontinuable(self, request: Request) -> None:
-        """Gives a request that is about to be filled the cached pages behind its match, of which
+        """Gives an admitted request that may be filled the cached pages behind its match, of which
         window groups have too few: its fill brings these. One page at least is left to be filled.
         """
         if self._cache is None or not self.windows:
             return
-        most = (request.num_reusable_tokens // self._page_size - 1) * self._page_size
+        most = max(0, request.num_reusable_tokens // self._page_size - 1) * self._page_size
         found = self._cache.find(
             request.keys.namespace, request.keys.packed(request.tokens, 0, most)
         )
@@ -328,11 +328,13 @@ class RequestPages:
         return bool(self.windows) and len(request.pages) * self._page_size > request.num_computed
 
     def drop_uncontinuable(self, request: Request) -> None:
-        """Releases such pages."""
+        """Releases such pages; as many are reserved instead."""
         if self.has_uncontinuable(request):
             num_computed = request.num_computed // self._page_size
             pages, request.pages = request.pages[num_computed:], request.pages[:num_computed]
             self.memory.release(pages)
+            self.memory.promise(len(pages))
+            request.num_promised_pages += len(pages)
 
     def take_promised(self, request: Request, num_pages: int) -> None:
         """Turns reserved pages into the request's next ones."""

@@ -159,6 +159,12 @@ class Fills(Protocol):
         """Next state of an admitted request: LOADING, FILLING or PREFILLING."""
         ...
 
+    def has_room(self, request: Request) -> bool:
+        """Whether a fill behind the pages that an admitted request has could begin, once others
+        have ended.
+        """
+        ...
+
     def start(self, request: Request) -> bool:
         """Opens the next lease for a LOADING or FILLING request, or lets it wait for one. False: no
         filler is available at present, and the caller asks `next_state` again.

@@ -553,12 +553,11 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self.waitlist.admit(request)
         self.pages.note_hit(request)
-        state = State.PREFILLING if self._fills is None else self._fills.next_state(request)
+        state = self._choose_source(request)
         if state is State.PREFILLING:
             self.pages.use_partial(request)
         else:
             self.pages.forget_partial(request)
-            self.pages.take_uncontinuable(request)
         if request.awaits_first_token and not (has_pages or request.is_sibling):
             request.num_cached_tokens = request.num_computed
         self._note_admission(request, now)
@@ -569,6 +568,22 @@ class Scheduler:
         if request.is_fill:
             self.progressed.append(request)
         return True
+
+    def _choose_source(self, request: Request) -> State:
+        """The state of a request that is being admitted. What is cached behind its match is taken
+        first, so that the choice knows what a fill would bring; kept only for a fill.
+        """
+        if self._fills is None:
+            return State.PREFILLING
+        if request.candidates:
+            self.pages.take_uncontinuable(request)
+            if not self._fills.has_room(request):
+                # A fill from the match on can end anywhere, with a smaller part of its window.
+                self.pages.drop_uncontinuable(request)
+        state = self._fills.next_state(request)
+        if state is State.PREFILLING:
+            self.pages.drop_uncontinuable(request)
+        return state
 
     def _promise(self, request: Request) -> bool:
         """Reserves the pages that the request's tokens need; False if there are too few."""

@@ -171,10 +171,15 @@ class FillCosts:
         self._decode_s = 0.0
 
     def decide(
-        self, request: Request, end_token: int, page_bytes: int, num_more_pages: int = 0
+        self,
+        request: Request,
+        start_token: int,
+        end_token: int,
+        page_bytes: int,
+        num_more_pages: int = 0,
     ) -> FillDecision:
-        """Decides for the range [request.num_computed, end_token). More pages than its own are
-        written behind its last step.
+        """Decides for a fill of [start_token, end_token), which begins behind the request's pages.
+        More pages than these are written behind its last step.
         """
         num_local = request.num_tokens - 1 - request.num_computed - request.num_partial_tokens
         if self._local_max is not None:
@@ -189,7 +194,7 @@ class FillCosts:
             is_tried = may_delay and is_measurable and self._num_tries < MAX_TRIES
             self._num_tries += is_tried
             return FillDecision(not is_tried, None, None)
-        num_pages = (end_token - request.num_computed) // self._page_size
+        num_pages = (end_token - start_token) // self._page_size
         to_compute = max(0, end_token - candidate.match_tokens)
         work_s = (candidate.queued_tokens + to_compute) / candidate.tokens_per_second
         num_bytes = self._exposed_bytes(num_pages * page_bytes, to_compute)

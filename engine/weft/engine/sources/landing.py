@@ -24,9 +24,12 @@ class Landing(Protocol):
     returned for them.
     """
 
-    @property
-    def max_pages(self) -> int:
-        """Most destinations that all fills may hold at once, including quarantined ones."""
+    def max_pages(self, num_beside: int) -> int:
+        """Most destinations that all fills may hold at once, including quarantined ones.
+
+        Args:
+            num_beside: Room for pages behind those of KV, beside the share of the pool.
+        """
         ...
 
     @property
@@ -44,8 +47,8 @@ class Landing(Protocol):
         """Whether chunks pass through `PagePort.verify` even without digests."""
         ...
 
-    def max_pool_pages(self) -> int:
-        """Most pages of the pool that fills may hold at once."""
+    def max_pool_pages(self, num_beside: int) -> int:
+        """Most pages of the pool that fills may hold at once, with so many beside its share."""
         ...
 
     def reserve(self, pages: Sequence[int]) -> list[int]:
@@ -104,19 +107,18 @@ class DirectLanding:
         self._memory = memory
         self._max_fraction = max_fraction
 
-    @property
-    def max_pages(self) -> int:
+    def max_pages(self, num_beside: int) -> int:
         """See `Landing.max_pages`."""
-        return max(1, int(self._memory.num_usable_pages * self._max_fraction))
+        return _share(self._memory, self._max_fraction, num_beside)
 
     @property
     def num_usable_pages(self) -> int:
         """See `Landing.num_usable_pages`."""
         return self._memory.num_usable_pages
 
-    def max_pool_pages(self) -> int:
+    def max_pool_pages(self, num_beside: int) -> int:
         """See `Landing.max_pool_pages`."""
-        return self.max_pages
+        return self.max_pages(num_beside)
 
     def reserve(self, pages: Sequence[int]) -> list[int]:
         """See `Landing.reserve`."""
@@ -164,24 +166,23 @@ class StagedLanding:
         self._max_fraction = max_fraction
         self._verifying: dict[ChunkTag, list[int]] = {}
 
-    @property
-    def max_pages(self) -> int:
-        """See `Landing.max_pages`."""
+    def max_pages(self, num_beside: int) -> int:
+        """See `Landing.max_pages`: the area has no room beside."""
         return self._area.num_landing
 
     @property
     def least_pages(self) -> int:
         """See `Landing.least_pages`: each lease costs its filler a request of its own."""
-        return max(1, min(self._area.num_landing, self.max_pool_pages()) // 8)
+        return max(1, min(self._area.num_landing, self.max_pool_pages(0)) // 8)
 
     @property
     def num_usable_pages(self) -> int:
         """See `Landing.num_usable_pages`."""
         return self._area.num_landing
 
-    def max_pool_pages(self) -> int:
+    def max_pool_pages(self, num_beside: int) -> int:
         """See `Landing.max_pool_pages`."""
-        return max(1, int(self._memory.num_usable_pages * self._max_fraction))
+        return _share(self._memory, self._max_fraction, num_beside)
 
     def reserve(self, pages: Sequence[int]) -> list[int]:
         """See `Landing.reserve`."""
@@ -220,3 +221,9 @@ class StagedLanding:
     def end_quarantine(self, landed: Sequence[int]) -> None:
         """See `Landing.end_quarantine`."""
         self._area.end_quarantine(landed)
+
+
+def _share(memory: PageMemory, fraction: float, num_beside: int) -> int:
+    """Pages of a share of the pool, and more, as far as there are any."""
+    num_usable = memory.num_usable_pages
+    return min(num_usable, max(1, int(num_usable * fraction)) + num_beside)

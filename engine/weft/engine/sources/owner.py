@@ -128,12 +128,17 @@ class OwnerFills:
         """Applies the cost rule (docs/architecture.md); records both costs."""
         end_token = self._end_token(request)
         num_more = self._num_more(request, end_token)
-        decision = self._costs.decide(request, end_token, self._page_bytes, num_more)
+        begin = self._next_token(request)
+        decision = self._costs.decide(request, begin, end_token, self._page_bytes, num_more)
         request.timeline.remote_cost_s = decision.remote_s
         request.timeline.local_cost_s = decision.local_s
         if not decision.is_remote:
             self.counters.local_decisions += 1
         return decision.is_remote
+
+    def has_room(self, request: Request) -> bool:
+        """See `Fills.has_room`."""
+        return not self._is_blocked(request)
 
     def start(self, request: Request) -> bool:
         """See `Fills.start`. Waits while too little of the cap is free (`fill_queue.py`)."""
@@ -375,10 +380,20 @@ class OwnerFills:
 
     def _room(self) -> tuple[int, int]:
         """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
-        fills, in_pool = self._fills.values(), self._landing.max_pool_pages()
-        landing = self._landing.max_pages - sum(len(fill.landed) for fill in fills)
-        free = min(landing, in_pool - sum(len(fill.pages) for fill in fills))
-        return free, min(self._landing.max_pages - self._num_quarantined_pages(), in_pool)
+        fills, (landing, in_pool) = self._fills.values(), self._most()
+        free = min(
+            landing - sum(len(fill.landed) for fill in fills),
+            in_pool - sum(len(fill.pages) for fill in fills),
+        )
+        return free, min(landing - self._num_quarantined_pages(), in_pool)
+
+    def _most(self) -> tuple[int, int]:
+        """Destinations and pages of the pool that all fills may hold. What one fill has behind its
+        pages of KV has room beside their share: a window may be larger than all of these, and in
+        pieces shorter than it nothing of it would be saved.
+        """
+        beside = self.num_block_pages
+        return self._landing.max_pages(beside), self._landing.max_pool_pages(beside)
 
     def _num_quarantined_pages(self) -> int:
         return sum(
@@ -402,12 +417,13 @@ class OwnerFills:
         """Whether quarantine leaves too little room for any fill, or pages behind those of KV have
         none.
         """
-        landing, size = self._landing, self._config.page_size
+        landing, in_pool = self._most()
+        size = self._config.page_size
         num_more = self._num_more(request, self._next_token(request) + size)
-        most = min(landing.max_pages, landing.max_pool_pages()) - 1
+        most = min(landing, in_pool) - 1
         if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
-        return self._num_quarantined_pages() + num_more > landing.max_pages - landing.least_pages
+        return self._num_quarantined_pages() + num_more > landing - self._landing.least_pages
 
     def _has_filler(self, request: Request) -> bool:
         """Whether the first candidate is one for which the request's state was chosen, and

@@ -301,7 +301,11 @@ class KvHandle(_message.Message):
 
     @_builtins.property
     def page_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageRun]:
-        """Destination of page start_token / page_size and those that follow."""
+        """Destinations of page start_token / page_size and those that follow up to end_token, then of any
+        number more for what else a row at end_token reads. Models with recurrent layers pack a block of
+        states there. Others pack pages of the window group, whole and end to end, the last before
+        end_token first: as many as fit and its window reaches; zeros follow.
+        """
 
     @_builtins.property
     def nixl(self) -> Global___NixlTarget:

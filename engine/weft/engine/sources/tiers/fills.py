@@ -49,6 +49,10 @@ class TieredFills:
         self._pass_over_stores(request)
         return self._owner.next_state(request)
 
+    def has_room(self, request: Request) -> bool:
+        """See `Fills.has_room`."""
+        return self._owner.has_room(request)
+
     def start(self, request: Request) -> bool:
         """See `Fills.start`."""
         if self._tiers is not None and self._tiers.start(request):

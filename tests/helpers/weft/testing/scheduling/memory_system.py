@@ -103,6 +103,9 @@ class Others:
             return State.PREFILLING
         return State.LOADING if request.candidates[0].kind == "kvstore" else State.FILLING
 
+    def has_room(self, request: Request) -> bool:
+        return True
+
     def start(self, request: Request) -> bool:
         if id(request) not in self.open:
             count = (self._end(request) - request.num_computed) // PAGE

@@ -148,6 +148,9 @@ class FakeFills:
         is_remote = bool(request.candidates) and self._end(request) > self._begin(request)
         return State.FILLING if is_remote else State.PREFILLING
 
+    def has_room(self, request: Request) -> bool:
+        return True
+
     def start(self, request: Request) -> bool:
         if id(request) not in self.open:
             first = self._begin(request)

@@ -505,6 +505,9 @@ class _NoFillers:
     def next_state(self, request: Request) -> State:
         return State.PREFILLING
 
+    def has_room(self, request: Request) -> bool:
+        return True
+
     def start(self, request: Request) -> bool:
         return True
 
