@@ -101,6 +101,8 @@ class GroupStep(NamedTuple):
     """For latents: the places in the pool of those `num_earlier` positions; None: their keys and
     values by head are not computed.
     """
+    divided: tuple[torch.Tensor, torch.Tensor] | None = None
+    """For latents: pages and offsets of `places`, [T] int64 each; None: they are not computed."""
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool that the step runs on.

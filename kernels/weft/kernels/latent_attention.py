@@ -81,6 +81,8 @@ def planned(
     step: GroupStep, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
 ) -> GroupStep:
     """A step for consecutive layers of equal constants in which all of so many rows attend."""
+    if step.divided is None:
+        step = step._replace(divided=_divided(step.places, pool.shape[-2]))
     if step.num_earlier and step.earlier is None and step.ancestors is None:
         step = step._replace(earlier=_earlier_latents(step, step.num_earlier, rows, pool.shape[-2]))
     if not pool.is_cuda or step.latents is not None or step.ancestors is not None:
@@ -309,12 +311,15 @@ def _check(
 
 def read_latents(pool: torch.Tensor, layer: int, places: torch.Tensor) -> torch.Tensor:
     """[T, D]: rows' vectors, which `write_latents` has written with these arguments."""
-    page_size = pool.shape[-2]
-    return pool[:, 0, layer, 0][places // page_size, places % page_size]
+    return pool[:, 0, layer, 0][_divided(places, pool.shape[-2])]
 
 
 def write_latents(
-    latents: torch.Tensor, pool: torch.Tensor, layer: int, places: torch.Tensor
+    latents: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    places: torch.Tensor,
+    divided: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Writes rows' vectors to the pool.
 
@@ -323,7 +328,10 @@ def write_latents(
         pool: As in `latent_attention`; changed.
         layer: Layer of the pool.
         places: [T] int64: page * page_size + offset.
+        divided: See `GroupStep`.
     """
-    page_size = pool.shape[-2]
-    of_layer = pool[:, 0, layer, 0]
-    of_layer[places // page_size, places % page_size] = latents
+    pool[:, 0, layer, 0][divided or _divided(places, pool.shape[-2])] = latents
+
+
+def _divided(places: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return places // page_size, places % page_size

@@ -164,24 +164,33 @@ def rope_and_cache_reference(
     return rotated(q, turns, num_adjacent)
 
 
-def rotated(x: torch.Tensor, turns: torch.Tensor, num_adjacent: int = 0) -> torch.Tensor:
-    """The rotation alone, in eager torch on any device, computed in float32.
+def rotated(
+    x: torch.Tensor, turns: torch.Tensor, num_adjacent: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The rotation alone, in eager torch on any device, computed in float32 and rounded once.
 
     Args:
         x: [T, heads, D].
         turns: [T, D] float32: rows of `cos_sin`.
         num_adjacent: See `rope_and_cache`.
+        out: Where the result goes, of any strides, which may be `x` itself; None: new memory.
 
     Returns:
         [T, heads, D], dtype of `x`.
     """
+    out = x.new_empty(x.shape) if out is None else out
     half = x.shape[-1] // 2 - num_adjacent
-    wide, (cos, sin) = x.float(), turns.unsqueeze(1).chunk(2, dim=-1)
-    low = torch.cat((wide[..., :half], wide[..., 2 * half :: 2]), dim=-1)
-    high = torch.cat((wide[..., half : 2 * half], wide[..., 2 * half + 1 :: 2]), dim=-1)
-    low, high = low * cos - high * sin, high * cos + low * sin
-    adjacent = torch.stack((low[..., half:], high[..., half:]), dim=-1).flatten(-2)
-    return torch.cat((low[..., :half], high[..., :half], adjacent), dim=-1).to(x.dtype)
+    halves = slice(half), slice(half, 2 * half), slice(half)
+    adjacent = slice(2 * half, None, 2), slice(2 * half + 1, None, 2), slice(half, None)
+    # Few launches: operations convert what they read and write themselves.
+    for first, second, pairs in (halves, adjacent):
+        low, high = x[..., first], x[..., second]
+        if low.shape[-1]:
+            cos, sin = (each[..., pairs] for each in turns.unsqueeze(1).chunk(2, dim=-1))
+            products = low * cos, high * sin, high * cos, low * sin
+            torch.sub(products[0], products[1], out=out[..., first])
+            torch.add(products[2], products[3], out=out[..., second])
+    return out
 
 
 def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from weft.kernels import cpu
-from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.rope import rope_and_cache, rope_and_cache_reference, rotated
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 
 MAX_POSITIONS = 300
@@ -105,6 +105,21 @@ def test_rotates_and_stores_exactly_the_given_slots(
     assert torch.equal(written[:, :, 1], split[2])
     pool[slots // page_size, :, layer, :, slots % page_size] = float("nan")
     assert pool.isnan().all(), "something else was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_adjacent", [0, 5, 12])
+def test_rotates_in_place(dtype: torch.dtype, num_adjacent: int) -> None:
+    """The last elements of longer vectors; the others stay."""
+    fresh_seed()
+    whole, positions = torch.randn(7, 3, 31).to(dtype), torch.randint(0, MAX_POSITIONS, (7,))
+    before, cos_sin = whole.clone(), table(24)
+    x = whole[..., 7:]
+    rotated(x, cos_sin[positions], num_adjacent, out=x)
+    exact = exact_rotation(before[..., 7:], cos_sin, positions, None, num_adjacent)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(x.double(), exact, rtol=eps, atol=32 * torch.finfo(torch.float).eps)
+    assert torch.equal(whole[..., :7], before[..., :7])
 
 
 def test_indices_outside_are_refused_and_nothing_is_written() -> None:

@@ -196,12 +196,12 @@ class LatentAttention:
         key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
         latent = self.kv_norm(latent.contiguous())
         vectors = torch.cat((latent, key), dim=1)
-        write_latents(vectors, group.pool_of(pool), self.in_pool, group.places)
+        write_latents(vectors, group.pool_of(pool), self.in_pool, group.places, group.divided)
         if self.q_proj is not None and self.q_norm is not None:
             low = linear(self.q_norm(low.contiguous()), self.q_proj)
-        of_heads = low.reshape(len(low), heads, -1)
-        own, turned = torch.split(of_heads, [sizes.nope_dim, sizes.rope_dim], dim=2)
-        q = torch.cat((own, rotated(turned, turns, adjacent)), dim=2)
+        q = low.contiguous().view(len(low), heads, -1)
+        turned = q[..., sizes.nope_dim :]
+        rotated(turned, turns, adjacent, out=turned)
         if self.q_scales is not None:
             q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
         if self.gate is None or self.gate.proj is None:
@@ -226,14 +226,20 @@ class LatentAttention:
 
     def _absorb(self, q: torch.Tensor) -> torch.Tensor:
         """[T, H, nope + rope] -> [T, H, rank + rope]: queries of latents."""
-        own, turned = torch.split(q, [self.config.nope_dim, self.config.rope_dim], dim=2)
-        absorbed = torch.bmm(own.transpose(0, 1), self._absorbed.to_keys).transpose(0, 1)
-        return torch.cat((absorbed, turned), dim=2)
+        sizes, to_keys = self.config, self._absorbed.to_keys
+        own, turned = torch.split(q, [sizes.nope_dim, sizes.rope_dim], dim=2)
+        asked = q.new_empty((*q.shape[:2], sizes.kv_rank + sizes.rope_dim))
+        into = asked[..., : sizes.kv_rank].transpose(0, 1)
+        torch.bmm(own.transpose(0, 1), to_keys, out=into)
+        asked[..., sizes.kv_rank :] = turned
+        return asked
 
     def _values(self, mixed: torch.Tensor) -> torch.Tensor:
         """[T, H, rank] -> [T, H, value], contiguous."""
-        values = torch.bmm(mixed.transpose(0, 1), self._absorbed.to_values)
-        return values.transpose(0, 1).contiguous()
+        to_values = self._absorbed.to_values
+        values = mixed.new_empty((*mixed.shape[:2], to_values.shape[2]))
+        torch.bmm(mixed.transpose(0, 1), to_values, out=values.transpose(0, 1))
+        return values
 
     def _planned(
         self, group: GroupStep, dtype: torch.dtype, rows: int, pool: torch.Tensor
