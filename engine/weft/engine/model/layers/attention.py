@@ -83,10 +83,13 @@ class Gate(NamedTuple):
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
 
     def of(self, mixed: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """[T, Hq * D] times the factors, of which `found` has those before the activation."""
+        """[T, Hq * D] times the factors, of which `found` has those before the activation, one a
+        head or [T, Hq, D].
+        """
+        # Computed in float32 and rounded, by one launch on a GPU.
         act = torch.sigmoid if self.activation == "sigmoid" else F.softplus
-        factors = act(found.float()).to(mixed.dtype)
-        heads = mixed.view(mixed.shape[0], found.shape[1], -1)
+        factors = act(found).flatten(1)
+        heads = mixed.view(mixed.shape[0], factors.shape[1], -1)
         return (heads * factors.unsqueeze(2)).flatten(1)
 
 
@@ -227,12 +230,12 @@ class Attention:
         return Query(q, own, gate)
 
     def _apart(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, [T, (Hq + 2 * Hkv) * D], and gates, [T, Hq * D]."""
-        spec = self.spec
-        of_q = 2 * spec.heads * spec.dim
-        both = torch.unflatten(projected[:, :of_q], 1, (spec.heads, 2, spec.dim))
-        q, gate = (part.flatten(1) for part in both.unbind(2))
-        return torch.cat((q, projected[:, of_q:]), dim=1), gate
+        """Queries, keys and values, [T, (Hq + 2 * Hkv) * D], and gates, [T, Hq, D]."""
+        heads, dim = self.spec.heads, self.spec.dim
+        both = torch.unflatten(projected[:, : 2 * heads * dim], 1, (heads, 2, dim))
+        others = torch.unflatten(projected[:, 2 * heads * dim :], 1, (-1, dim))
+        q, gate = both.unbind(2)
+        return torch.cat((q, others), dim=1).flatten(1), gate
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the requests' pages and projects the result."""

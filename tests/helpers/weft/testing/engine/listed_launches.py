@@ -119,10 +119,18 @@ class _Launches(TorchDispatchMode):
         if "empty" in name:
             # What no kernel writes here must still be a valid index.
             return result.zero_()
-        if not func.is_view:
+        # Such as `reshape` and `to` are listed where they copy.
+        is_view = func.is_view and _memory((args, kwargs)) >= _memory(result)
+        if not is_view:
             shapes = (list(leaf.shape) for leaf in tree_leaves(result))
             self.found.append(" ".join([f"torch.{name}", *map(str, shapes)]))
         return result
+
+
+def _memory(values: Any) -> set[int]:
+    """Where the memory of tensors begins."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class _Listed(NamedTuple):
