@@ -77,8 +77,8 @@ def rotate(matrix: torch.Tensor) -> torch.Tensor:
     while len(hadamard) < BLOCK:
         above = torch.cat((hadamard, hadamard), dim=1)
         hadamard = torch.cat((above, torch.cat((hadamard, -hadamard), dim=1)))
-    blocks = matrix.float().unflatten(1, (-1, BLOCK))
-    return (blocks @ hadamard.div(BLOCK**0.5).to(matrix.device)).flatten(1)
+    blocks = matrix.float().reshape(-1, BLOCK)
+    return (blocks @ hadamard.div(BLOCK**0.5).to(matrix.device)).view(matrix.shape)
 
 
 def quantise_rotated(weight: torch.Tensor) -> RotatedChannels:
