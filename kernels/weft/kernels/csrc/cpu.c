@@ -32,9 +32,7 @@ int weft_native_bf16(void) {
 /* To be called once, before the others. 1: bfloat16 products run on AMX from then on; -1: they
  * would, but the system refuses it. */
 int weft_ask_for_amx(void) {
-#if HAS_AMX
   fill_hadamard();
-#endif
   return ask_for_amx() ? -1 : amx_is_allowed;
 }
 

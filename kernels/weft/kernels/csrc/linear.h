@@ -122,10 +122,11 @@ static void pack_rotated_panel(const Weight *w, const void *plain, uint32_t *pac
   const char *columns[PANEL];
   columns_of_panel(w, plain, w->in_features, p, columns);
   for (long from = 0; from < words; from += PACKED_WORDS)
-    transpose_columns(columns, zero_words, from, PACKED_WORDS, packed + p * panel_words(w) + from * PANEL);
+    transpose_columns(columns, zero_words, from, PACKED_WORDS,
+                      packed + p * panel_words(w) + from * PANEL);
 }
 
-/* The same of int8 in pairs. */
+/* The same of int8 [out_features, in_features], in pairs. */
 static void pack_int8_panel(const Weight *w, const void *plain, void *packed, long p) {
   const long n = w->in_features, whole = n / 4; /* words of two pairs */
   uint16_t *panel = (uint16_t *)((uint32_t *)packed + p * panel_words(w));
@@ -550,13 +551,10 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
       ahead.now = *ahead.later++;
       ahead.num_later--;
     }
-#if HAS_AMX
     if (w->is_rotated)
       rotated_product(rows, input.rotated, first, w->in_features, (const int8_t *)panel,
-                     w->scales + p * PANEL, tile, &ahead, amx);
-    else
-#endif
-    if (w->scales == NULL && w->group == 0)
+                      w->scales + p * PANEL, tile, &ahead, amx);
+    else if (w->scales == NULL && w->group == 0)
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
     else if (!unpacks && w->group == 0)
@@ -592,15 +590,11 @@ static Input prepare_share(const Weight *w, const void *x, void *memory, long ro
                            PreparedRows *prepared, const Member *me) {
   const long k = w->in_features;
   Input input = {.rows = x};
-#if HAS_AMX
   if (w->is_rotated) {
     prepared->rotated = rotated_in(memory, rows, k);
     rotated_share(x, &prepared->rotated, rows, k, me);
     input.rotated = &prepared->rotated;
-    return input;
-  }
-#endif
-  if (needs_integers(w)) {
+  } else if (needs_integers(w)) {
     prepared->integers = integers_in(memory, rows, k);
     integers_share(x, &prepared->integers, rows, k, me);
     input.integers = &prepared->integers;

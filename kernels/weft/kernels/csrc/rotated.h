@@ -98,9 +98,8 @@ static void rotated_share(const bf16 *x, const Rotated *to, long rows, long n, c
  * to the row's and what that brings is taken away. */
 static void rotated_row(const Rotated *x, long n, const int8_t *panel, int32_t *c, Prefetch *ahead) {
   const __m512i above = _mm512_set1_epi8((char)0x80);
-  __m512i sum[2][2] = {{_mm512_setzero_si512(), _mm512_setzero_si512()}};
-  __m512i less[2][2] = {{_mm512_setzero_si512(), _mm512_setzero_si512()}};
-  sum[1][0] = sum[1][1] = less[1][0] = less[1][1] = _mm512_setzero_si512();
+  const __m512i zero = _mm512_setzero_si512();
+  __m512i sum[2][2] = {{zero, zero}, {zero, zero}}, less[2][2] = {{zero, zero}, {zero, zero}};
   for (long k = 0; k < n; k += 16, panel += 16 * PANEL) {
     ask_ahead(ahead, 8);
 #pragma GCC unroll 4
@@ -185,6 +184,16 @@ static void rotated_product(int rows, const Rotated *x, long row, long n, const 
       const __m512 of_row = _mm512_mul_ps(sum, _mm512_set1_ps(x->scales[row + r]));
       _mm512_storeu_ps(tile + r * PANEL + c, _mm512_mul_ps(of_row, _mm512_loadu_ps(scales + c)));
     }
+}
+#else
+static void fill_hadamard(void) {}
+static void rotated_share(const bf16 *x, const Rotated *to, long rows, long n, const Member *me) {
+  (void)x, (void)to, (void)rows, (void)n, (void)me;
+}
+static void rotated_product(int rows, const Rotated *x, long row, long n, const int8_t *panel,
+                            const float *scales, float *tile, Prefetch *ahead, Amx *amx) {
+  (void)rows, (void)x, (void)row, (void)n, (void)panel;
+  (void)scales, (void)tile, (void)ahead, (void)amx;
 }
 #endif
 
