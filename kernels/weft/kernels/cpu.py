@@ -44,6 +44,7 @@ class WeightStruct(ctypes.Structure):
         ("has_offsets", ctypes.c_int32),
         ("is_half", ctypes.c_int32),
         ("is_e2m1", ctypes.c_int32),
+        ("is_rotated", ctypes.c_int32),
     )
 
 

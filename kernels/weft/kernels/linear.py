@@ -17,6 +17,7 @@ from weft.kernels.memory import WeightArena
 from weft.kernels.norm import rms_norm
 from weft.kernels.packed_groups import PackedGroups, pack_groups
 from weft.kernels.quantised import Fp8Blocks, Fp8Channels, Int8Channels, QuantisedMatrix
+from weft.kernels.rotated import RotatedChannels, multiplies_rotated
 
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
@@ -60,7 +61,7 @@ class NativeForm:
         return ctypes.addressof(self.struct)
 
 
-PackableMatrix: TypeAlias = torch.Tensor | QuantisedMatrix | IntGroups
+PackableMatrix: TypeAlias = torch.Tensor | QuantisedMatrix | RotatedChannels | IntGroups
 """What is packed: floats, or a quantised matrix of any kind."""
 
 Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix | IntGroups | PackedGroups
@@ -311,6 +312,11 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
             return words.view(w.dtype)[:, : w.in_features].contiguous()
         case NativeForm(_, struct, _) if struct.group:
             return _native_group_rows(w.form, rows).dequantised(w.dtype)
+        case NativeForm(data, struct, torch.Tensor() as scales) if struct.is_rotated:
+            # [panel of rows][four numbers][row of the panel][4], int8.
+            fours = data.view(torch.int8).view(-1, w.in_features // 4, _PANEL_ROWS, 4)
+            numbers = fours[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].flatten(1)
+            return RotatedChannels(Int8Channels(numbers, scales[rows])).dequantised(w.dtype)
         case NativeForm(data, _, torch.Tensor() as scales):
             # [panel of rows][pair of numbers][row of the panel][2], int8.
             num_pairs = -(-w.in_features // 2)
@@ -389,6 +395,8 @@ def _pack(
     is_fixed = arena is not None and arena.is_fixed
     if isinstance(weight, Fp8Channels | Fp8Blocks) and not stays_fp8(weight, dtype):
         weight = weight.dequantised(dtype)
+    if isinstance(weight, RotatedChannels) and not multiplies_rotated(dtype, data.device, k):
+        weight = weight.dequantised(dtype)
     form = gpu_form(weight, dtype)
     if form is not None:
         return LinearWeight(n, k, dtype, gated, form, bias, is_fixed, gating)
@@ -397,6 +405,7 @@ def _pack(
         return _pack_native(
             native, weight, bias, arena or WeightArena(0), dtype, gated=gated, gating=gating
         )
+    assert not isinstance(weight, RotatedChannels)
     if not isinstance(weight, torch.Tensor):
         return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed, gating)
     if on_cpu and dtype == torch.bfloat16 and onednn_has_bfloat16():
@@ -430,6 +439,7 @@ def _pack_native(
         is_bf16=dtype == torch.bfloat16,
         gated=gated,
         **_of_gating(gating),
+        is_rotated=isinstance(weight, RotatedChannels),
     )
     address = ctypes.addressof(shape)
 

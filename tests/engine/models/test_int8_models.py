@@ -15,9 +15,18 @@ from safetensors.torch import load_file
 from weft.cli import model as command
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.executor.device import wider_experts
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.engine.model.weights.random_weights import RandomWeights
+from weft.engine.model.weights.schemes.int8 import Int8Scheme
+from weft.engine.model.weights.schemes.registry import scheme_of
+from weft.engine.model.weights.specs import LinearSpec, Shard
+from weft.engine.model.weights.weights import Weights
+from weft.kernels import cpu
+from weft.kernels.quantised import Int8Channels, quantise_channels
+from weft.kernels.rotated import RotatedChannels, quantise_rotated
 from weft.testing.models.choices import check_choices
 from weft.testing.models.families import make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -121,6 +130,51 @@ def test_bfloat16_stays_near_the_floats(model_dir: Path) -> None:
         logits.append(driver.step([(PagedRequest(), prompt)], range(len(prompt))))
     wide, narrow = (one.log_softmax(-1) for one in logits)
     assert (wide.exp() * (wide - narrow)).sum(-1).mean() < 0.01
+
+
+def test_rotated_weights_give_a_token_what_they_give_it_alone(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 320}
+    source = make_tiny("llama", tmp_path / "model", random.randrange(10**6), **sizes)
+    model = load_model(source, "bfloat16", quantization="int8").model
+    native = cpu.native_cpu()
+    for part in (model.model.layers[0].mixer.qkv_proj, model.model.layers[0].feed.down_proj):
+        if part.native is not None:
+            assert part.native.struct.is_rotated == (native is not None and native.has_amx)
+    if native is None:
+        return
+    prompt = [random.randrange(3, 500) for _ in range(41)]
+    together = PagedDriver(model, num_pages=8)
+    expected = together.step([(PagedRequest(), prompt)], range(len(prompt)))
+    apart, request = PagedDriver(model, num_pages=8), PagedRequest()
+    found = [
+        apart.step([(request, part)], range(len(part))) for part in (prompt[:17], prompt[17:19])
+    ]
+    found += [apart.step([(request, [token])], [0]) for token in prompt[19:]]
+    assert torch.equal(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize("width", [256, 320])
+def test_ranks_have_the_scales_of_whole_rows(width: int) -> None:
+    """A share of 160 columns cuts a block, so it is not rotated."""
+    spec = LinearSpec(names=("down_proj",), in_features=width, rows=(40,), split="in")
+    whole = torch.randn(40, width).to(torch.bfloat16)
+    scheme = scheme_of(Quantization(format="int8", source="load"))
+    assert isinstance(scheme, Int8Scheme)
+    total = torch.zeros(40, width)
+    for rank in range(2):
+        reader, dtype, shard = RandomWeights(torch.device("cpu")), torch.bfloat16, Shard(rank, 2)
+        weights = Weights(reader, scheme, dtype, torch.device("cpu"), shard=shard)
+        made = scheme.made_linear(whole, spec, weights)
+        native = cpu.native_cpu()
+        is_rotated = width == 256 and native is not None and native.has_amx
+        assert isinstance(made, RotatedChannels if is_rotated else Int8Channels)
+        expected = quantise_rotated(whole) if is_rotated else quantise_channels(whole)
+        assert torch.equal(made.scales, expected.scales)
+        total[:, spec.columns_of(shard)] = made.dequantised(torch.float32)
+    assert (total - whole).norm() < 0.02 * whole.float().norm()
+    whole[3, 7] = float("inf")
+    with pytest.raises(ModelError, match="not finite"):
+        scheme.made_linear(whole, spec, weights)
 
 
 def test_every_tensor_is_used_and_every_parameter_filled(model_dir: Path, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@
 #define AMX_ROWS 32 /* of a block: two tiles of rows times two of columns */
 #define AMX_DEPTH 16 /* words of K, and rows or columns, of one tile */
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
-    defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) &&             \
+    defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) &&            \
+    defined(__AVX512VNNI__) && defined(__linux__)
 #define HAS_AMX 1
 
 #include <sys/syscall.h>

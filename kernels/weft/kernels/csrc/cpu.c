@@ -31,7 +31,10 @@ int weft_native_bf16(void) {
 
 /* To be called once, before the others. 1: bfloat16 products run on AMX from then on; -1: they
  * would, but the system refuses it. */
-int weft_ask_for_amx(void) { return ask_for_amx() ? -1 : amx_is_allowed; }
+int weft_ask_for_amx(void) {
+  fill_hadamard();
+  return ask_for_amx() ? -1 : amx_is_allowed;
+}
 
 int weft_max_dim(void) { return MAX_DIM; }
 int weft_max_group(void) { return MAX_ROWS; }
@@ -46,6 +49,8 @@ void weft_pack(const Weight *w, const void *plain, void *packed, const void *bia
   for (long p = 0; p < panels_of(w); p++)
     if (scales == NULL)
       pack_panel(w, plain, packed, p);
+    else if (w->is_rotated)
+      pack_rotated_panel(w, plain, packed, p);
     else
       pack_int8_panel(w, plain, packed, p);
   if (bias != NULL) pack_bias(w, bias, packed_bias);
@@ -139,8 +144,8 @@ int weft_linear(const Weight *w, const void *x, int64_t rows, const void *residu
   {
     Member me = join_team(&barrier);
     if (adds(&add)) shrink_share(&add, w->is_bf16, x, shrink, threads, me.thread);
-    Integers integers;
-    const Input input = prepare_share(w, x, scratch, rows, &integers, &me);
+    PreparedRows ready;
+    const Input input = prepare_share(w, x, scratch, rows, &ready, &me);
     if (adds(&add) || prepared > 0) wait_for_all(&me);
     linear_share(w, input, rows, target, add, ranges, threads, me.thread);
   }

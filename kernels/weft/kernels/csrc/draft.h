@@ -75,7 +75,7 @@ typedef struct {
 
 static void plain_product(const Weight *w, const void *x, long rows, Target to, DraftDivision *d,
                           int product, const Member *me) {
-  linear_share(w, (Input){x, NULL, NULL}, rows, to, (Addition){NULL, NULL, 0}, d->products[product],
+  linear_share(w, (Input){.rows = x}, rows, to, (Addition){NULL, NULL, 0}, d->products[product],
                d->threads, me->thread);
 }
 

@@ -108,7 +108,7 @@ static void divide_layer(const Layer *layer, long index, const Batch *batch, Div
 static void product_share(const Layer *layer, Group group, const void *x, Target to,
                           const Batch *batch, long index, void *scratch, Division *d, Member *me) {
   const Weight *w = weight_of(layer, group);
-  Integers integers;
+  PreparedRows prepared;
   Addition add = addition_to(batch, group, index);
   if (adds(&add)) {
     add.next_layer = index + (group == TO_DOWN);
@@ -116,7 +116,7 @@ static void product_share(const Layer *layer, Group group, const void *x, Target
       add.next = &batch->lora->groups[(group + 1) % GROUPS];
     shrink_share(&add, w->is_bf16, x, d->shrink[group], d->threads, me->thread);
   }
-  const Input input = prepare_share(w, x, scratch, batch->rows, &integers, me);
+  const Input input = prepare_share(w, x, scratch, batch->rows, &prepared, me);
   if (adds(&add) || prepared_bytes(w, 1) > 0) wait_for_all(me);
   linear_share(w, input, batch->rows, to, add, d->products[group], d->threads, me->thread);
 }

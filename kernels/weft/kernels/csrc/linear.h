@@ -6,6 +6,7 @@
 #include "grouped.h"
 #include "lora_amx.h"
 #include "quantised.h"
+#include "rotated.h"
 #include "team.h"
 #include "tile.h"
 
@@ -30,6 +31,7 @@ typedef struct {
   int32_t has_offsets;
   int32_t is_half;
   int32_t is_e2m1; /* of 4 bits, without offsets */
+  int32_t is_rotated; /* int8 as in rotated.h; in_features is a multiple of 64 */
 } Weight;
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
@@ -112,6 +114,16 @@ static void pack_panel(const Weight *w, const void *plain, uint32_t *packed, lon
     if (columns[c] != NULL) memcpy(&last, columns[c] + 4 * whole, sizeof last);
     panel[whole * PANEL + c] = last;
   }
+}
+
+/* The same of rotated int8 [out_features, in_features]. */
+static void pack_rotated_panel(const Weight *w, const void *plain, uint32_t *packed, long p) {
+  const long words = w->in_features / 4;
+  const char *columns[PANEL];
+  columns_of_panel(w, plain, w->in_features, p, columns);
+  for (long from = 0; from < words; from += PACKED_WORDS)
+    transpose_columns(columns, zero_words, from, PACKED_WORDS,
+                      packed + p * panel_words(w) + from * PANEL);
 }
 
 /* The same of int8 [out_features, in_features], in pairs. */
@@ -443,8 +455,15 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
 typedef struct {
   const char *rows; /* [m, in_features] */
   const Integers *integers; /* or null */
+  const Rotated *rotated; /* or null */
   const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
+
+/* Room for what `Input` points to. */
+typedef struct {
+  Integers integers;
+  Rotated rotated;
+} PreparedRows;
 
 /* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups
  * and are not rounded. */
@@ -502,7 +521,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   const char *x = input.rows;
   const long stride = w->in_features * (w->is_bf16 ? 2 : 4), size = panel_words(w);
   const int is_adding = adds(add), odd = w->is_bf16 && (w->in_features & 1);
-  const int unpacks = rounds(w) || (w->scales != NULL && input.integers == NULL);
+  const int unpacks = rounds(w) || (w->scales != NULL && !w->is_rotated && input.integers == NULL);
   const long blocks = blocks_of(w, m), groups = groups_of(w, m);
   const long p = unit % panels_of(w), group = unit / panels_of(w);
   const uint32_t *panel = w->panels + p * size;
@@ -532,12 +551,15 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
       ahead.now = *ahead.later++;
       ahead.num_later--;
     }
-    if (w->scales == NULL && w->group == 0)
+    if (w->is_rotated)
+      rotated_product(rows, input.rotated, first, w->in_features, (const int8_t *)panel,
+                      w->scales + p * PANEL, tile, &ahead, amx);
+    else if (w->scales == NULL && w->group == 0)
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
     else if (!unpacks && w->group == 0)
       integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
-    if (w->scales != NULL) scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows,
+    if (w->scales != NULL && !w->is_rotated) scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows,
                                       tile);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
@@ -550,7 +572,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
 /* Whether a single product or one of a stack of layers multiplies its rows as integers. (Experts and
  * draft heads unpack.) */
 static int needs_integers(const Weight *w) {
-  return w->scales != NULL && uses_integers(w->is_bf16);
+  return w->scales != NULL && !w->is_rotated && uses_integers(w->is_bf16);
 }
 
 /* Whether it needs the sums over its rows' groups. */
@@ -558,19 +580,24 @@ static int needs_sums(const Weight *w) { return w->has_offsets && !rounds(w); }
 
 /* Bytes of memory for what such a product needs to know of its rows beside themselves. */
 static long prepared_bytes(const Weight *w, long rows) {
+  if (w->is_rotated) return rotated_bytes(rows, w->in_features);
   if (needs_integers(w)) return integers_bytes(rows, w->in_features);
   return needs_sums(w) ? rows * groups_along(w->in_features, w->group) * 4 : 0;
 }
 
 /* This thread's share of preparing x [rows, k] in such memory; used after the next barrier. */
 static Input prepare_share(const Weight *w, const void *x, void *memory, long rows,
-                           Integers *integers, const Member *me) {
+                           PreparedRows *prepared, const Member *me) {
   const long k = w->in_features;
-  Input input = {x, NULL, NULL};
-  if (needs_integers(w)) {
-    *integers = integers_in(memory, rows, k);
-    integers_share(x, integers, rows, k, me);
-    input.integers = integers;
+  Input input = {.rows = x};
+  if (w->is_rotated) {
+    prepared->rotated = rotated_in(memory, rows, k);
+    rotated_share(x, &prepared->rotated, rows, k, me);
+    input.rotated = &prepared->rotated;
+  } else if (needs_integers(w)) {
+    prepared->integers = integers_in(memory, rows, k);
+    integers_share(x, &prepared->integers, rows, k, me);
+    input.integers = &prepared->integers;
   } else if (needs_sums(w)) {
     sums_share(x, w->is_bf16, rows, k, w->group, memory, me);
     input.sums = memory;

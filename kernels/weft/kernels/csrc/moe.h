@@ -139,7 +139,7 @@ static void experts_share(const Experts *m, Group group, const void *x, void *ou
     const size_t to = (size_t)(first * columns_of(w)) * (out_bf16 ? 2 : 4);
     Target target = {(char *)out + to, NULL, out_bf16};
     place_addition(m, group, first, &placed);
-    const Input input = {(const char *)x + in, NULL, NULL};
+    const Input input = {.rows = (const char *)x + in};
     linear_unit(w, input, rows, &target, &placed.add, unit - units[e], &amx);
   }
   release_amx(&amx);

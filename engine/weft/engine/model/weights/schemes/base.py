@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -101,23 +102,30 @@ class QuantisedScheme(ABC):
         """Whether a projection stays in floats."""
         return self.quantization.ignores(weights.full_name(name))
 
+    def made_linear(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
+        """Quantises a product's matrix, of which this rank has all columns or, where the input is
+        split, some; the scales are those of all columns.
+
+        Raises:
+            ModelError: A number is not finite, or a rank's share cuts a group of columns.
+        """
+        if spec.split != "in":
+            return self.make(whole, weights)
+        return self._made_of_columns(whole, spec, weights)
+
     def make(self, matrix: torch.Tensor, weights: Weights) -> Matrix:
         """Like `made`, with the module's name in errors.
 
         Raises:
             ModelError: A number is not finite.
         """
-        try:
+        with named_errors(weights):
             return self.made(matrix)
-        except ValueError as error:
-            raise ModelError(f"{weights.full_name('')}: {error}") from error
 
     def _matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
         if self.is_made_at_load:
-            if spec.split != "in":
-                return self.make(weights.read(spec.weights(weights.shard)), weights)
-            whole = weights.read(replace(spec, split="none").weights(weights.shard))
-            return self._made_of_columns(whole, spec, weights)
+            read = replace(spec, split="none") if spec.split == "in" else spec
+            return self.made_linear(weights.read(read.weights(weights.shard)), spec, weights)
         return self.matrix(spec, weights)
 
     def _made_of_columns(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
@@ -150,6 +158,15 @@ class QuantisedScheme(ABC):
                 for part in (spec.gate_up, spec.down)
             )
             yield first, second
+
+
+@contextmanager
+def named_errors(weights: Weights) -> Iterator[None]:
+    """Raises ModelError with the module's name for a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ModelError(f"{weights.full_name('')}: {error}") from error
 
 
 def listing(spec: LinearSpec, weights: Weights) -> str:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import torch
-from weft.engine.model.weights.schemes.base import QuantisedScheme, check_scales
+from weft.engine.model.weights.schemes.base import (
+    Matrix,
+    QuantisedScheme,
+    check_scales,
+    named_errors,
+)
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight, pack_linear
 from weft.kernels.quantised import Int8Channels, quantise_channels
+from weft.kernels.rotated import BLOCK, multiplies_rotated, quantise_rotated
 
 
 class Int8Scheme(QuantisedScheme):
     """A `Scheme` of int8 weights: the checkpoint's, or made of its floats.
 
     Checkpoints have them as compressed-tensors' int-quantized does: `weight`, int8 [rows, columns],
-    and `weight_scale` [rows, 1]. Of floats each row that a rank has is rounded by itself.
+    and `weight_scale` [rows, 1]. Of floats each row that a rank has is rounded by itself; where
+    the machine multiplies them with rows in int8, products outside experts, gates and the LM head
+    are of rotated matrices.
     """
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
@@ -34,3 +42,14 @@ class Int8Scheme(QuantisedScheme):
     def made(self, matrix: torch.Tensor) -> Int8Channels:
         """See `QuantisedScheme.made`."""
         return quantise_channels(matrix)
+
+    def made_linear(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
+        """See `QuantisedScheme.made_linear`."""
+        own = spec.columns_of(weights.shard)
+        takes_rows = own.start % BLOCK == 0 and multiplies_rotated(
+            weights.dtype, weights.device, own.stop - own.start
+        )
+        if spec.is_gate or not takes_rows:
+            return super().made_linear(whole, spec, weights)
+        with named_errors(weights):
+            return quantise_rotated(whole).columns(own)

@@ -1,0 +1,100 @@
+"""Matrices in int8 that are multiplied with rows in int8: both are rotated before they are rounded.
+
+A block of BLOCK neighbours along K is multiplied by a Hadamard matrix, which spreads a number that
+is far larger than its neighbours over all of them (Ashkboos et al., QuaRot, 2024, rotates whole
+rows). Products of two rotated blocks are those of the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from weft.kernels import cpu
+from weft.kernels.quantised import Int8Channels, quantise_channels
+
+BLOCK = 64
+"""Columns that are rotated together."""
+MOST_COLUMNS = 32768
+"""Of a row that the native operation rounds."""
+_NUMBERS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedChannels:
+    """Int8 with one scale a row, of a matrix whose blocks of columns are rotated."""
+
+    channels: Int8Channels
+    """The rotated matrix, [N, K]."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if blocks are not whole."""
+        if self.channels.shape[1] % BLOCK:
+            raise ValueError(f"{self.channels.shape[1]} columns are no blocks of {BLOCK}")
+
+    @property
+    def data(self) -> torch.Tensor:
+        """[N, K] int8."""
+        return self.channels.data
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """[N] float32."""
+        return self.channels.scales
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows N and columns K."""
+        return self.channels.shape
+
+    def columns(self, own: slice) -> RotatedChannels:
+        """Some of the columns, whole blocks of them, with the scales of all."""
+        return RotatedChannels(Int8Channels(self.data[:, own].contiguous(), self.scales))
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in floats and not rotated, [N, K]."""
+        return rotate(self.channels.dequantised(torch.float32)).to(dtype)
+
+
+def multiplies_rotated(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
+    """Whether layers of this dtype multiply such matrices as they are: on AMX."""
+    if dtype != torch.bfloat16 or device.type != "cpu" or columns % BLOCK:
+        return False
+    native = cpu.native_cpu()
+    return native is not None and native.has_amx and 0 < columns <= MOST_COLUMNS
+
+
+def rotate(matrix: torch.Tensor) -> torch.Tensor:
+    """Each block of columns times the Hadamard matrix of norm 1, which is its own inverse.
+
+    Args:
+        matrix: [N, K], any float dtype; K is a multiple of BLOCK.
+
+    Returns:
+        [N, K] float32.
+    """
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < BLOCK:
+        above = torch.cat((hadamard, hadamard), dim=1)
+        hadamard = torch.cat((above, torch.cat((hadamard, -hadamard), dim=1)))
+    blocks = matrix.float().reshape(-1, BLOCK)
+    return (blocks @ hadamard.div(BLOCK**0.5).to(matrix.device)).view(matrix.shape)
+
+
+def quantise_rotated(weight: torch.Tensor) -> RotatedChannels:
+    """Rotates each block of columns and rounds each row to int8, its largest magnitude being 127.
+
+    Args:
+        weight: [N, K], any float dtype; K is a multiple of BLOCK.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    n, k = weight.shape
+    made = Int8Channels(weight.new_empty((n, k), dtype=torch.int8), weight.new_empty(n).float())
+    rows = max(1, _NUMBERS_AT_ONCE // max(k, 1))
+    for begin in range(0, n, rows):
+        part = quantise_channels(rotate(weight[begin : begin + rows]))
+        made.data[begin : begin + rows] = part.data
+        made.scales[begin : begin + rows] = part.scales
+    return RotatedChannels(made)
