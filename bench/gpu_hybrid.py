@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from weft.engine.base.errors import WeftError
 from weft.engine.executor.drafts.chains import ChainShape, StaticChains
 from weft.engine.loop.llm import LLM
+from weft.engine.model.layers.rotary import Rotary
 from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gpu import slot_states
 from weft.kernels.mamba2 import mamba2
@@ -252,7 +253,9 @@ class Costs:
 
 
 def sizes_of(part: Any, seen: set[int]) -> list[int]:
-    """Bytes of all tensors that belong to a model, each once."""
+    """Bytes of all tensors that belong to a model, each once, without tables of rotations, of which
+    a step reads single rows.
+    """
     if isinstance(part, torch.Tensor):
         at = part.untyped_storage().data_ptr()
         if at in seen or not part.is_cuda:
@@ -262,12 +265,14 @@ def sizes_of(part: Any, seen: set[int]) -> list[int]:
     if id(part) in seen or isinstance(part, str | int | float | type(None)):
         return []
     seen.add(id(part))
+    if isinstance(part, Rotary):
+        return []
     if isinstance(part, dict):
         inner = list(part.values())
     elif isinstance(part, list | tuple | set):
         inner = list(part)
     elif hasattr(part, "__dict__"):
-        inner = list(vars(part).values())
+        inner = [each for name, each in vars(part).items() if name != "cos_sin"]
     elif hasattr(part, "__slots__"):
         inner = [getattr(part, name, None) for name in part.__slots__]
     else:
