@@ -146,9 +146,8 @@ def page(results: Sequence[Path]) -> str:
         table[architecture] = {**table.get(architecture, {}), **row}
     parts = (
         "# Architectures",
-        "Made by `scripts/family_table.py` from runs of tests/engine/models/test_family_table.py, "
-        "and of test_gpu_families.py and test_gpu_hybrid.py in tests/gpu/engine; what the last run "
-        "lacks is of earlier ones.",
+        "Made by `scripts/family_table.py`, which names the tests; cells that its last run lacks "
+        "are older.",
         "## Features",
         "\n".join(feature_lines(table)),
         others(table),
