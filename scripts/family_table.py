@@ -58,11 +58,13 @@ def cells(results: Sequence[Path]) -> dict[str, dict[str, str]]:
 
 
 def kept_cells(text: str) -> dict[str, dict[str, str]]:
-    """The cells that a page has, as `cells` has them."""
-    table = {}
+    """The cells that a page has, as `cells` has them; of architectures that there are no more,
+    none.
+    """
+    table, known = {}, supported_architectures()
     for line in text.splitlines():
         name, *row = (cell.strip() for cell in line.strip("| ").split(" | "))
-        if len(row) == len(COLUMNS) and name not in ("architecture", "---"):
+        if len(row) == len(COLUMNS) and name in known:
             pairs = zip(COLUMNS, row, strict=True)
             table[name] = {column: cell for column, cell in pairs if cell != _UNKNOWN}
     return table
@@ -144,8 +146,8 @@ def page(results: Sequence[Path]) -> str:
         table[architecture] = {**table.get(architecture, {}), **row}
     parts = (
         "# Architectures",
-        "Made by `scripts/family_table.py` from runs of tests/engine/models/test_family_table.py, "
-        "and of test_gpu_families.py and test_gpu_hybrid.py in tests/gpu/engine.",
+        "Made by `scripts/family_table.py`, which names the tests; cells that its last run lacks "
+        "are older.",
         "## Features",
         "\n".join(feature_lines(table)),
         others(table),

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from weft.engine.base.tasks import Pool
+from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_embedders import write_modules
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -117,3 +120,19 @@ def test_older_files_of_gpt2_are_the_same_model(tmp_path: Path) -> None:
     save_file(old, path / "model.safetensors")
     found = PagedDriver(load_model(path, "float32").model, 8).step([(PagedRequest(), tokens)])
     assert torch.equal(found, expected)
+
+
+def test_gpt_neox_without_a_head_has_the_same_states(tmp_path: Path) -> None:
+    """Its files have no prefix."""
+    import transformers
+
+    path = make_family("gpt_neox", tmp_path / "m", seed=random.randrange(10**6))
+    tokens = [random.randrange(3, 250) for _ in range(20)]
+    base = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "headless")
+    write_modules(tmp_path / "headless", base.config.hidden_size, 0, pooling="lasttoken")
+    with torch.inference_mode():
+        expected = base(torch.tensor([tokens])).last_hidden_state[0, -1]
+    with LLM(tmp_path / "headless", dtype="float32", num_pages=16) as llm:
+        found = torch.from_numpy(llm.pool([tokens], Pool(output="embedding"))[0][0].copy())
+    assert_close(found, expected / expected.norm(), 3e-5)

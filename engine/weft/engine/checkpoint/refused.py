@@ -11,7 +11,7 @@ _MISSING = {
     "block-sparse attention": ("MiniMaxM3VL", "MiniMaxM3Sparse"),
     "compressed attention": ("DeepseekV4", "DeepseekV41"),
     "hyper-connections": ("KimiK3",),
-    "scores that fall with the distance (ALiBi)": ("Bloom", "MPT", "Mpt", "JAIS", "RW", "Baichuan"),
+    "scores that fall with the distance (ALiBi)": ("Bloom", "MPT", "Mpt", "JAIS"),
     "lightning attention of rotated heads": ("BailingMoeV2_5",),
     "a model without any attention": ("FalconMamba", "Mamba", "Mamba2", "Rwkv", "xLSTM"),
     "gated linear recurrences (RG-LRU)": ("RecurrentGemma",),

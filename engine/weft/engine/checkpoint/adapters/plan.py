@@ -44,7 +44,7 @@ _NAMES_OF_SOME = (
     *("out_proj", "dense", "query_key_value", "c_attn", "c_proj", "c_fc"),
     *("w1", "w2", "w3", "fc1", "fc2", "fc_in", "fc_out", "dense_h_to_4h", "dense_4h_to_h"),
 )
-"""Modules that only some models have."""
+"""Modules that only some decoders have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _has_projection(config: ModelConfig, module: ModuleName) -> bool:
     recurrent = () if config.decoder is None else config.decoder.recurrent_layers
     if kind in RECURRENT_KINDS:
         return kind in recurrent_shapes(config) and module.layer in recurrent
-    if leaf in _NAMES_OF_SOME and not module.is_expert:
+    if leaf in _NAMES_OF_SOME and not module.is_expert and not isinstance(config, EncoderConfig):
         names = config.names
         own = {"q": names.qkv, "o": names.o, "gate": names.gate, "up": names.up}
         return leaf == own.get(kind, names.down)

@@ -29,8 +29,7 @@ def read_gpt2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
     """GPT-2: learned positions; matrices are stored by columns."""
     family = _family(raw, generation, where)
     fields, scale = family.fields, _scale(family)
-    for name in ("add_cross_attention", "reorder_and_upcast_attn"):
-        family.only(name, False)
+    family.only("add_cross_attention", False)
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
     layers = tuple(
         AttentionConfig(
@@ -91,7 +90,7 @@ def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         order="parallel by two norms" if is_parallel else "before",
     )
     names = NamesConfig(
-        bodies=("gpt_neox",),
+        bodies=("gpt_neox", ""),
         heads=("embed_out",),
         embedding="embed_in",
         last_norm="final_layer_norm",

@@ -262,7 +262,7 @@ def _recurrent(
     if isinstance(layer, GatedDeltaConfig):
         return GatedDelta.read(layer, *place)
     if isinstance(layer, DeltaAttentionConfig):
-        return DeltaAttention.read(layer, *place)
+        return DeltaAttention.read(layer, *place, config.names.o)
     if isinstance(layer, Mamba2Config):
         return Mamba2.read(layer, *place)
     if isinstance(layer, MambaConfig):

@@ -85,9 +85,17 @@ class DeltaAttention(RecurrentMixer):
 
     @classmethod
     def read(
-        cls, config: DeltaAttentionConfig, hidden: int, layer: int, in_plane: int, weights: Weights
+        cls,
+        config: DeltaAttentionConfig,
+        hidden: int,
+        layer: int,
+        in_plane: int,
+        weights: Weights,
+        out: str,
     ) -> DeltaAttention:
-        """Reads the parameters below one prefix of the names; other arguments as above."""
+        """Reads the parameters below one prefix of the names, the last product's by the name `out`;
+        other arguments as above.
+        """
         heads, dim, taps = config.heads, config.dim, config.taps
         own, width = weights.shard.of(heads, 1, may_repeat=False), heads * dim
 
@@ -113,8 +121,7 @@ class DeltaAttention(RecurrentMixer):
             decay, gate = product(dim, "f_b_proj"), product(dim, "g_b_proj")
         else:
             low, decay, gate = None, product(hidden, "f_proj"), product(hidden, "g_proj")
-        name = "dense" if weights.has("dense.weight") else "o_proj"
-        out = LinearSpec(names=(name,), in_features=width, rows=(hidden,), split="in")
+        last = LinearSpec(names=(out,), in_features=width, rows=(hidden,), split="in")
         return cls(
             config,
             layer,
@@ -130,7 +137,7 @@ class DeltaAttention(RecurrentMixer):
             rates=-rates.view(heads, 1)[own],
             dt_bias=dt_bias.view(heads, dim)[own],
             norm=weights.norm("o_norm", dim),
-            out_proj=weights.linear(out),
+            out_proj=weights.linear(last),
             dtype=weights.dtype,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.parts import AttentionConfig
@@ -118,7 +119,13 @@ class LatentAttention:
         q_scales: torch.Tensor | None = None,
         gate: Gate | None = None,
     ) -> LatentAttention:
-        """Reads the parameters below one prefix of the names; other arguments as above."""
+        """Reads the parameters below one prefix of the names; other arguments as above.
+
+        Raises:
+            ModelError: The gate has no product of its own.
+        """
+        if gate is not None and gate.proj is None:
+            raise ModelError(f"layer {layer}: a gate of latent attention needs its own product")
         head_dim, of_head = sizes.nope_dim + sizes.rope_dim, sizes.nope_dim + sizes.value_dim
         q_name, q_rows, q_norm, q_proj = "q_proj", config.num_heads * head_dim, None, None
         if sizes.q_rank is not None:
@@ -204,9 +211,8 @@ class LatentAttention:
         rotated(turned, turns, adjacent, out=turned)
         if self.q_scales is not None:
             q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
-        if self.gate is None or self.gate.proj is None:
-            return Query(q)
-        return Query(q, gate=x.linear(self.gate.proj, None))
+        proj = None if self.gate is None else self.gate.proj
+        return Query(q) if proj is None else Query(q, gate=x.linear(proj, None))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the latents and projects the result."""

@@ -103,7 +103,8 @@ class Fp8Scheme(QuantisedScheme):
         begin, end, _ = share.indices(size)
         if begin % FP8_GROUP:
             name = weights.full_name(part.name)
-            raise ModelError(f"{name}: a rank's share begins within a block of {FP8_GROUP}")
+            what = "a rank's share begins" if weights.shard.size > 1 else "rows by head begin"
+            raise ModelError(f"{name}: {what} within a block of {FP8_GROUP}")
         return slice(begin // FP8_GROUP, -(-end // FP8_GROUP))
 
     def _scale_name(self, part: TensorSlice) -> str:
