@@ -259,9 +259,8 @@ def test_process_drains_on_sigterm(tmp_path: Path, is_good: bool) -> None:
         text=True,
     )
     try:
-        for _ in range(400):
-            if ready.exists() or process.poll() is not None:
-                break
+        deadline = time.monotonic() + 60
+        while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         content = json.loads(ready.read_text())
         assert content["pid"] == process.pid
