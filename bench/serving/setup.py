@@ -16,7 +16,10 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-FAST_FLAGS = ("avx512_bf16", "amx_bf16", "amx_tile", "avx512f", "avx2")
+FAST_FLAGS = (
+    *("avx512_bf16", "amx_bf16", "amx_int8", "amx_tile"),
+    *("avx512_vnni", "avx512f", "avx2"),
+)
 GOAL_FLAGS = ("avx512_bf16", "amx_bf16")
 """CPUs with one of these are held to the goals."""
 PACKAGES = ("weft", "torch", "transformers", "grpcio", "nixl")

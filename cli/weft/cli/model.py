@@ -17,7 +17,7 @@ from weft.engine.checkpoint.digest import FileDigests, combine_digests, file_dig
 from weft.engine.checkpoint.dtypes import DTYPES, resolve_dtype
 from weft.engine.checkpoint.files import Progress as Report
 from weft.engine.checkpoint.files import weight_files
-from weft.engine.checkpoint.quantization import AT_LOAD, resolve_quantization
+from weft.engine.checkpoint.quantization import AT_LOAD, Quantization, resolve_quantization
 from weft.engine.checkpoint.resolve import resolve_model
 
 
@@ -180,13 +180,21 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
         out.print(f"{digest.hex()}  {path.name}{state}", soft_wrap=True, highlight=False)
     if changed:
         raise ModelError("files have changed; `weft model convert --force` makes them again")
-    scheme = b"" if chosen is None else chosen.fingerprint()
+    scheme = b"" if chosen is None else _fingerprint(chosen, resolved)
     with FileDigests(weights, trusts_records=False) as found:
         name = combine_digests(config, resolved, found.wait(), scheme).hex()
     numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
     return 0
+
+
+def _fingerprint(quantization: Quantization, dtype: str) -> bytes:
+    """Of the weights that this machine's CPU computes with."""
+    import torch
+    from weft.engine.model.weights.schemes.registry import scheme_of
+
+    return scheme_of(quantization).fingerprint(getattr(torch, dtype), torch.device("cpu"))
 
 
 def _verified_folder(out: Console, model: str) -> Path:

@@ -436,7 +436,8 @@ def _declare(
 def load_without_amx() -> NativeCpu | None:
     """The native operations as on a CPU without AMX, to compare with; None if it cannot be built.
 
-    Weights are packed in the same way.
+    It multiplies weights that were packed for AMX, except rotated ones (`rotated.py`): a product of
+    those ends the process.
     """
     built = _build(NO_AMX).library
     return None if built is None else NativeCpu(built)

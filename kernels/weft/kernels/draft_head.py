@@ -100,9 +100,15 @@ def pack_draft_head(
     eps: float,
     peers: Peers | None = None,
 ) -> DraftHeadWeight:
-    """Packs a head's parameters, whose shapes must fit together; see `DraftHeadWeight`."""
+    """Packs a head's parameters, whose shapes must fit together; see `DraftHeadWeight`.
+
+    Raises:
+        ValueError: A table is not contiguous, or a product's matrix is rotated.
+    """
     native = None
     products = (fc, qkv, kv, o, gate_up, down, lm_head)
+    if any(part.is_rotated for part in products):
+        raise ValueError("products of a draft head cannot be of rotated matrices")
     tables = (input_norm, hidden_norm, post_norm, norm, embedding, target_ids, cos_sin)
     if all(part.native is not None for part in products):
         if not all(table.is_contiguous() for table in tables):

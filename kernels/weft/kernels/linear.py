@@ -96,6 +96,11 @@ class LinearWeight:
         return self.form.data
 
     @property
+    def is_rotated(self) -> bool:
+        """Whether it is a rotated matrix, whose rows a product rotates and rounds first."""
+        return self.native is not None and bool(self.native.struct.is_rotated)
+
+    @property
     def native(self) -> NativeForm | None:
         """The form, if it is `NativeForm`; else None."""
         return self.form if isinstance(self.form, NativeForm) else None

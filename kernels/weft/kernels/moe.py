@@ -176,7 +176,7 @@ def pack_experts(
         placement: Where the experts of all ranks are, if these are a share; see `ExpertWeights`.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit together.
+        ValueError: Shapes or dtypes do not fit together, or a matrix is rotated.
     """
     w13: list[LinearWeight] = []
     w2: list[LinearWeight] = []
@@ -203,6 +203,8 @@ def pack_experts(
             own = (None, None) if biases is None else (biases[0][num_packed], biases[1][num_packed])
             w13.append(pack_gate_up(gate_up, own[0], arena, dtype, gating))
             w2.append(pack_linear(down, own[1], arena, dtype))
+            if w13[-1].is_rotated or w2[-1].is_rotated:
+                raise ValueError(f"expert {num_packed}: its matrices cannot be rotated")
         num_packed += 1
     if num_packed != count or shape is None or dtype is None:
         raise ValueError(f"{num_packed} experts, expected {count}")

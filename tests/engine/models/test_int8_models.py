@@ -7,7 +7,8 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -252,6 +253,7 @@ def test_pages_of_models_with_other_weights_are_never_the_same(
 ) -> None:
     floats = load_model(model_dir, "float32")
     made = load_model(model_dir, "float32", quantization="int8")
+    narrow = load_model(model_dir, "bfloat16", quantization="int8")
     path = quantised_copy(model_dir, tmp_path / "int8")
     config = changed("ignore", value=["lm_head", "re:nothing"])
     fields = json.loads((path / "config.json").read_text())
@@ -259,9 +261,26 @@ def test_pages_of_models_with_other_weights_are_never_the_same(
     (path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
     other = load_model(path, "float32")
     assert len({one.digest for one in (floats, made, found, other)}) == 4
-    arguments = ["verify", str(model_dir), "--dtype", "float32", "--quantization", "int8"]
-    assert command.main(arguments) == 0
-    assert f"float32, int8, model digest {made.digest.hex()}" in capsys.readouterr().out
+    for one in (made, narrow):
+        arguments = ["verify", str(model_dir), "--dtype", one.dtype, "--quantization", "int8"]
+        assert command.main(arguments) == 0
+        assert f"{one.dtype}, int8, model digest {one.digest.hex()}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_rotated_weights_have_a_fingerprint_of_their_own(
+    has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "native_cpu", lambda: SimpleNamespace(has_amx=has_amx))
+    host, gpu = torch.device("cpu"), torch.device("cuda")
+    sources: tuple[Literal["checkpoint", "load"], ...] = ("checkpoint", "load")
+    for source in sources:
+        quantization = Quantization(format="int8", source=source)
+        scheme, plain = scheme_of(quantization), quantization.fingerprint()
+        assert scheme.fingerprint(torch.float32, host) == plain
+        assert scheme.fingerprint(torch.bfloat16, gpu) == plain
+        is_rotated = has_amx and source == "load"
+        assert (scheme.fingerprint(torch.bfloat16, host) != plain) == is_rotated
 
 
 def test_int8_is_multiplied_by_bfloat16_unless_told_otherwise(model_dir: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
+from weft.kernels.draft_head import pack_draft_head
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
 from weft.kernels.lora import LoraAddition
+from weft.kernels.moe import pack_experts
 from weft.kernels.rotated import (
     BLOCK,
     MOST_COLUMNS,
@@ -104,6 +108,29 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert not out[20].any()
     others = [row for row in range(64) if row not in (5, 9, 20)]
     assert torch.equal(out[others], whole[others])
+
+
+@pytest.mark.parametrize("size", [1e-34, 1e-36, 1e-37])
+def test_a_row_of_subnormal_results_does_not_depend_on_the_others(size: float) -> None:
+    if cpu.native_cpu() is None:
+        return
+    packed = pack_linear(quantise_rotated(torch.randn(50, 128) / 100), dtype=BF16)
+    x = (torch.randn(20, 128) * size).to(BF16)
+    alone = [linear(row, packed, out_dtype=torch.float32) for row in x.split(1)]
+    assert torch.equal(linear(x, packed, out_dtype=torch.float32), torch.cat(alone))
+
+
+def test_experts_and_draft_heads_refuse_them() -> None:
+    if not multiplies_rotated(BF16, torch.device("cpu"), 64):
+        return
+    with pytest.raises(ValueError, match=r"expert 0.*rotated"):
+        pack_experts([(draw_matrix(128, 64), draw_matrix(64, 64))], 1, dtype=BF16)
+    product, table = pack_linear(draw_matrix(64, 64), dtype=BF16), torch.zeros(64, 64)
+    names = ("fc", "qkv", "kv", "o", "gate_up", "down", "lm_head")
+    tables = ("input_norm", "hidden_norm", "post_norm", "norm", "embedding", "target_ids")
+    parts: dict[str, Any] = dict.fromkeys(names, product) | dict.fromkeys(tables, table)
+    with pytest.raises(ValueError, match="rotated"):
+        pack_draft_head(**parts, cos_sin=table, num_heads=1, eps=1e-5)
 
 
 def test_a_gate_with_its_up_projection() -> None:

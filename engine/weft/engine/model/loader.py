@@ -128,6 +128,7 @@ def load_model(
     scheme, weight_format = scheme_of(chosen), dtype if chosen is None else chosen.format
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
+    fingerprint = scheme.fingerprint(torch_dtype, target)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
     computed += of_ranks
     shard = Shard.among(peers)
@@ -148,7 +149,7 @@ def load_model(
     if dummy:
         made_up = weights_of(RandomWeights(target))
         model = build(config, made_up)
-        digest = combine_digests(config, f"dummy-{computed}", (), scheme.fingerprint())
+        digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
         mtp = read_mtp(model, made_up, (), str(model_dir)) if mtp_head else None
         return LoadedModel(
             model=model,
@@ -190,7 +191,7 @@ def load_model(
             if not (mtp_head and config.mtp is not None and config.mtp.has_below(prefix))
         ]
         try:
-            digest = combine_digests(config, computed, digests.wait(), scheme.fingerprint())
+            digest = combine_digests(config, computed, digests.wait(), fingerprint)
         except OSError as error:
             raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     if left_out:

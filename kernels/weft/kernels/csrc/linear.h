@@ -559,8 +559,8 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
               &ahead, amx);
     else if (!unpacks && w->group == 0)
       integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
-    if (w->scales != NULL && !w->is_rotated) scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows,
-                                      tile);
+    if (w->scales != NULL && !w->is_rotated)
+      scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows, tile);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {

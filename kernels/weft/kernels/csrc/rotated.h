@@ -2,9 +2,9 @@
  *
  * Both are rotated before they are rounded: each block of 64 numbers along K is multiplied by a
  * Hadamard matrix, which spreads a number that is far larger than its neighbours over all of them
- * (Ashkboos et al., QuaRot, 2024, rotates whole rows). A product of two rotated blocks is that of the
- * blocks themselves. A row has one scale, so sums are whole numbers up to the end of K: they are
- * exact, and a row's result is the same whatever rows are beside it.
+ * (Ashkboos et al., QuaRot, 2024, rotates whole rows). A product of two rotated blocks is that of
+ * the blocks themselves. A row has one scale, so sums are whole numbers up to the end of K: they
+ * are exact, and a row's result is the same whatever rows are beside it.
  *
  * A panel is [fours along K][32 columns][4] int8, as the instructions want it. */
 #ifndef WEFT_ROTATED_H
@@ -45,8 +45,8 @@ static void fill_hadamard(void) {
     }
 }
 
-/* Rounds a row's rotated numbers, which are HADAMARD_NORM times too large, to int8, 64 of them every
- * `stride` bytes; returns their scale, which is NaN if one is not finite. */
+/* Rounds a row's rotated numbers, which are HADAMARD_NORM times too large, to int8, 64 of them
+ * every `stride` bytes; returns their scale, which is NaN if one is not finite. */
 static float round_rotated(const float *rotated, long n, int8_t *out, long stride) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   __m512i highest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
@@ -77,26 +77,29 @@ static void rotated_share(const bf16 *x, const Rotated *to, long rows, long n, c
   Prefetch none = {{NULL, NULL}, NULL, 0};
   Amx amx = {0};
   for (long first = mine.first; first < mine.last; first += at_once) {
-    const long some = at_most(mine.last - first, (int)at_once);
-    const char *from = (const char *)(x + first * n);
-    for (long block = 0; block < some * blocks; block += AMX_ROWS)
+    const long some = at_most(mine.last - first, (int)at_once), count = some * blocks;
+    for (long block = 0; block < count; block += AMX_ROWS) {
+      const char *from = (const char *)(x + first * n + block * ROTATED_BLOCK);
+      float *into = rotated + block * ROTATED_BLOCK;
       for (int half = 0; half < ROTATED_BLOCK / PANEL; half++)
-        amx_tile(0, at_most(some * blocks - block, AMX_ROWS), 2 * ROTATED_BLOCK, from + block * 2 * ROTATED_BLOCK,
-                 2 * ROTATED_BLOCK, hadamard[half][0], rotated + block * ROTATED_BLOCK + half * PANEL, ROTATED_BLOCK,
-                 &none, &amx);
+        amx_tile(0, at_most(count - block, AMX_ROWS), 2 * ROTATED_BLOCK, from, 2 * ROTATED_BLOCK,
+                 hadamard[half][0], into + half * PANEL, ROTATED_BLOCK, &none, &amx);
+    }
     complete_writes();
     for (long row = first; row < first + some; row++) {
       const long tile = row / AMX_DEPTH * AMX_DEPTH, beside = at_most(rows - tile, AMX_DEPTH);
-      to->scales[row] = round_rotated(rotated + (row - first) * n, n,
-                                     to->tiles + tile * n + (row - tile) * ROTATED_BLOCK, beside * ROTATED_BLOCK);
+      int8_t *out = to->tiles + tile * n + (row - tile) * ROTATED_BLOCK;
+      to->scales[row] =
+          round_rotated(rotated + (row - first) * n, n, out, beside * ROTATED_BLOCK);
     }
   }
   release_amx(&amx);
 }
 
-/* c [32] = the only row times a panel. The instruction takes numbers without a sign, so 128 is added
- * to the row's and what that brings is taken away. */
-static void rotated_row(const Rotated *x, long n, const int8_t *panel, int32_t *c, Prefetch *ahead) {
+/* c [32] = the only row times a panel. The instruction takes numbers without a sign, so 128 is
+ * added to the row's and what that brings is taken away. */
+static void rotated_row(const Rotated *x, long n, const int8_t *panel, int32_t *c,
+                        Prefetch *ahead) {
   const __m512i above = _mm512_set1_epi8((char)0x80);
   const __m512i zero = _mm512_setzero_si512();
   __m512i sum[2][2] = {{zero, zero}, {zero, zero}}, less[2][2] = {{zero, zero}, {zero, zero}};
@@ -124,7 +127,7 @@ static void rotated_row(const Rotated *x, long n, const int8_t *panel, int32_t *
 
 /* One block along K of up to 16 rows, or of 32. */
 INLINE void rotated_step(const int is_tall, const int8_t *upper, const int8_t *lower,
-                        const int8_t *panel) {
+                         const int8_t *panel) {
   _tile_loadd(6, panel, PANEL * 4);
   _tile_loadd(4, upper, ROTATED_BLOCK);
   _tile_loadd(7, panel + ROTATED_BLOCK, PANEL * 4);
@@ -137,8 +140,8 @@ INLINE void rotated_step(const int is_tall, const int8_t *upper, const int8_t *l
 }
 
 /* c [rows <= AMX_ROWS][32] = rows from `row` on, a multiple of AMX_ROWS, times a panel. */
-static void rotated_tile(int rows, const Rotated *x, long row, long n, const int8_t *panel, int32_t *c,
-                        Prefetch *ahead, Amx *amx) {
+static void rotated_tile(int rows, const Rotated *x, long row, long n, const int8_t *panel,
+                         int32_t *c, Prefetch *ahead, Amx *amx) {
   if (row == 0 && rows == 1) {
     rotated_row(x, n, panel, c, ahead);
     return;
@@ -174,8 +177,9 @@ static void rotated_tile(int rows, const Rotated *x, long row, long n, const int
 
 /* tile [rows][32] = rows from `row` on times a panel, with all scales; `scales`: of its columns. */
 static void rotated_product(int rows, const Rotated *x, long row, long n, const int8_t *panel,
-                           const float *scales, float *tile, Prefetch *ahead, Amx *amx) {
+                            const float *scales, float *tile, Prefetch *ahead, Amx *amx) {
   ALIGNED int32_t sums[AMX_ROWS * PANEL];
+  flush_subnormals(amx); /* of one row too, which needs no tiles */
   rotated_tile(rows, x, row, n, panel, sums, ahead, amx);
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
@@ -186,14 +190,17 @@ static void rotated_product(int rows, const Rotated *x, long row, long n, const 
     }
 }
 #else
+/* Such weights are packed only where there is AMX. */
 static void fill_hadamard(void) {}
 static void rotated_share(const bf16 *x, const Rotated *to, long rows, long n, const Member *me) {
   (void)x, (void)to, (void)rows, (void)n, (void)me;
+  __builtin_trap();
 }
 static void rotated_product(int rows, const Rotated *x, long row, long n, const int8_t *panel,
                             const float *scales, float *tile, Prefetch *ahead, Amx *amx) {
   (void)rows, (void)x, (void)row, (void)n, (void)panel;
   (void)scales, (void)tile, (void)ahead, (void)amx;
+  __builtin_trap();
 }
 #endif
 

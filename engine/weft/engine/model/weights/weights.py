@@ -30,9 +30,10 @@ class Scheme(Protocol):
         `weights` or is the embedding.
         """
 
-    def fingerprint(self) -> bytes:
-        """Canonical bytes that describe the conversion of the files' numbers, part of the model's
-        digest; empty if products keep the files' numbers in the model's dtype.
+    def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
+        """Canonical bytes that describe the conversion of the files' numbers for layers of `dtype`
+        on a device, part of the model's digest; empty if products keep the files' numbers in the
+        model's dtype.
         """
 
 

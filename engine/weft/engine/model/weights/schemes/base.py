@@ -46,7 +46,7 @@ class QuantisedScheme(ABC):
         """Whether the checkpoint has floats, which the scheme quantises at load."""
         return self.quantization.source == "load"
 
-    def fingerprint(self) -> bytes:
+    def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
         """See `Scheme.fingerprint`."""
         return self.quantization.fingerprint()
 

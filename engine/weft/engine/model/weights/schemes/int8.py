@@ -25,6 +25,13 @@ class Int8Scheme(QuantisedScheme):
     are of rotated matrices.
     """
 
+    def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
+        """See `Scheme.fingerprint`."""
+        own = super().fingerprint(dtype, device)
+        # Rotated matrices are rounded to other numbers, so pages differ between machines.
+        is_rotated = self.is_made_at_load and multiplies_rotated(dtype, device, BLOCK)
+        return own + b" hadamard" if is_rotated else own
+
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """See `Scheme.head`."""
         # compressed-tensors leaves it in floats; one that is not fails where it is read as such.

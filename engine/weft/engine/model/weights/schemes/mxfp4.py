@@ -27,7 +27,7 @@ class Mxfp4Scheme:
         self._quantization = quantization
         self._plain = PlainScheme()
 
-    def fingerprint(self) -> bytes:
+    def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
         """See `Scheme.fingerprint`."""
         return self._quantization.fingerprint()
 

@@ -33,7 +33,7 @@ class PlainScheme:
         """See `Scheme.head`."""
         return pack_linear(matrix, arena=weights.arena)
 
-    def fingerprint(self) -> bytes:
+    def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
         """See `Scheme.fingerprint`."""
         return b""
 
