@@ -557,10 +557,11 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
     else if (w->scales == NULL && w->group == 0)
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
-    else if (!unpacks && w->group == 0)
-      integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
-    if (w->scales != NULL && !w->is_rotated)
+    else if (w->scales != NULL) {
+      if (!unpacks)
+        integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
       scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows, tile);
+    }
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
