@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.base.request import SamplingParams
+from weft.engine.protocol.fills import FillCommand, FillerEvent
 from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
@@ -243,6 +244,44 @@ def test_a_fill_that_breaks_anywhere(
             pair.on_event = cut
             assert pair.finish(pair.submit(prompt, 6)) == [greedy(model, prompt, 6)]
         assert pair.owner.counters()["fills_failed"] == 3
+        check(pair)
+    finally:
+        pair.close()
+
+
+def test_a_failed_fill_behind_shared_pages_where_memory_is_taken(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """The pages that it shares with a running request are not reserved again when it is queued."""
+    pair = make_pair(model_dir, num_pages=64, max_step_tokens=16, max_running_requests=8)
+    starts: list[FillCommand] = []
+
+    def keep(command: FillCommand) -> list[FillCommand]:
+        starts.append(command)
+        return []
+
+    try:
+        owner, base = pair.owner, random_prompt(160)
+        prompts = [base, base[:140] + random_prompt(40), random_prompt(26 * PAGE - 3)]
+        requests = [pair.submit(base, 40)]
+        pair.run(lambda: bool(pair.answers[requests[0]].tokens))
+        for window in owner.parts.windows:  # Other requests take what is cached.
+            window.memory.release(window.memory.allocate(window.memory.num_available_pages))
+        pair.on_command = keep
+        requests.append(pair.submit(prompts[1], 4))
+        pair.run(lambda: bool(starts))
+        handle = starts[0].handle
+        assert handle is not None
+        num_shared = handle.start_token // PAGE
+        assert num_shared == 17
+        requests.append(pair.submit(prompts[2], 2, candidates=[]))
+        pair.run(lambda: owner.memory.num_available_pages < num_shared)
+        failed = FillEvent(kind="failed", message="cut", is_stopped=True)
+        pair.send(filler_events=[FillerEvent(lease_id=starts[0].lease_id, event=failed)])
+        pair.on_command = lambda command: [command]
+        expected = [greedy(model, *of) for of in zip(prompts, (40, 4, 2), strict=True)]
+        assert pair.finish(*requests) == expected
+        assert owner.counters()["fills_failed"] == 1
         check(pair)
     finally:
         pair.close()

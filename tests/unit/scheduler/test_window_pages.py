@@ -68,11 +68,15 @@ def test_rows_find_their_window_whatever_the_load(
         reach=reach,
         num_window_pages=min(num_pages, least + rng.randrange(20)),
     )
+    assert bench.window is not None
     requests, capacity = [], bench.memory.num_usable_pages * PAGE
+    of_window, share = bench.window.memory, rng.choice([3, 8])
     for _ in range(rng.randint(1, 14)):
-        num_prompt = rng.randint(1, capacity * 2 // 3)
+        num_prompt = rng.randint(1, capacity * 2 // share)
         most = rng.randint(1, min(30, capacity - num_prompt))
-        prefix = STEM[: rng.randint(0, 120)]
+        running = bench.scheduler.running
+        known = rng.choice(running).tokens if running and rng.random() < 0.5 else STEM
+        prefix = known[: rng.randint(0, 120)]
         of_request = {"prefix": prefix, "priority": rng.randint(-3, 3)}
         request = bench.add(num_prompt, most, remote=rng.random() < 0.4, **of_request)
         requests.append(request)
@@ -82,9 +86,10 @@ def test_rows_find_their_window_whatever_the_load(
             bench.scheduler.finish(rng.choice(requests))
         if rng.random() < 0.1:
             bench.memory.flush_cache()
+        if rng.random() < 0.3:  # Others take what is cached.
+            of_window.release(of_window.allocate(of_window.num_available_pages))
     bench.run(*requests)
-    assert bench.window is not None
-    for memory in (bench.memory, bench.window.memory):
+    for memory in (bench.memory, of_window):
         counts = memory.counts()
         assert counts.free + counts.cached == counts.total
     assert not len(bench.window.pages)

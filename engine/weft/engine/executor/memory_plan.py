@@ -97,7 +97,7 @@ def divide_pages(
     """Divides memory among the page groups. A window group gets what as many requests as may run
     have at most, and pages that are cached behind windows; the first group gets the rest. But it
     has no more than `MOST_WINDOWS` of an equal division, or than as many of the longest requests
-    need as fit: a whole number, so where memory is short, groups jump with it.
+    need as fit; that number is whole, so a little more memory may change the division much.
 
     Args:
         layout: The groups.

@@ -327,14 +327,22 @@ class RequestPages:
         """
         return bool(self.windows) and len(request.pages) * self._page_size > request.num_computed
 
-    def drop_uncontinuable(self, request: Request) -> None:
-        """Releases such pages; as many are reserved instead."""
-        if self.has_uncontinuable(request):
-            num_computed = request.num_computed // self._page_size
-            pages, request.pages = request.pages[num_computed:], request.pages[:num_computed]
-            self.memory.release(pages)
-            self.memory.promise(len(pages))
-            request.num_promised_pages += len(pages)
+    def drop_uncontinuable(self, request: Request) -> int:
+        """Releases such pages. Returns their number; nothing is reserved instead."""
+        if not self.has_uncontinuable(request):
+            return 0
+        num_computed = request.num_computed // self._page_size
+        pages, request.pages = request.pages[num_computed:], request.pages[:num_computed]
+        self.memory.release(pages)
+        return len(pages)
+
+    def untake_uncontinuable(self, request: Request) -> None:
+        """Undoes `take_uncontinuable`, in the same turn: later others may have what was reserved
+        for the request then.
+        """
+        num_pages = self.drop_uncontinuable(request)
+        self.memory.promise(num_pages)
+        request.num_promised_pages += num_pages
 
     def take_promised(self, request: Request, num_pages: int) -> None:
         """Turns reserved pages into the request's next ones."""

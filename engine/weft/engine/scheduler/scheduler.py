@@ -579,10 +579,10 @@ class Scheduler:
             self.pages.take_uncontinuable(request)
             if not self._fills.has_room(request):
                 # A fill from the match on can end anywhere, with a smaller part of its window.
-                self.pages.drop_uncontinuable(request)
+                self.pages.untake_uncontinuable(request)
         state = self._fills.next_state(request)
         if state is State.PREFILLING:
-            self.pages.drop_uncontinuable(request)
+            self.pages.untake_uncontinuable(request)
         return state
 
     def _promise(self, request: Request) -> bool:

@@ -133,7 +133,9 @@ class WindowBench:
 
 
 class FakeFills:
-    """Accepts a random number of pages a turn; fails at random; keeps the contract of `Fills`."""
+    """Accepts a random number of pages a turn; refuses and fails at random; keeps the contract of
+    `Fills`.
+    """
 
     def __init__(self, memory: PageMemory, rng: random.Random, content: Content) -> None:
         self.memory = memory
@@ -146,13 +148,16 @@ class FakeFills:
 
     def next_state(self, request: Request) -> State:
         is_remote = bool(request.candidates) and self._end(request) > self._begin(request)
-        return State.FILLING if is_remote else State.PREFILLING
+        is_wanted = self.rng.random() < 0.8
+        return State.FILLING if is_remote and is_wanted else State.PREFILLING
 
     def has_room(self, request: Request) -> bool:
-        return True
+        return self.rng.random() < 0.7
 
     def start(self, request: Request) -> bool:
         if id(request) not in self.open:
+            if self.rng.random() < 0.2:
+                return False
             first = self._begin(request)
             count = (self._end(request) - first) // PAGE
             pages = self.memory.allocate(count, promised=True)
