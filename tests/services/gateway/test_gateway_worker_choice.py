@@ -39,6 +39,9 @@ async def failure(call: Any) -> Any:
 async def all_known(mesh: Harness) -> None:
     await mesh.wait(lambda: all(worker.num_sessions for worker in mesh.workers))
     await mesh.wait(lambda: all(one.info is not None for one in mesh.app.fleet.workers()))
+    # A worker gets no requests before its first load report.
+    now = asyncio.get_running_loop().time
+    await mesh.wait(lambda: not any(one.problem(now()) for one in mesh.app.fleet.workers()))
 
 
 async def test_requests_run_where_they_say(tmp_path: Path) -> None:
