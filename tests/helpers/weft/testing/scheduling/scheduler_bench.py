@@ -141,6 +141,8 @@ class FakeFills:
         self.memory = memory
         self.content = content
         self.rng = rng
+        self.idle_chance = rng.choice([0.0, 0.7])
+        """That a fill makes no progress in a turn."""
         self.open: dict[int, tuple[Request, list[int]]] = {}
         self.scheduler: Scheduler | None = None
         self.window: WindowBench | None = None
@@ -175,6 +177,8 @@ class FakeFills:
     def turn(self) -> None:
         assert self.scheduler is not None
         for request, pages in list(self.open.values()):
+            if self.rng.random() < self.idle_chance:
+                continue
             accepted = self.rng.randint(0, len(pages))
             request.pages += pages[:accepted]
             del pages[:accepted]
