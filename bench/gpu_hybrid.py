@@ -47,7 +47,9 @@ MANY_STEP = 2240
 count.
 """
 STEP_TILES = ((128, 4, 32), (64, 2, 32), (64, 2, 64), (16, 1, 32), (32, 4, 128))
-"""Values of a program of decode steps, its warps, and keys that it multiplies at once."""
+"""Launch shapes of the kernel of decode steps that are timed: values of a head that one program
+computes, its warps, and the keys that it multiplies at once.
+"""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
     "device": "cuda",

@@ -190,7 +190,7 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
 
 
 def _fingerprint(quantization: Quantization, dtype: str) -> bytes:
-    """Of the weights that this machine's CPU computes with."""
+    """The part of the model's digest that tells how this machine's CPU holds the weights."""
     import torch
     from weft.engine.model.weights.schemes.registry import scheme_of
 

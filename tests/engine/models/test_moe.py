@@ -119,7 +119,9 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
 
 
 def greedy(reference: Any, length: int, count: int) -> tuple[list[int], list[int]]:
-    """A random prompt, and what the reference goes on with; both ask their experts surely."""
+    """A random prompt and its greedy continuation, drawn anew until rounding cannot change which
+    experts they ask.
+    """
     while True:
         prompt = [random.randrange(3, VOCAB) for _ in range(length)]
         tokens = Choices(lambda ids: reference(torch.tensor([ids])).logits[0], prompt, count)

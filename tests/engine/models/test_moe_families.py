@@ -55,7 +55,9 @@ def family(
 
 
 def prompt_of(reference: Any, length: int) -> tuple[list[int], list[int]]:
-    """Random tokens, and what the reference goes on with; both ask their experts surely."""
+    """A random prompt and its greedy continuation, drawn anew until rounding cannot change which
+    experts they ask.
+    """
     while True:
         prompt = [random.randrange(3, VOCAB) for _ in range(length)]
         tokens = greedy(reference, prompt)

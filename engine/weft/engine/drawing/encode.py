@@ -13,7 +13,7 @@ from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 
 _Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
-"""Slots, starts, bounds and counts of requests (`StepInput`)."""
+"""Four fields of `StepInput` with a number for each request: slots, starts, bounds, counts."""
 
 
 def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:

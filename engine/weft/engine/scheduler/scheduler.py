@@ -578,7 +578,7 @@ class Scheduler:
         if request.candidates:
             self.pages.take_uncontinuable(request)
             if not self._fills.has_room(request):
-                # A fill from the match on can end anywhere, with a smaller part of its window.
+                # Without these pages the fill can be cut into pieces that do have room.
                 self.pages.untake_uncontinuable(request)
         state = self._fills.next_state(request)
         if state is State.PREFILLING:

@@ -149,7 +149,8 @@ def earlier_attention(
         is_causal=False,
         num_splits=1,
     )
-    # Of rows without keys it writes zeros and minus infinity.
+    # For rows without keys the library writes zeros and a log-sum-exp of minus infinity, of which
+    # a merge would make NaN.
     return out, sums.transpose(0, 1).clamp(min=NOTHING)
 
 

@@ -245,7 +245,7 @@ def _gpt2(
 
 
 def _neo_kinds(family: Family) -> tuple[str, ...]:
-    """Kinds of all layers, from a list of pairs: some kinds, and how often they follow."""
+    """The kind of each layer. The field lists pairs of some kinds and how often they repeat."""
     fields, words = family.fields, {"global": FULL, "local": SLIDING}
     listed = fields.get("attention_types") or [[["global", "local"], family.num_layers // 2]]
     try:

@@ -93,8 +93,8 @@ class DeltaAttention(RecurrentMixer):
         weights: Weights,
         out: str,
     ) -> DeltaAttention:
-        """Reads the parameters below one prefix of the names, the last product's by the name `out`;
-        other arguments as above.
+        """Reads the parameters below one prefix of the names. `out` names the output projection;
+        the other arguments are those of `__init__`.
         """
         heads, dim, taps = config.heads, config.dim, config.taps
         own, width = weights.shard.of(heads, 1, may_repeat=False), heads * dim

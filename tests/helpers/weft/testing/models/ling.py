@@ -26,7 +26,7 @@ _FIELDS = {
         )
     },
 }
-"""Fields of config.json: GLM's names, and Ling's."""
+"""The name that Ling's config.json has for each of GLM's fields."""
 _PARTS = {
     "model.embed_tokens.": "model.word_embeddings.",
     ".self_attn.q_norm.": ".attention.query_layernorm.",
