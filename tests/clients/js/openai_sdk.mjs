@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
-import { model, question, weather } from "./settings.mjs";
+import { enough, model, question, weather } from "./settings.mjs";
 
 const client = new OpenAI();
 const messages = [{ role: "user", content: question }];
@@ -16,13 +16,13 @@ for await (const chunk of await client.chat.completions.create({ ...brief, strea
 assert.equal(text, chat.choices[0].message.content);
 
 const called = await client.chat.completions.create({
-  model, messages, max_tokens: 64, tool_choice: "required", tools: [{ type: "function", function: weather }],
+  model, messages, max_tokens: enough, tool_choice: "required", tools: [{ type: "function", function: weather }],
 });
 assert.equal(called.choices[0].message.tool_calls[0].function.name, "get_weather");
 
 const City = z.object({ name: z.string().max(20), mail: z.email().max(40), founded: z.iso.date() });
 const parsed = await client.chat.completions.parse({
-  model, messages, max_tokens: 128, response_format: zodResponseFormat(City, "city"),
+  model, messages, max_tokens: enough, response_format: zodResponseFormat(City, "city"),
 });
 City.parse(parsed.choices[0].message.parsed);
 

@@ -1,7 +1,7 @@
 """Anthropic's SDK: messages, streams, a forced tool, a count of tokens, an error."""
 
 import anthropic
-from settings import MODEL, QUESTION, WEATHER
+from settings import ENOUGH, MODEL, QUESTION, WEATHER
 
 client = anthropic.Anthropic()
 ASK = [{"role": "user", "content": QUESTION}]
@@ -24,7 +24,7 @@ tool = {
 }
 called = client.messages.create(
     model=MODEL,
-    max_tokens=64,
+    max_tokens=ENOUGH,
     messages=[{"role": "user", "content": "How is the weather in Paris?"}],
     tools=[tool],
     tool_choice={"type": "tool", "name": "get_weather"},

@@ -3,7 +3,7 @@
 import instructor
 from openai import OpenAI
 from pydantic import BaseModel, Field
-from settings import MODEL
+from settings import ENOUGH, MODEL
 
 
 class City(BaseModel):
@@ -19,7 +19,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mod
         model=MODEL,
         messages=[{"role": "user", "content": "Name a city and its population."}],
         response_model=City,
-        max_tokens=96,
+        max_tokens=ENOUGH,
         max_retries=3,
     )
     assert isinstance(city, City)

@@ -1,7 +1,7 @@
 """LiteLLM: completions over OpenAI's and Anthropic's APIs, streams, a tool."""
 
 import litellm
-from settings import MODEL, QUESTION, URL, WEATHER
+from settings import ENOUGH, MODEL, QUESTION, URL, WEATHER
 
 litellm.telemetry = False
 ASK = [{"role": "user", "content": QUESTION}]
@@ -23,7 +23,7 @@ for name, base in BASES.items():
     assert text
     chunks = litellm.completion(messages=ASK, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-    options["max_tokens"] = 64
+    options["max_tokens"] = ENOUGH
     called = litellm.completion(
         messages=ASK,
         tools=[{"type": "function", "function": WEATHER}],

@@ -3,7 +3,7 @@
 import json
 
 import ollama
-from settings import MODEL, QUESTION, URL, WEATHER
+from settings import ENOUGH, MODEL, QUESTION, URL, WEATHER
 
 client = ollama.Client(host=URL)
 ASK = [{"role": "user", "content": QUESTION}]
@@ -23,8 +23,9 @@ schema = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}},
     "required": ["name"],
+    "additionalProperties": False,
 }
-answer = client.chat(model=MODEL, messages=ASK, format=schema, options={"num_predict": 48})
+answer = client.chat(model=MODEL, messages=ASK, format=schema, options={"num_predict": ENOUGH})
 assert isinstance(json.loads(answer.message.content)["name"], str)
 assert MODEL in [model.model.removesuffix(":latest") for model in client.list().models]
 assert client.show(MODEL).modelinfo is not None

@@ -4,7 +4,7 @@ import json
 
 from openai import OpenAI
 from pydantic import BaseModel, Field
-from settings import MODEL, QUESTION, WEATHER
+from settings import ENOUGH, MODEL, QUESTION, WEATHER
 
 client = OpenAI()
 
@@ -43,7 +43,7 @@ called = client.chat.completions.create(
     messages=[{"role": "user", "content": "How is the weather in Paris?"}],
     tools=[{"type": "function", "function": WEATHER}],
     tool_choice="required",
-    max_tokens=64,
+    max_tokens=ENOUGH,
 )
 call = called.choices[0].message.tool_calls[0]
 assert call.function.name == "get_weather"
@@ -53,14 +53,18 @@ parsed = client.chat.completions.parse(
     model=MODEL,
     messages=[{"role": "user", "content": "Name a city."}],
     response_format=City,
-    max_tokens=64,
+    max_tokens=ENOUGH,
 )
 assert isinstance(parsed.choices[0].message.parsed, City)
 
 answer = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=16, temperature=0)
 assert answer.output_text
 following = client.responses.create(
-    model=MODEL, input="And again?", previous_response_id=answer.id, max_output_tokens=16
+    model=MODEL,
+    input="And again?",
+    previous_response_id=answer.id,
+    max_output_tokens=16,
+    temperature=0,
 )
 assert following.output_text
 assert following.usage.input_tokens > answer.usage.input_tokens
