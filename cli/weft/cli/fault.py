@@ -47,9 +47,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-async def call_operators(
-    method: str, request: Any, address: str, operators: Operators, timeout_s: float = _TIMEOUT_S
-) -> Any:
+async def call_operators(method: str, request: Any, address: str, operators: Operators) -> Any:
     """Makes one call of AdminService.
 
     Raises:
@@ -57,7 +55,7 @@ async def call_operators(
     """
     async with operators.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        return await getattr(stub, method)(request, metadata=operators.metadata, timeout=timeout_s)
+        return await getattr(stub, method)(request, metadata=operators.metadata, timeout=_TIMEOUT_S)
 
 
 async def _tell(method: str, request: Any, operators: Operators) -> int:

@@ -9,10 +9,6 @@ MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 1e-3
 MAX_REPETITION_PENALTY = 100.0
 """Largest repetition penalty; logits are divided by the penalty and must stay finite."""
-GREEDY_TEMPERATURE = 1e-5
-"""Temperature below which decoding is greedy."""
-
-
 MAX_PRIORITY = 1_000_000
 """Priorities are -MAX_PRIORITY to MAX_PRIORITY; lower is more urgent."""
 MAX_TENANT_BYTES = 64
@@ -80,11 +76,6 @@ class SamplingParams:
     constraint: Constraint | None = None
     speculates: bool = True
     """Whether the engine may draft tokens if that pays; the text does not change."""
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
-        return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:

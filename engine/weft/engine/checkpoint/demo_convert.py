@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
+from weft.engine.base.arrays import Float32Array
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.files import Progress
 from weft.engine.checkpoint.gguf_metadata import GgufMetadata, split_halves
 from weft.engine.checkpoint.gguf_tokenizer import tokenizer_files
-
-FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +75,11 @@ class _Tensor:
         self.num_bytes = 4 * math.prod(self.shape)
         self._heads = metadata.heads_of(kind)
 
-    def values(self) -> FloatArray:
+    def values(self) -> Float32Array:
         """The weights in Hugging Face's layout, float32."""
         from gguf.quants import dequantize
 
-        values: FloatArray = dequantize(self._tensor.data, self._tensor.tensor_type)
+        values: Float32Array = dequantize(self._tensor.data, self._tensor.tensor_type)
         values = values.reshape(self.shape)
         return split_halves(values, self._heads) if self._heads else values
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from weft.engine.base.cores import num_cores
@@ -122,12 +121,7 @@ class FileDigests:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self) -> list[bytes]:

@@ -7,9 +7,8 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from weft.engine.base.arrays import NO_NUMBERS
+from weft.engine.base.arrays import NO_NUMBERS, Int64Array
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.drafts import DraftTree, LaterDrafts, parents_of
 from weft.engine.base.errors import InvalidRequest, WeftError
@@ -22,7 +21,7 @@ from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource
 from weft.engine.scheduler.state import Request, end_of
 
-Rows = Callable[[], npt.NDArray[np.int64]]
+Rows = Callable[[], Int64Array]
 """Waits for the tokens and the words of a step's rows, [2, T]."""
 
 
@@ -32,7 +31,7 @@ class Drawn(NamedTuple):
     requests: Sequence[Request]
     tokens: list[int]
     """Drawn token ids; undefined for requests with an error."""
-    positions: npt.NDArray[np.int64]
+    positions: Int64Array
     """Positions of the tokens."""
     logprobs: Sequence[TokenLogprob | None]
     errors: list[tuple[Request, WeftError]]
@@ -49,11 +48,11 @@ class Draw(NamedTuple):
     requests with drafts (one row for each drafted token and one more), then prompts that end here.
     """
     under_way: RowsUnderWay
-    positions: npt.NDArray[np.int64]
+    positions: Int64Array
     """Positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
     """Constraint errors by row."""
-    firsts: npt.NDArray[np.int64] = NO_NUMBERS
+    firsts: Int64Array = NO_NUMBERS
     """Result of `first_rows`, for a step with drafts."""
     rows: Rows | None = None
     """Waits for the rows, if the step's drafts are on the device; None: the host knows the drafts.
@@ -98,7 +97,7 @@ class Draw(NamedTuple):
         self,
         tokens: list[int],
         logprobs: list[TokenLogprob | None],
-        firsts: npt.NDArray[np.int64],
+        firsts: Int64Array,
     ) -> list[Run]:
         """Outcomes of the requests with drafts.
 
@@ -144,7 +143,7 @@ def _cause(request: Request, error: WeftError) -> tuple[Request, WeftError]:
     return request, error
 
 
-def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
+def first_rows(plan: Plan, num_drawing: int) -> Int64Array:
     """[num_drawing + 1]: the first row of the logits of each request that draws in a step with
     drafts, and the number of rows.
     """
@@ -197,7 +196,7 @@ def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
     return path
 
 
-def _follow(plan: Plan, index: int, path: list[int], tokens: npt.NDArray[np.int64]) -> bool:
+def _follow(plan: Plan, index: int, path: list[int], tokens: Int64Array) -> bool:
     """Extends a path by the draft that equals the token drawn last, if there is one and the request
     continues.
 
@@ -282,7 +281,7 @@ class Drawer:
         self,
         plan: Plan,
         requests: Sequence[Request],
-        slots: npt.NDArray[np.int64] | None = None,
+        slots: Int64Array | None = None,
         *,
         is_late: bool = False,
     ) -> None:
@@ -339,8 +338,8 @@ class Drawer:
     def _begin(
         self,
         drawable: Drawable,
-        firsts: npt.NDArray[np.int64] | None = None,
-        drawn_as: npt.NDArray[np.int64] | None = None,
+        firsts: Int64Array | None = None,
+        drawn_as: Int64Array | None = None,
         *,
         has_trees: bool = False,
     ) -> RowsUnderWay:
@@ -413,8 +412,8 @@ class Drawer:
         self._sampler.set_mask(request.slot, masks[0])
 
     def _take_masks_behind_drafts(
-        self, plan: Plan, firsts: npt.NDArray[np.int64]
-    ) -> tuple[dict[int, WeftError], npt.NDArray[np.int64] | None]:
+        self, plan: Plan, firsts: Int64Array
+    ) -> tuple[dict[int, WeftError], Int64Array | None]:
         """Computes the masks of constrained requests with drafts, of which each row has its own.
 
         Args:
@@ -457,7 +456,7 @@ class Drawer:
         self,
         plan: Plan,
         requests: Sequence[Request],
-        first_row_of: npt.NDArray[np.int64],
+        first_row_of: Int64Array,
         drawable: Drawable,
     ) -> Draw:
         """Draws the first token of each request, then the second of those whose draft was accepted,
@@ -495,9 +494,9 @@ class Drawer:
     def _draw_rows(
         self,
         requests: Sequence[Request],
-        rows: npt.NDArray[np.int64],
+        rows: Int64Array,
         logits: torch.Tensor,
-        positions: npt.NDArray[np.int64],
+        positions: Int64Array,
         output: DrawnRows,
     ) -> None:
         """Draws one token for each of some rows of the logits into `output`."""
@@ -509,7 +508,7 @@ class Drawer:
             if index in drawn.errors:
                 output.errors[row] = drawn.errors[index]
 
-    def _slots(self, requests: Sequence[Request]) -> npt.NDArray[np.int64]:
+    def _slots(self, requests: Sequence[Request]) -> Int64Array:
         slots = np.array([request.slot for request in requests], np.int64)
         slots[slots < 0] = self._sampler.null_slot
         return slots

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.errors import Internal, InvalidRequest, WeftError
 from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
@@ -30,8 +31,6 @@ from weft.kernels.sampling import (
     sample_rows,
     top_rows,
 )
-
-Int64Array = npt.NDArray[np.int64]
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that all multiples below 2^64 are distinct."""

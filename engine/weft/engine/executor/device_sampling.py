@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies, Fetched, Mark
 from weft.engine.base.request import TokenLogprob
 from weft.engine.executor.device_masks import DeviceMasks
@@ -28,7 +29,6 @@ from weft.kernels.device_sampling import (
     top_logits,
 )
 
-Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 Way = Literal["greedy", "any"]

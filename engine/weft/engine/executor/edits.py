@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+from weft.engine.base.arrays import Float32Array, Int64Array
 from weft.engine.base.request import SamplingParams
 from weft.kernels.sampling import MASKED_LOGIT
-
-Float32Array = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
 
 
 class TokenCounts:

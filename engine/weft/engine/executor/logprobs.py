@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.request import TokenLogprob
 
-Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 

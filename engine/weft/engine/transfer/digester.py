@@ -37,22 +37,17 @@ class DigestThread:
     Args:
         pool: [num_pages, page_bytes] uint8.
         wake: Called by any thread after a result was queued.
-        before_digest: Test hook, called with the pool and the pages before their digests.
     """
 
     max_put_pages = MAX_PUT_PAGES
     max_queued_pages = MAX_QUEUED_PAGES
     is_moving = False
 
-    def __init__(
-        self,
-        pool: np.ndarray,
-        wake: Callable[[], None],
-        before_digest: Callable[[StagingPages, Sequence[int]], None] | None = None,
-    ) -> None:
+    def __init__(self, pool: np.ndarray, wake: Callable[[], None]) -> None:
         self._pool = pool
         self._wake = wake
-        self.before_digest = before_digest
+        self.before_digest: Callable[[StagingPages, Sequence[int]], None] | None = None
+        """Test hook, called with the pool and the pages before their digests."""
         self._jobs: SimpleQueue[tuple[Tag, list[int]] | None] = SimpleQueue()
         self._out: deque[Digested] = deque()
         self._thread = threading.Thread(target=self._run, name="weft-digest", daemon=True)

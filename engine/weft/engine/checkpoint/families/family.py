@@ -106,10 +106,10 @@ class Family:
             raise self.fields.error(name, f"{found!r} is not supported ({known} are)")
         return _ACTIVATIONS[found]
 
-    def only(self, name: str, value: object, default: object = None) -> None:
+    def only(self, name: str, value: object) -> None:
         """Raises ModelError unless a field has the one value that is supported, or is absent."""
         found = self.fields.get(name)
-        if found is not None and found != value and found != default:
+        if found is not None and found != value:
             raise self.fields.error(name, f"only {value!r} is supported, not {found!r}")
 
     def rope(self, kind: str | None = None, **options: Any) -> RopeConfig:
@@ -192,11 +192,11 @@ class Family:
             else self.fields.number(name, default)
         )
 
-    def rotated_layers(self, interval: int = 4) -> tuple[bool, ...]:
+    def rotated_layers(self) -> tuple[bool, ...]:
         """Which layers rotate: those that the file lists, or all but every fourth."""
         fields, count = self.fields, self.num_layers
         listed = fields.get("no_rope_layers")
-        interval = fields.positive("no_rope_layer_interval", interval)
+        interval = fields.positive("no_rope_layer_interval", 4)
         if not listed:
             return tuple((layer + 1) % interval != 0 for layer in range(count))
         if not isinstance(listed, list) or len(listed) != count or set(listed) - {0, 1}:

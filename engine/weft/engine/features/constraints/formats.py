@@ -12,7 +12,6 @@ _DATE = (
 _HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOURS}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOURS})"
 _CHARACTER = r"([A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"
-_PATH = rf"(({_CHARACTER}|:)*(/({_CHARACTER}|:)*)*)"
 _HOST = r"([A-Za-z0-9_~-]([A-Za-z0-9._~-]*[A-Za-z0-9_~-])?(:[0-9]{1,5})?)"
 _BEHIND_PATH = rf"(\?({_CHARACTER}|[:/?])*)?(#({_CHARACTER}|[:/?])*)?"
 _REFERENCE = (

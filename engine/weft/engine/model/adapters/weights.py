@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
+from weft.engine.base.arrays import Int32Array
 from weft.engine.base.errors import AdapterError
 from weft.engine.base.give_way import give_way
 from weft.engine.checkpoint.adapters.projections import (
@@ -27,8 +27,6 @@ from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, Vo
 from weft.engine.model.adapters.words import words_of
 from weft.kernels.linear import LinearWeight, pack_linear
 from weft.kernels.lora import ROW_RANK, pack_b
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.layers.layer import shape_of
@@ -46,14 +48,14 @@ def down_spec(
     return LinearSpec(names=(name,), in_features=inner, rows=(hidden,), split="in", bias=bias)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GatedMLP:
     """down(silu(gate(x)) * up(x)): a `FeedForward`."""
 
-    def __init__(self, layer: int, gate_up_proj: LinearWeight, down_proj: LinearWeight) -> None:
-        """Assembles the block of a layer (its index) from its projections."""
-        self.layer = layer
-        self.gate_up_proj = gate_up_proj
-        self.down_proj = down_proj
+    layer: int
+    """The layer's index."""
+    gate_up_proj: LinearWeight
+    down_proj: LinearWeight
 
     @classmethod
     def read(cls, config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
@@ -100,30 +102,21 @@ class GatedMLP:
         return GatedMLP, shape_of(self.gate_up_proj), shape_of(self.down_proj)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PlainMLP:
     """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where the activation is not
     computed with the product: a `FeedForward`.
     """
 
-    def __init__(
-        self,
-        layer: int,
-        up_proj: LinearWeight,
-        down_proj: LinearWeight,
-        activation: Activation | Gating | XIELU,
-        *,
-        is_gated: bool,
-        factors: tuple[float, float] = (1.0, 1.0),
-    ) -> None:
-        """Assembles the block of a layer (its index); a gate is the first half of `up_proj`.
-        `factors` are on the gate before its activation, and on the result.
-        """
-        self.layer = layer
-        self.up_proj = up_proj
-        self.down_proj = down_proj
-        self.activation = activation
-        self.is_gated = is_gated
-        self.factors = factors
+    layer: int
+    """The layer's index."""
+    up_proj: LinearWeight
+    """Its first half is the gate, if there is one."""
+    down_proj: LinearWeight
+    activation: Activation | Gating | XIELU
+    is_gated: bool = field(kw_only=True)
+    factors: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
+    """On the gate before its activation, and on the result."""
 
     def __call__(self, x: Normed, step: Step) -> Sum | Computed:
         """See `FeedForward`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.model.layers.layer import shape_of
@@ -16,29 +18,18 @@ from weft.kernels.moe import RouterForm, SparseMlpWeight
 from weft.kernels.stream import Combine, Normed, SharedCombine
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SparseMLP:
     """A mixture of experts, routed gated MLPs weighted by the router: a `FeedForward`."""
 
-    def __init__(
-        self,
-        layer: int,
-        weight: SparseMlpWeight,
-        shared: GatedMLP | PlainMLP | None = None,
-        shared_gate: LinearWeight | None = None,
-    ) -> None:
-        """Assembles the block of a layer (its index) from its parts.
-
-        Args:
-            layer: The layer's index.
-            weight: Router and experts.
-            shared: The shared experts, which take every row, as one MLP; None: there are none.
-            shared_gate: [1, H]: projection whose sigmoid multiplies the result of `shared`; None:
-                no factor.
-        """
-        self.layer = layer
-        self.weight = weight
-        self.shared = shared
-        self.shared_gate = shared_gate
+    layer: int
+    """The layer's index."""
+    weight: SparseMlpWeight
+    """Router and experts."""
+    shared: GatedMLP | PlainMLP | None = None
+    """The shared experts, which take every row, as one MLP; None: there are none."""
+    shared_gate: LinearWeight | None = None
+    """[1, H]: projection whose sigmoid multiplies the result of `shared`; None: no factor."""
 
     @classmethod
     def read(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.model.layers.layer import shape_of
@@ -19,37 +21,23 @@ from weft.kernels.stream import Computed, Normed, Sum
 _LATENT = ("fc1_latent_proj", "fc2_latent_proj")
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlainSparseMLP:
     """Routed MLPs, of the stream or of a narrower projection of it, and a shared one: a
     `FeedForward`.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        router: LinearWeight,
-        form: RouterForm,
-        experts: PlainExperts,
-        latent: tuple[LinearWeight, LinearWeight] | None,
-        shared: tuple[LinearWeight, LinearWeight] | None,
-    ) -> None:
-        """Assembles the block.
-
-        Args:
-            config: Counts and forms.
-            router: [E, H].
-            form: How the router's logits become shares.
-            experts: MLPs of width H, or that of the latent.
-            latent: Projections to the experts' width and back, or None.
-            shared: Up and down projection of the expert of all rows, or None.
-        """
-        self.config = config
-        self.router = router
-        self.form = form
-        self.experts = experts
-        self.latent = latent
-        self.shared = shared
+    config: MoEConfig
+    router: LinearWeight
+    """[E, H]."""
+    form: RouterForm
+    """How the router's logits become shares."""
+    experts: PlainExperts
+    """MLPs of width H, or that of the latent."""
+    latent: tuple[LinearWeight, LinearWeight] | None
+    """Projections to the experts' width and back, or None."""
+    shared: tuple[LinearWeight, LinearWeight] | None
+    """Up and down projection of the expert of all rows, or None."""
 
     @classmethod
     def read(
@@ -96,7 +84,7 @@ class PlainSparseMLP:
             tuple(product(part, names.experts, number) for number in numbers) for part in (up, down)
         )
         return cls(
-            config,
+            config=config,
             router=product(router),
             form=router_form(config, weights, names),
             experts=PlainExperts(all_up, all_down, "relu2", place, stacked),

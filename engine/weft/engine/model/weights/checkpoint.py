@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -90,12 +89,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._reads.close()
 
     def has(self, name: str) -> bool:

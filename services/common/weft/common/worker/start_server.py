@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -60,12 +59,7 @@ class StartServer:
             self._server = server
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Frees the port."""
         if self._server is not None:
             # Calls are answered at once, so this hardly waits; without a grace period peers would

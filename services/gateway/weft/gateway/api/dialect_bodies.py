@@ -15,7 +15,6 @@ from weft.gateway.validate import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, unsupporte
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 LENIENT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
-MAX_PARTS = 1024
 
 T = TypeVar("T")
 Few = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]

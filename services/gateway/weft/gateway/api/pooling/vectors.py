@@ -7,12 +7,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from weft.engine.base.arrays import Float32Array
 from weft.engine.base.tasks import Output
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.stream import TokenStream
-
-Float32Array = npt.NDArray[np.float32]
 
 
 def vectors_of(generation: Generation) -> Float32Array:
