@@ -24,6 +24,7 @@ from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.drafting import Drafting
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.flight import FlightRecorder
+from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.pipeline import StepPipeline
@@ -158,6 +159,9 @@ class Engine:
             prompt_budget=self._prompt_budget.tokens,
         )
         self.costs.local_load = self._local_load
+        self._groups = RequestGroups(
+            parts.intake, self.scheduler, parts.constraints, self._out, clock
+        )
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
@@ -196,10 +200,6 @@ class Engine:
             host=parts.host,
             lead_s=config.step_lead_s,
         )
-        self._groups: dict[RequestKey, list[Request]] = {}
-        self._forking: set[RequestKey] = set()
-        """Requests whose samples are still to be forked; a forked request may still be in the set.
-        """
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
@@ -327,7 +327,7 @@ class Engine:
         if self.tiers is not None:
             self.tiers.take()
         take_transfers(self.parts.transport, self.fills, self.filler, self.store)
-        self._take_compiled()
+        self._groups.take_compiled()
         self.adapters.turn()
         now = self._clock()
         if now >= self._expire_at:
@@ -386,15 +386,14 @@ class Engine:
         for drains in inbox.drains:
             self.is_draining = self.filler.is_draining = drains
             if drains:
-                self._hand_back(is_running_too=False)
+                self._groups.hand_back(is_running_too=False)
         for submit in inbox.submits:
             self._submit(submit)
         for cancel in inbox.cancels:
             key = RequestKey(cancel.gateway, cancel.request_id, cancel.attempt)
-            self._cancel(key, cancel.sample)
+            self._groups.cancel(key, cancel.sample)
         for gateway in inbox.closed_gateways:
-            for key in [key for key in self._groups if key.gateway == gateway]:
-                self._end_group(key)
+            self._groups.cancel_all(gateway)
         for ping in inbox.pings:
             self._answer(ping)
         for start in inbox.fill_starts:
@@ -411,7 +410,9 @@ class Engine:
             reply = LeaseReply(query=query.query, state=self.filler.on_query(query))
             self._out.outbox.lease_replies.append(reply)
         if inbox.hand_back:
-            self._hand_back(is_running_too=True)
+            self._groups.hand_back(is_running_too=True)
+            for lease in list(self.filler.leases):
+                self.filler.on_stop(lease.handle.lease_id)
         for event in inbox.filler_events:
             self.fills.on_event(event.lease_id, event.event)
         for answer in inbox.lease_answers:
@@ -444,7 +445,7 @@ class Engine:
     def _submit(self, submit: Submit) -> None:
         key = RequestKey(submit.gateway, submit.request_id, submit.attempt)
         if key in self._groups:
-            self._repeat_state(key)
+            self._groups.repeat_state(key)
             return
         try:
             if self.is_draining:
@@ -462,9 +463,7 @@ class Engine:
         if submit.progress:
             first = first_to_run(request, self._intake, self._out, self._clock())
         if first is not None:
-            self._groups[key] = [first]
-            if first.unforked_samples:
-                self._forking.add(key)
+            self._groups.add(first)
             self._look_up(first)
             self.scheduler.add(first, is_held=not can_run)
         else:
@@ -472,36 +471,10 @@ class Engine:
 
     def _check_queue(self) -> None:
         """Raises Overloaded if too many samples wait; samples to be forked later count too."""
-        firsts = {key: self._groups[key][0] for key in self._forking if key in self._groups}
-        self._forking = {key for key, first in firsts.items() if first.unforked_samples}
-        num_unforked = sum(len(firsts[key].unforked_samples) for key in self._forking)
-        num_waiting = self.scheduler.num_waiting + num_unforked
+        num_waiting = self.scheduler.num_waiting + self._groups.num_unforked()
         if num_waiting >= self.config.max_waiting_requests:
             message = f"{num_waiting} requests are waiting"
             raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
-
-    def _take_compiled(self) -> None:
-        for key, error in self._constraints.take_compiled():
-            if error is not None:
-                self._fail_group(key, error)
-            else:
-                for request in self._groups[key]:
-                    if request in self.scheduler.held:
-                        self.scheduler.release(request)
-
-    def _hand_back(self, *, is_running_too: bool) -> None:
-        """Hands requests back to their gateways, which resume them elsewhere.
-
-        Args:
-            is_running_too: Hand running requests back too, and stop open leases.
-        """
-        queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
-        for key, group in list(self._groups.items()):
-            if is_running_too or all(request.state in queued for request in group):
-                self._fail_group(key, Draining("this worker is draining", stage="queue"))
-        if is_running_too:
-            for lease in list(self.filler.leases):
-                self.filler.on_stop(lease.handle.lease_id)
 
     def _look_up(self, request: Request) -> None:
         if self.tiers is not None:
@@ -509,30 +482,12 @@ class Engine:
         if self.store is not None:
             self.store.look_up(request)
 
-    def _repeat_state(self, key: RequestKey) -> None:
-        """Answers a duplicate submit with the state of its request."""
-        self._out.accepted(key)
-        for request in self._groups[key]:
-            self._out.all_tokens(request)
-
     def _answer(self, ping: Ping) -> None:
         if ping.expects_constraints:
             self._constraints.expect()
         keys = [RequestKey(ping.gateway, *asked) for asked in ping.asked]
         unknown = [(key.request_id, key.attempt) for key in keys if key not in self._groups]
         self._out.gateway(ping.gateway).pongs.append(Pong(nonce=ping.nonce, unknown=unknown))
-
-    def _cancel(self, key: RequestKey, sample: int | None) -> None:
-        if sample is None:
-            self._end_group(key)
-            return
-        for request in self._groups.get(key, []):
-            if request.sample == sample and request.state is not State.FINISHED:
-                self._end_sample(request, "cancelled", None)
-                return
-            if sample in request.unforked_samples:
-                self._end_unforked(request, sample)
-                return
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -593,7 +548,7 @@ class Engine:
             is_by_token = pooled.pool.output in TOKEN_OUTPUTS
             self._out.vectors(request.key, start if is_by_token else 0, made)
             if pooled.is_last:
-                self._end_sample(request, "stop", None)
+                self._groups.end_sample(request, "stop", None)
 
     def _take_tokens(self, drawn: Drawn, plan: Plan) -> int:
         """Appends and emits new tokens; ends samples where they end, and forks others.
@@ -611,7 +566,7 @@ class Engine:
                 # `NewTokens.take` will count the failed request's missing token as surplus, which
                 # it is not.
                 num_surplus -= 1
-                self._fail_group(failed.key, error)
+                self._groups.fail(failed.key, error)
         now = self._clock()
         firsts = drawn.requests[len(plan.decodes) :]
         for request in firsts:
@@ -621,65 +576,14 @@ class Engine:
                 self.costs.observe_first_token(timeline)
         ends, num_ended = self._new_tokens.take(drawn, plan)
         for end in ends:
-            self._end_sample(*end)
+            self._groups.end_sample(*end)
         for request in firsts:
             if request.unforked_samples and request.state is not State.FINISHED:
-                self._fork(request, now)
+                self._groups.fork(request, now)
         ends, num_behind = self._new_tokens.take_runs(drawn.runs, self.scheduler.accepted)
         for end in ends:
-            self._end_sample(*end)
+            self._groups.end_sample(*end)
         return num_surplus + num_ended + num_behind
-
-    def _fork(self, first: Request, now: float) -> None:
-        """Creates the other samples of a prompt whose KV exists now; they share its full pages."""
-        group = self._groups.get(first.key)
-        samples, first.unforked_samples = first.unforked_samples, {}
-        if group is None:
-            return
-        for sample, generated in reversed(samples.items()):
-            request = self._intake.sibling(first, sample, generated, now)
-            if first.state is State.RUNNING:
-                self.scheduler.pages.share(first, request)
-            else:  # The first sample ended early: another one takes over its candidates.
-                request.candidates, first.candidates = first.candidates, []
-            group.append(request)
-            self.scheduler.add(request, is_held=first in self.scheduler.held)
-
-    # -- ends ------------------------------------------------------------------------------------
-
-    def _end_sample(self, request: Request, reason: str, stop_token_id: int | None) -> None:
-        """Finishes one sample without an error."""
-        request.timeline.finish_s = self._clock() - request.timeline.submitted_at
-        if request.unforked_samples:
-            self._fork(request, self._clock())
-        self._out.finished(request, reason, stop_token_id)
-        self.scheduler.finish(request)
-
-    def _end_unforked(self, first: Request, sample: int) -> None:
-        """Cancels a sample before it was forked."""
-        generated = first.unforked_samples.pop(sample)
-        never = self._intake.sibling(first, sample, generated, self._clock())
-        never.timeline.finish_s = self._clock() - never.timeline.submitted_at
-        self._out.finished(never, "cancelled", None)
-
-    def _end_group(self, key: RequestKey) -> None:
-        """Cancels all samples of a request."""
-        for request in self._groups.pop(key, []):
-            for sample in list(request.unforked_samples):
-                self._end_unforked(request, sample)
-            if request.state is not State.FINISHED:
-                self._end_sample(request, "cancelled", None)
-
-    def _fail_group(self, key: RequestKey, error: WeftError) -> None:
-        """Fails a whole request: one event, and all its samples end."""
-        group = self._groups.pop(key, None)
-        if group is None:
-            return
-        timeline = group[0].timeline
-        timeline.finish_s = self._clock() - timeline.submitted_at
-        self._out.failed(key, error, timeline)
-        for request in group:
-            self.scheduler.finish(request, error)
 
     def step_failed(self, plan: Plan, error: Exception) -> None:
         """See `StepOwner.step_failed`."""
@@ -691,20 +595,15 @@ class Engine:
         if request.is_fill:
             self.scheduler.finish(request, error)
         else:
-            self._fail_group(request.key, error)
+            self._groups.fail(request.key, error)
 
     def _on_finish(self, request: Request) -> None:
         """Handles the end of a request, whose pages are released."""
         if request.is_fill:
             if request.error is not None:
                 self.filler.on_job_failed(request, request.error.message)
-            return
-        group = self._groups.get(request.key)
-        if request.error is not None:
-            self._fail_group(request.key, request.error)
-        elif group and all(r.state is State.FINISHED for r in group):
-            del self._groups[request.key]
-        self._constraints.end(request, is_last=request.key not in self._groups)
+        else:
+            self._groups.on_finished(request)
 
     def _on_slot_free(self, slot: int) -> None:
         self._executor.reset_slot(slot)

@@ -21,7 +21,7 @@ from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import class_of
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
-from weft.engine.model.interface import Model, WithClasses
+from weft.engine.model.interface import Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.gguf_file import GgufFile
@@ -147,39 +147,51 @@ def load_model(
         )
 
     if dummy:
-        made_up = weights_of(RandomWeights(target))
-        model = build(config, made_up)
+        weights = weights_of(RandomWeights(target))
+        model = build(config, weights)
+        mtp = read_mtp(model, weights, (), str(model_dir)) if mtp_head else None
         digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
-        mtp = read_mtp(model, made_up, (), str(model_dir)) if mtp_head else None
-        return LoadedModel(
-            model=model,
-            config=config,
-            digest=digest,
-            dtype=dtype,
-            weight_format=weight_format,
-            pooling=pooling,
-            heads=_heads(model, pooling, target, dummy=True),
-            mtp=_named(mtp, digest),
-        )
-    with (
-        FileDigests(weight_files(model_dir)) as digests,
-        open_checkpoint(
-            model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
-        ) as checkpoint,
-    ):
+    else:
+        with FileDigests(weight_files(model_dir)) as digests:
+            model, mtp = _read_model(
+                model_dir, config, progress, build, weights_of, mtp_head=mtp_head
+            )
+            try:
+                digest = combine_digests(config, computed, digests.wait(), fingerprint)
+            except OSError as error:
+                raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
+    if mtp is not None:
+        mtp.digest = mtp_digest(digest)
+    return LoadedModel(
+        model=model,
+        config=config,
+        digest=digest,
+        dtype=dtype,
+        weight_format=weight_format,
+        pooling=pooling,
+        heads=_heads(model, pooling, target, dummy=dummy),
+        mtp=mtp,
+    )
+
+
+def _read_model(
+    model_dir: Path,
+    config: ModelConfig,
+    progress: Progress | None,
+    build: ModelClass,
+    weights_of: Callable[[CheckpointReader], Weights],
+    *,
+    mtp_head: bool,
+) -> tuple[Model, MtpHead | None]:
+    """Reads the model from its files, and its MTP head if that is wanted."""
+    with open_checkpoint(
+        model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
+    ) as checkpoint:
         if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             bodies = [f"{body}." for body in config.names.bodies]
             for body, head in product((*bodies, ""), config.names.heads):
                 checkpoint.check_alike(f"{body}{config.names.embedding}.weight", f"{head}.weight")
-        reader: CheckpointReader = checkpoint
-        if checkpoint.has(mistral_name(_EMBEDDING)):
-            reader = Renamed(checkpoint, mistral_name)
-        elif not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
-            reader = Renamed(checkpoint, lambda name: name.removeprefix(_BASE))
-        if config.names.has_transposed:
-            layers = f".{config.names.layers}."
-            reader = Transposed(reader, lambda name: layers in f".{name}")
-        weights = weights_of(reader)
+        weights = weights_of(_renamed(checkpoint, config))
         model, mtp = build(config, weights), None
         if mtp_head:
             mtp = read_mtp(model, weights, _own_copies(checkpoint, config), str(model_dir))
@@ -190,28 +202,22 @@ def load_model(
             if isinstance(checkpoint, Checkpoint) and checkpoint.has_below(prefix)
             if not (mtp_head and config.mtp is not None and config.mtp.has_below(prefix))
         ]
-        try:
-            digest = combine_digests(config, computed, digests.wait(), fingerprint)
-        except OSError as error:
-            raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     if left_out:
         logger.info("%s serves text alone: %s left out", model_dir, ", ".join(left_out))
-    return LoadedModel(
-        model=model,
-        config=config,
-        digest=digest,
-        dtype=dtype,
-        weight_format=weight_format,
-        pooling=pooling,
-        heads=_heads(model, pooling, target),
-        mtp=_named(mtp, digest),
-    )
+    return model, mtp
 
 
-def _named(head: MtpHead | None, digest: bytes) -> MtpHead | None:
-    if head is not None:
-        head.digest = mtp_digest(digest)
-    return head
+def _renamed(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> CheckpointReader:
+    """The tensors by the names and in the order that the model reads, whatever the files have."""
+    reader: CheckpointReader = checkpoint
+    if checkpoint.has(mistral_name(_EMBEDDING)):
+        reader = Renamed(checkpoint, mistral_name)
+    elif not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
+        reader = Renamed(checkpoint, lambda name: name.removeprefix(_BASE))
+    if config.names.has_transposed:
+        layers = f".{config.names.layers}."
+        reader = Transposed(reader, lambda name: layers in f".{name}")
+    return reader
 
 
 def _heads(

@@ -1,0 +1,163 @@
+"""The requests that gateways submitted: each is a group of samples, which share its prompt."""
+
+from __future__ import annotations
+
+from weft.engine.base.clock import Clock
+from weft.engine.base.errors import Draining, WeftError
+from weft.engine.loop.intake import Intake
+from weft.engine.loop.outgoing import Outgoing
+from weft.engine.scheduler.ports import MaskSource
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import Request, RequestKey, State
+
+
+class RequestGroups:
+    """Follows the samples of each request to their ends, and tells its gateway.
+
+    Args:
+        intake: Makes the samples behind the first one.
+        scheduler: Runs them.
+        constraints: Compiles the requests' constraints.
+        out: Outbox for the messages to gateways.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        scheduler: Scheduler,
+        constraints: MaskSource,
+        out: Outgoing,
+        clock: Clock,
+    ) -> None:
+        self._intake = intake
+        self._scheduler = scheduler
+        self._constraints = constraints
+        self._out = out
+        self._clock = clock
+        self._groups: dict[RequestKey, list[Request]] = {}
+        self._forking: set[RequestKey] = set()
+        """Requests whose samples are still to be forked; a forked request may still be in the set.
+        """
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._groups
+
+    def add(self, first: Request) -> None:
+        """Adds a request by its first sample; the others are forked from it later."""
+        self._groups[first.key] = [first]
+        if first.unforked_samples:
+            self._forking.add(first.key)
+
+    def num_unforked(self) -> int:
+        """Number of samples that are still to be forked."""
+        firsts = {key: self._groups[key][0] for key in self._forking if key in self._groups}
+        self._forking = {key for key, first in firsts.items() if first.unforked_samples}
+        return sum(len(firsts[key].unforked_samples) for key in self._forking)
+
+    def take_compiled(self) -> None:
+        """Releases the requests whose constraints have been compiled, and fails those whose cannot
+        be.
+        """
+        for key, error in self._constraints.take_compiled():
+            if error is not None:
+                self.fail(key, error)
+            else:
+                for request in self._groups[key]:
+                    if request in self._scheduler.held:
+                        self._scheduler.release(request)
+
+    def hand_back(self, *, is_running_too: bool) -> None:
+        """Hands requests back to their gateways, which resume them elsewhere.
+
+        Args:
+            is_running_too: Hand running requests back too.
+        """
+        queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
+        for key, group in list(self._groups.items()):
+            if is_running_too or all(request.state in queued for request in group):
+                self.fail(key, Draining("this worker is draining", stage="queue"))
+
+    def repeat_state(self, key: RequestKey) -> None:
+        """Answers a duplicate submit with the state of its request."""
+        self._out.accepted(key)
+        for request in self._groups[key]:
+            self._out.all_tokens(request)
+
+    def cancel(self, key: RequestKey, sample: int | None = None) -> None:
+        """Cancels one sample of a request, or all."""
+        if sample is None:
+            self._cancel_all_of(key)
+            return
+        for request in self._groups.get(key, []):
+            if request.sample == sample and request.state is not State.FINISHED:
+                self.end_sample(request, "cancelled", None)
+                return
+            if sample in request.unforked_samples:
+                self._end_unforked(request, sample)
+                return
+
+    def cancel_all(self, gateway: int) -> None:
+        """Cancels all requests of a gateway."""
+        for key in [key for key in self._groups if key.gateway == gateway]:
+            self.cancel(key)
+
+    def fork(self, first: Request, now: float) -> None:
+        """Creates the other samples of a prompt whose KV exists now; they share its full pages."""
+        group = self._groups.get(first.key)
+        samples, first.unforked_samples = first.unforked_samples, {}
+        if group is None:
+            return
+        for sample, generated in reversed(samples.items()):
+            request = self._intake.sibling(first, sample, generated, now)
+            if first.state is State.RUNNING:
+                self._scheduler.pages.share(first, request)
+            else:  # The first sample ended early: another one takes over its candidates.
+                request.candidates, first.candidates = first.candidates, []
+            group.append(request)
+            self._scheduler.add(request, is_held=first in self._scheduler.held)
+
+    def end_sample(self, request: Request, reason: str, stop_token_id: int | None) -> None:
+        """Finishes one sample without an error."""
+        request.timeline.finish_s = self._clock() - request.timeline.submitted_at
+        if request.unforked_samples:
+            self.fork(request, self._clock())
+        self._out.finished(request, reason, stop_token_id)
+        self._scheduler.finish(request)
+
+    def fail(self, key: RequestKey, error: WeftError) -> None:
+        """Fails a whole request: one event, and all its samples end."""
+        group = self._groups.pop(key, None)
+        if group is None:
+            return
+        timeline = group[0].timeline
+        timeline.finish_s = self._clock() - timeline.submitted_at
+        self._out.failed(key, error, timeline)
+        for request in group:
+            self._scheduler.finish(request, error)
+
+    def on_finished(self, request: Request) -> None:
+        """Notes that a sample has ended, and the request with its last one."""
+        group = self._groups.get(request.key)
+        if request.error is not None:
+            self.fail(request.key, request.error)
+        elif group and all(sample.state is State.FINISHED for sample in group):
+            del self._groups[request.key]
+        self._constraints.end(request, is_last=request.key not in self._groups)
+
+    def _end_unforked(self, first: Request, sample: int) -> None:
+        """Cancels a sample before it was forked."""
+        generated = first.unforked_samples.pop(sample)
+        never = self._intake.sibling(first, sample, generated, self._clock())
+        never.timeline.finish_s = self._clock() - never.timeline.submitted_at
+        self._out.finished(never, "cancelled", None)
+
+    def _cancel_all_of(self, key: RequestKey) -> None:
+        for request in self._groups.pop(key, []):
+            for sample in list(request.unforked_samples):
+                self._end_unforked(request, sample)
+            if request.state is not State.FINISHED:
+                self.end_sample(request, "cancelled", None)
