@@ -39,10 +39,10 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.features.constraints.constraints import Constraints
-from weft.engine.loop.build import EngineParts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.intake import Intake
+from weft.engine.loop.parts import EngineParts
 from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
@@ -22,13 +21,11 @@ from weft.cli.channel import (
     Metadata,
     add_gateway_flags,
     api_key_metadata,
-    cli_identity,
-    explain,
-    find_gateway,
+    call_gateway,
     open_blocking_channel,
 )
 from weft.cli.numbers import MAX_SECONDS, number
-from weft.engine.base.errors import ConfigError
+from weft.common.rpc.tls import Identity
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _LIST_TIMEOUT_S = 10.0
@@ -46,20 +43,14 @@ _STATES = {
 def main(argv: Sequence[str]) -> int:
     """Runs `weft adapter`; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    address = arguments.address
-    try:
-        address, metadata = find_gateway(arguments)
-        identity = cli_identity(arguments.tls_dir)
+
+    def act(address: str, identity: Identity | None, metadata: Metadata) -> int:
         with open_blocking_channel(address, "gateway", identity) as channel:
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)
             _ACTIONS[arguments.action](stub, arguments, metadata or api_key_metadata())
-    except ConfigError as error:
-        sys.stderr.write(f"weft adapter: {error}\n")
-        return 1
-    except grpc.RpcError as error:
-        sys.stderr.write(f"weft adapter: {explain(error, address)}\n")
-        return 1
-    return 0
+        return 0
+
+    return call_gateway("weft adapter", arguments, act)
 
 
 def _load(

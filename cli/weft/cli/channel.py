@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -78,6 +79,33 @@ def find_gateway(arguments: argparse.Namespace) -> tuple[str, Metadata]:
 
     token = read_token(arguments.token_file)
     return arguments.admin_address, (("authorization", f"Bearer {token}"),)
+
+
+def call_gateway(
+    program: str,
+    arguments: argparse.Namespace,
+    call: Callable[[str, Identity | None, Metadata], int],
+) -> int:
+    """Runs a command that calls the gateway, and tells why it could not.
+
+    Args:
+        program: Name of the command.
+        arguments: With the flags of `add_gateway_flags`.
+        call: Takes the gateway's address, the command's identity and the calls' metadata; returns
+            the exit status.
+
+    Returns:
+        The exit status.
+    """
+    address = arguments.address
+    try:
+        address, metadata = find_gateway(arguments)
+        return call(address, cli_identity(arguments.tls_dir), metadata)
+    except ConfigError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+    except grpc.RpcError as error:
+        sys.stderr.write(f"{program}: {explain(error, address)}\n")
+    return 1
 
 
 def add_tls_flag(parser: argparse.ArgumentParser) -> None:

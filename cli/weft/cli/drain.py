@@ -6,18 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Collection, Sequence
 
-import grpc
 from google.protobuf.duration_pb2 import Duration
-from weft.cli.channel import (
-    Metadata,
-    add_gateway_flags,
-    cli_identity,
-    explain,
-    find_gateway,
-    open_blocking_channel,
-)
+from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_blocking_channel
 from weft.cli.numbers import number
-from weft.engine.base.errors import ConfigError
+from weft.common.rpc.tls import Identity
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _MAX_TIMEOUT_S = 3600.0
@@ -57,17 +49,12 @@ def run(program: str, parser: argparse.ArgumentParser, argv: Sequence[str], call
     """Makes one call of the gateway that the flags name; returns the exit status."""
     add_gateway_flags(parser)
     arguments = parser.parse_args(argv)
-    address = arguments.address
-    try:
-        address, metadata = find_gateway(arguments)
-        identity = cli_identity(arguments.tls_dir)
+
+    def run_call(address: str, identity: Identity | None, metadata: Metadata) -> int:
         with open_blocking_channel(address, "gateway", identity) as channel:
             return call(gateway_pb2_grpc.GatewayServiceStub(channel), arguments, metadata)
-    except ConfigError as error:
-        sys.stderr.write(f"{program}: {error}\n")
-    except grpc.RpcError as error:
-        sys.stderr.write(f"{program}: {explain(error, address)}\n")
-    return 1
+
+    return call_gateway(program, arguments, run_call)
 
 
 def _drain(

@@ -13,16 +13,8 @@ import grpc
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from weft.cli.channel import (
-    Metadata,
-    add_gateway_flags,
-    cli_identity,
-    explain,
-    find_gateway,
-    open_channel,
-)
+from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
 from weft.common.rpc.tls import Identity
-from weft.engine.base.errors import ConfigError
 from weft.v1 import (
     common_pb2,
     gateway_pb2,
@@ -178,31 +170,25 @@ def main(argv: Sequence[str]) -> int:
         help="everything there is, as JSON: `gateway`, its load, and `workers`, stores included",
     )
     arguments = parser.parse_args(argv)
-    address = arguments.address
-    try:
-        address, metadata = find_gateway(arguments)
-        identity = cli_identity(arguments.tls_dir)
+
+    def tell(address: str, identity: Identity | None, metadata: Metadata) -> int:
         load, workers = asyncio.run(read_status(address, identity, metadata))
-    except ConfigError as error:
-        sys.stderr.write(f"weft status: {error}\n")
-        return 1
-    except grpc.aio.AioRpcError as error:
-        sys.stderr.write(f"weft status: {explain(error, address)}\n")
-        return 1
-    if arguments.json:
-        found = {
-            "gateway": asdict(gateway_status(load)),
-            "workers": [asdict(worker) for worker in workers],
-        }
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        show(Console(), workers)
-        Console().print(describe_load(load), style="dim", highlight=False, soft_wrap=True)
-    return 0
+        if arguments.json:
+            found = {
+                "gateway": asdict(gateway_status(load)),
+                "workers": [asdict(worker) for worker in workers],
+            }
+            sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        else:
+            show(Console(), workers)
+            Console().print(describe_load(load), style="dim", highlight=False, soft_wrap=True)
+        return 0
+
+    return call_gateway("weft status", arguments, tell)
 
 
 async def read_status(
-    address: str, identity: Identity | None = None, metadata: Metadata = ()
+    address: str, identity: Identity | None, metadata: Metadata
 ) -> tuple[gateway_pb2.GatewayLoad, list[WorkerStatus]]:
     """Asks the gateway for its workers, and each of them and of their KV stores for its state.
 

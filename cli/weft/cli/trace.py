@@ -14,24 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from weft.cli.channel import (
-    Metadata,
-    add_gateway_flags,
-    cli_identity,
-    explain,
-    find_gateway,
-    open_channel,
-)
+from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
 from weft.cli.trace_timeline import first_token_pieces
 from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.rpc.tls import Identity
-from weft.engine.base.errors import ConfigError
 from weft.v1 import trace_pb2, trace_pb2_grpc
 
 _TIMEOUT_S = 10.0
@@ -52,17 +43,14 @@ def main(argv: Sequence[str]) -> int:
         help="what the time to the first token consists of, with what lies between processes",
     )
     arguments = parser.parse_args(argv)
-    address = arguments.address
-    try:
-        address, metadata = find_gateway(arguments)
-        identity = cli_identity(arguments.tls_dir)
-        found = asyncio.run(read_spans(address, arguments.id, identity, metadata))
-    except ConfigError as error:
-        sys.stderr.write(f"weft trace: {error}\n")
-        return 1
-    except grpc.aio.AioRpcError as error:
-        sys.stderr.write(f"weft trace: {explain(error, address)}\n")
-        return 1
+
+    def tell(address: str, identity: Identity | None, metadata: Metadata) -> int:
+        return _tell(arguments, asyncio.run(read_spans(address, arguments.id, identity, metadata)))
+
+    return call_gateway("weft trace", arguments, tell)
+
+
+def _tell(arguments: argparse.Namespace, found: trace_pb2.ListSpansResponse) -> int:
     for silent in found.silent:
         sys.stderr.write(f"{silent.address} does not answer: {silent.problem}\n")
     if not found.spans:
@@ -82,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def read_spans(
-    address: str, wanted: str, identity: Identity | None = None, metadata: Metadata = ()
+    address: str, wanted: str, identity: Identity | None, metadata: Metadata
 ) -> trace_pb2.ListSpansResponse:
     """Reads the spans of a request or trace from a gateway and the services behind it.
 

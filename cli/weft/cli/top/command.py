@@ -18,9 +18,8 @@ from weft.cli.channel import (
     Metadata,
     add_gateway_flags,
     api_key_metadata,
-    cli_identity,
+    call_gateway,
     explain,
-    find_gateway,
     open_channel,
 )
 from weft.cli.numbers import number as number_type
@@ -29,7 +28,6 @@ from weft.cli.top.picture import MeshPicture, watch_mesh
 from weft.cli.top.view import SORTS, Sort, TopState, TopView
 from weft.common.mesh import NOT_ASKED
 from weft.common.rpc.tls import Identity
-from weft.engine.base.errors import ConfigError
 from weft.v1 import mesh_pb2
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 60.0
@@ -67,10 +65,9 @@ class Gateway:
 def main(argv: Sequence[str]) -> int:
     """Runs `weft top`; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    address = arguments.address
-    try:
-        address, metadata = find_gateway(arguments)
-        gateway = Gateway(address, cli_identity(arguments.tls_dir), metadata or api_key_metadata())
+
+    def watch(address: str, identity: Identity | None, metadata: Metadata) -> int:
+        gateway = Gateway(address, identity, metadata or api_key_metadata())
         console = Console()
         if arguments.json:
             asyncio.run(_print_json(gateway, arguments.interval, is_once=arguments.once))
@@ -78,13 +75,9 @@ def main(argv: Sequence[str]) -> int:
             asyncio.run(_print_once(gateway, arguments.interval, console, arguments.sort))
         else:
             asyncio.run(_Screen(gateway, arguments.interval, console, arguments.sort).run())
-    except ConfigError as error:
-        sys.stderr.write(f"weft top: {error}\n")
-        return 1
-    except grpc.aio.AioRpcError as error:
-        sys.stderr.write(f"weft top: {explain(error, address)}\n")
-        return 1
-    return 0
+        return 0
+
+    return call_gateway("weft top", arguments, watch)
 
 
 async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> None:

@@ -74,19 +74,9 @@ def read_fp8_compressed(section: Fields) -> Fp8Config | str:
     Raises:
         ModelError: A field has a value of another type.
     """
-    if section.get("transform_config"):
-        return "transform_config is not supported"
-    if list(section.section("sparsity_config")):
-        return "sparsity_config is not supported"
-    if section.text("quantization_status", "compressed") != "compressed":
-        return "quantization_status must be compressed"
-    groups = section.section("config_groups")
-    names = list(groups)
-    if len(names) != 1:
-        return f"{len(names)} config_groups are not supported, only one"
-    group = groups.section(names[0])
-    if group.get("targets") != ["Linear"] or group.get("output_activations"):
-        return "only weights and inputs of all Linear may be quantised"
+    group = compressed_group(section)
+    if isinstance(group, str):
+        return group
     weights, rows = group.section("weights"), group.section("input_activations")
     for part, name in ((weights, "weights"), (rows, "input_activations")):
         kind = (part.get("num_bits"), part.get("type"), part.get("symmetric"))
@@ -106,6 +96,30 @@ def read_fp8_compressed(section: Fields) -> Fp8Config | str:
     if is_static and rows.get("strategy") != "tensor":
         return f"fixed scales of input_activations by {rows.get('strategy')!r} are not supported"
     return Fp8Config(scales[strategy], "weight_scale", is_static, ignored_modules(section))
+
+
+def compressed_group(section: Fields) -> Fields | str:
+    """The one group of a configuration of compressed-tensors; a text says what is not supported.
+
+    Raises:
+        ModelError: A field has a value of another type.
+    """
+    if section.text("quantization_status", "compressed") != "compressed":
+        return "quantization_status must be compressed"
+    if section.get("transform_config"):
+        return "transform_config is not supported"
+    if list(section.section("sparsity_config")):
+        return "sparsity_config is not supported"
+    groups = section.section("config_groups")
+    names = list(groups)
+    if len(names) != 1:
+        return f"{len(names)} config_groups are not supported, only one"
+    group = groups.section(names[0])
+    if group.get("targets") != ["Linear"]:
+        return f"targets {group.get('targets')!r} are not supported, only ['Linear']"
+    if group.get("output_activations"):
+        return "output_activations are not supported"
+    return group
 
 
 def ignored_modules(section: Fields) -> tuple[str, ...]:

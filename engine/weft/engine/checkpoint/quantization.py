@@ -15,6 +15,7 @@ from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.fp8_config import (
     FP8_METHODS,
     Fp8Config,
+    compressed_group,
     ignored_modules,
     is_fp8,
     read_fp8,
@@ -174,7 +175,7 @@ def _packed(packing: IntPacking, ignore: tuple[str, ...]) -> Quantization:
 
 
 def _compressed_packing(section: Fields) -> IntPacking | str:
-    group = _group_of_compressed_tensors(section)
+    group = _dynamic_group(section)
     if isinstance(group, str):
         return group
     return read_packed_compressed(group.section("weights"))
@@ -185,7 +186,7 @@ def _problem_of_compressed_tensors(section: Fields) -> str:
     layout = section.text("format", "")
     if layout != "int-quantized":
         return f"format {layout!r} is not supported (int-quantized and pack-quantized are)"
-    group = _group_of_compressed_tensors(section)
+    group = _dynamic_group(section)
     if isinstance(group, str):
         return group
     wanted = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -196,23 +197,13 @@ def _problem_of_compressed_tensors(section: Fields) -> str:
     return ""
 
 
-def _group_of_compressed_tensors(section: Fields) -> Fields | str:
-    """The one group of a configuration; a text says what is not supported."""
-    if section.text("quantization_status", "compressed") != "compressed":
-        return "quantization_status must be compressed"
-    if section.get("transform_config"):
-        return "transform_config is not supported"
-    if list(section.section("sparsity_config")):
-        return "sparsity_config is not supported"
-    groups = section.section("config_groups")
-    names = list(groups)
-    if len(names) != 1:
-        return f"{len(names)} config_groups are not supported, only one"
-    group = groups.section(names[0])
-    if group.get("targets") != ["Linear"]:
-        return f"targets {group.get('targets')!r} are not supported, only ['Linear']"
-    if group.get("output_activations"):
-        return "output_activations are not supported"
+def _dynamic_group(section: Fields) -> Fields | str:
+    """The one group of a configuration whose inputs have no fixed scales; a text says what is not
+    supported.
+    """
+    group = compressed_group(section)
+    if isinstance(group, str):
+        return group
     activations = group.section("input_activations")
     # Rows are kept more exactly than their 8 bits; a fixed scale would be one more tensor a layer.
     if list(activations) and activations.get("dynamic") is not True:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import secrets
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,14 +37,6 @@ from weft.engine.executor.graphs import Progress
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import (
-    MIN_PAGES,
-    check_pool_fits,
-    describe_pool,
-    describe_windows,
-    divide_pages,
-    divide_states,
-    measure_needs,
-    pages_of,
     time_token,
 )
 from weft.engine.executor.ranks.ranked import RankedExecutor
@@ -57,7 +46,10 @@ from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
 from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
+from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
+from weft.engine.loop.parts import EngineParts
+from weft.engine.loop.pools import Pools, size_pools
 from weft.engine.loop.recurrent import (
     check_recurrent,
     describe_recurrent,
@@ -66,7 +58,6 @@ from weft.engine.loop.recurrent import (
     make_states,
     num_block_pages,
 )
-from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
@@ -74,17 +65,14 @@ from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
-from weft.engine.parallel.shards import check_ranks, describe_shards, layout_of_rank
+from weft.engine.parallel.shards import check_ranks, describe_shards
 from weft.engine.parallel.shared import SharedGroup
-from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.store import StoreLookup, StorePut
-from weft.engine.scheduler.adapters import Adapters
-from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
+from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
-from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.store import StoredBlocks, StoreLink
-from weft.engine.sources.tiers.build import TierParts, load_tiers
+from weft.engine.sources.tiers.build import load_tiers
 from weft.engine.transfer.build import staged_exchange, staging_memory
 from weft.engine.transfer.exchange import DirectExchange, PageExchange
 from weft.engine.transfer.mover import Lanes
@@ -94,49 +82,12 @@ from weft.kernels.peers import Peers
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
 
-DEFAULT_KV_BYTES = 1 << 30
-"""Default size of the KV pool on a CPU; with recurrent layers, of it and as much for states."""
 SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
 MAX_SWITCH_S = 5e-4
 """Switch interval of Python's lock. With the default of 5 ms, steps would be that late while
 another thread reads an adapter or makes masks.
 """
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineParts:
-    """The components that `Engine` wires together."""
-
-    executor: LocalExecutor
-    layout: CacheLayout
-    memory: PageMemory
-    prefixes: PrefixTree | None
-    """Index of `memory`; None: no prefix caching."""
-    windows: tuple[WindowPages, ...] = ()
-    """Pages of further groups, which are freed behind a window."""
-    states: StateBlocks | None = None
-    """Blocks of recurrent layers; None: the model has none."""
-    intake: Intake
-    constraints: MaskSource
-    transport: Transport
-    info: EngineInfo
-    tiers: TierParts | None = None
-    """Tiers below the pool; None: there are none."""
-    sampler: Sampler | None = None
-    """The sampler; None: tokens are drawn on the host."""
-    adapters: Adapters | None = None
-    """The adapters; None: none are served."""
-    drafter: Drafter | None = None
-    """Proposes drafts; None: nothing is drafted."""
-    gate: DraftGate | None = None
-    """Decides how many drafts pay; None without a drafter."""
-    whole_prompt_tokens: int = 0
-    """Longest prompt of a model that computes prompts whole; 0: they may be cut."""
-    token_s: float = UNKNOWN_STEP_S
-    """Seconds for each token of a small step."""
-    host: HostPriority = field(default_factory=HostPriority)
-    """The lock that background threads yield while the engine thread works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +104,6 @@ class _Models:
     """Layout of the pool's pages."""
     max_context_tokens: int
     """Most tokens of a request, as far as the model and the settings limit it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pools:
-    """Sizes of the pools."""
-
-    num_pages: int
-    """Pages of the pool, its null page included."""
-    window_pages: tuple[int, ...]
-    """The same of each further page group."""
-    num_blocks: int
-    """Blocks of recurrent layers, the null block included; 0: there are no such layers."""
-    num_draft_pages: int
-    """Pages of a draft model's pool, its null page included."""
-    notices: list[str]
-    """The calculation of the sizes, in words."""
 
 
 def load_parts(
@@ -247,7 +182,9 @@ def _load_parts(
     shared = None if ranks is None or peers is None else SharedMemory(ranks, peers)
     lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
-    pools = _size_pools(config, models, device, lora, ranks)
+    pools = size_pools(
+        config, loaded, layout, models.max_context_tokens, models.draft, device, lora, ranks
+    )
     shards: list[str] = []
     if ranks is not None and peers is not None:
         shards = [describe_shards(loaded.config, ranks.pids, config.ep, peers.sums)]
@@ -330,7 +267,7 @@ def _load_parts(
         intake=intake,
         constraints=constraints,
         transport=plane,
-        info=_describe_engine(config, models, pools.num_pages, max_tokens, plane, notices),
+        info=describe_engine(config, loaded, layout, pools.num_pages, max_tokens, plane, notices),
         tiers=tiers,
         sampler=sampler,
         adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
@@ -405,88 +342,6 @@ def _load_models(
     )
 
 
-def _size_pools(
-    config: EngineConfig,
-    models: _Models,
-    device: torch.device,
-    lora: LoraPool | None,
-    ranks: Ranks | None,
-) -> _Pools:
-    """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free, on the
-    rank that has the least.
-    """
-    if models.loaded.config.is_encoder:
-        pages = -(-models.max_context_tokens // config.page_size)
-        told = "an encoder: no KV pool, no prefix cache; prompts are computed whole"
-        return _Pools(1 + config.max_running_requests * pages, (), 0, 0, [told])
-    draft, layout = models.draft, models.layout
-    if device.type == "cuda":
-        layout = layout_of_rank(layout, config.tp)
-    page_bytes = sum(group.page_bytes(config.page_size) for group in layout.groups)
-    size, context = config.kv_memory_bytes, models.max_context_tokens
-    needs, num_blocks = None, 0
-    if device.type == "cuda" and not config.num_pages and size is None:
-        needs = measure_needs(
-            models.loaded.model,
-            layout,
-            models.loaded.config.num_embeddings,
-            config.max_running_requests,
-            config.max_step_tokens + config.decodes_beside,
-            context,
-            device,
-            cuda_graphs=config.cuda_graphs,
-            share=config.device_memory_share,
-            lora=lora,
-            max_drafts=config.most_drafts,
-            tree_rows=tree_rows(config),
-        )
-        if draft is not None:
-            needs = draft.added_to(needs, context, page_bytes, device)
-        if layout.states is not None and needs.for_pool > 0:
-            most = config.max_running_requests, config.most_drafts
-            num_blocks, left = divide_states(layout, needs.for_pool, *most, on_gpu=True)
-            needs = replace(needs, states=needs.for_pool - left)
-        num_pages = pages_of(needs, page_bytes)
-        num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
-    else:
-        default = DEFAULT_KV_BYTES if layout.states is None else 2 * DEFAULT_KV_BYTES
-        size = default if size is None else size
-        size = size if config.num_pages is None else config.num_pages * page_bytes
-        num_blocks, size = divide_states(
-            layout,
-            size,
-            config.max_running_requests,
-            config.most_drafts,
-            is_fixed=config.num_pages is not None,
-            on_gpu=device.type == "cuda",
-        )
-        num_pages = size // page_bytes
-        if num_pages < MIN_PAGES:
-            raise ConfigError(
-                f"kv_memory_bytes = {size:,} holds {num_pages} pages of "
-                f"{page_bytes:,} bytes; give at least {MIN_PAGES * page_bytes:,}"
-            )
-        num_draft_pages = 0 if draft is None else draft.num_pages(num_pages, context)
-        draft_bytes = 0 if draft is None else num_draft_pages * draft.layout.page_bytes
-        if device.type == "cuda":
-            check_pool_fits(num_pages * page_bytes + draft_bytes, device)
-    plan: list[str] = []
-    limits = config.max_running_requests, config.max_step_tokens, context
-    is_fixed = config.num_pages is not None
-    num_pages, *of_windows = divide_pages(layout, num_pages, *limits, is_fixed=is_fixed)
-    if needs is not None:
-        plan.append(describe_pool(needs, num_pages, layout))
-    if draft is not None:
-        plan.append(draft.describe(num_draft_pages))
-    if ranks is not None:
-        num_pages = ranks.agree("pages", num_pages)
-    plan += describe_windows(layout, (num_pages, *of_windows))
-    if len(layout.groups) == 1 and models.loaded.config.has_windows:
-        why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"
-        plan.append(f"pages are kept behind sliding windows: {why}")
-    return _Pools(num_pages, tuple(of_windows), num_blocks, num_draft_pages, plan)
-
-
 def _windows(
     config: EngineConfig, layout: CacheLayout, counts: Sequence[int], prefixes: PrefixTree | None
 ) -> tuple[WindowPages, ...]:
@@ -506,7 +361,7 @@ def _windows(
 def _make_executor(
     config: EngineConfig,
     models: _Models,
-    pools: _Pools,
+    pools: Pools,
     max_tokens: int,
     device: torch.device,
     lora: LoraPool | None,
@@ -554,55 +409,3 @@ def _max_step_tokens(config: EngineConfig, models: _Models) -> int:
     """Rows of the largest step; an encoder's has room for the longest prompt."""
     whole = models.max_context_tokens if models.loaded.config.is_encoder else 0
     return max(config.max_step_tokens + config.decodes_beside, whole)
-
-
-def _describe_engine(
-    config: EngineConfig,
-    models: _Models,
-    num_pages: int,
-    max_tokens: int,
-    transport: Transport,
-    notices: list[str],
-) -> EngineInfo:
-    layout, loaded = models.layout, models.loaded
-    return EngineInfo(
-        epoch=secrets.randbits(64) | 1,
-        model_digest=models.loaded.digest,
-        dtype=models.loaded.dtype,
-        weight_format=models.loaded.weight_format,
-        vocab_size=models.loaded.config.vocab_size,
-        max_context_tokens=max_tokens,
-        num_pages=num_pages - 1,
-        page_size=config.page_size,
-        page_bytes=layout.page_bytes,
-        layers=layout.plane.layers,
-        kv_heads=layout.plane.heads,
-        draft=layout.plane.draft,
-        head_dim=layout.plane.dim,
-        kv_parts=layout.plane.parts,
-        further_planes={
-            plane.name: (plane.layers, plane.heads, plane.dim)
-            for plane in [plane for group in layout.groups for plane in group.planes][1:]
-        },
-        states=layout.states,
-        transports=transport.transports,
-        transport_detail=transport.describe(),
-        versions=_versions(),
-        notices=notices,
-        engine_pid=os.getpid(),
-        task=loaded.pooling.task,
-        embedding_size=loaded.embedding_size if loaded.pooling.task == "embed" else 0,
-        num_labels=loaded.config.num_labels,
-        max_loras=config.max_loras if config.enable_lora else 0,
-        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
-    )
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in ("weft", "torch", "nixl"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = ""
-    return versions

@@ -19,7 +19,7 @@ from weft.engine.drawing.draws import Drawer, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.adapters import EngineAdapters
 from weft.engine.loop.arrivals import take_transfers
-from weft.engine.loop.build import EngineParts, make_store
+from weft.engine.loop.build import make_store
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.drafting import Drafting
 from weft.engine.loop.fill_jobs import ComputeJobs
@@ -27,6 +27,7 @@ from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
+from weft.engine.loop.parts import EngineParts
 from weft.engine.loop.pipeline import StepPipeline
 from weft.engine.loop.recurrent import BlocksInPages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report

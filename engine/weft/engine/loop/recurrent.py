@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.executor.port import Executor
+from weft.engine.loop.parts import EngineParts
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
@@ -19,9 +19,6 @@ from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.sources.lease import FillJob
 from weft.engine.sources.tiers.blocks import BlockAccess
-
-if TYPE_CHECKING:
-    from weft.engine.loop.build import EngineParts
 
 
 def num_block_pages(layout: CacheLayout) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
+from weft.engine.loop.parts import EngineParts
 from weft.engine.loop.recurrent import block_access
 from weft.engine.protocol.reports import TierReport
 from weft.engine.scheduler.pages import RequestPages
@@ -15,9 +15,6 @@ from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
-
-if TYPE_CHECKING:
-    from weft.engine.loop.build import EngineParts
 
 
 def tier_reports(

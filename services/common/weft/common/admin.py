@@ -42,7 +42,10 @@ _LEVELS: dict[int, LogLevel] = {
 
 
 class AdminBackend(Protocol):
-    """The parts of AdminService that differ from service to service."""
+    """The parts of AdminService that differ from service to service.
+
+    The methods with a body are defaults for services that are one process.
+    """
 
     async def flush_cache(self) -> int:
         """Drops cached pages that are not in use; returns how many."""
@@ -68,11 +71,11 @@ class AdminBackend(Protocol):
         Returns:
             The faults that are armed there afterwards.
         """
-        ...
+        return []
 
     def set_log_level(self, level: LogLevel) -> None:
         """Sets the log level of the service's other processes; this process has it already."""
-        ...
+        return None
 
 
 class AdminServer:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc
-from weft.common.settings import LogLevel
+from weft.common.admin import AdminBackend
 from weft.common.tasks import tasks_now
-from weft.engine.base.faults import FaultSpec, FaultState
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue
@@ -18,7 +17,7 @@ from weft.gateway.generation.pipeline import RequestPipeline
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 
-class GatewayAdmin:
+class GatewayAdmin(AdminBackend):
     """Implements `AdminBackend`.
 
     Args:
@@ -60,15 +59,6 @@ class GatewayAdmin:
             "workers": [worker.snapshot(now) for worker in workers[:max_entries]],
             "server": tasks_now(),
         }
-
-    async def order_faults(
-        self, *, add: FaultSpec | None = None, clear: str | None = None
-    ) -> list[FaultState]:
-        """See `AdminBackend`; a gateway is one process."""
-        return []
-
-    def set_log_level(self, level: LogLevel) -> None:
-        """See `AdminBackend`; a gateway is one process."""
 
 
 def add_operators_calls(

@@ -95,6 +95,21 @@ def _api_keys(settings: GatewaySettings) -> ApiKeys | None:
     return ApiKeys(settings.api_keys_file, fixed)
 
 
+def _load_cards(settings: GatewaySettings) -> list[ModelCard]:
+    return [
+        load_model_card(
+            folder,
+            name,
+            settings.max_context_tokens,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
+            has_own_sampling=settings.generation_config == "auto",
+            chat_template="" if number else settings.chat_template,
+        )
+        for number, (name, folder) in enumerate(settings.model_folders)
+    ]
+
+
 class GatewayApp:
     """One gateway: built from settings, started and stopped once."""
 
@@ -118,18 +133,7 @@ class GatewayApp:
         """
         self._settings = settings
         self._identity = load_identity(settings)
-        loaded = models or [
-            load_model_card(
-                folder,
-                name,
-                settings.max_context_tokens,
-                tool_parser=settings.tool_parser,
-                reasoning_parser=settings.reasoning_parser,
-                has_own_sampling=settings.generation_config == "auto",
-                chat_template="" if number else settings.chat_template,
-            )
-            for number, (name, folder) in enumerate(settings.model_folders)
-        ]
+        loaded = models or _load_cards(settings)
         self._models = {model.name: model for model in loaded}
         if len(self._models) < len(loaded):
             names = ", ".join(model.name for model in loaded)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.common.settings import LogLevel
+from weft.common.admin import AdminBackend
 from weft.common.tasks import tasks_now
-from weft.engine.base.faults import FaultSpec, FaultState
 from weft.kvstore.store import KvStore
 
 
-class StoreAdmin:
+class StoreAdmin(AdminBackend):
     """Implements `AdminBackend` over a store."""
 
     def __init__(self, store: KvStore) -> None:
@@ -30,12 +29,3 @@ class StoreAdmin:
             "counters": store.all_counters(),
             "server": tasks_now(),
         }
-
-    async def order_faults(
-        self, *, add: FaultSpec | None = None, clear: str | None = None
-    ) -> list[FaultState]:
-        """See `AdminBackend`; a store is one process."""
-        return []
-
-    def set_log_level(self, level: LogLevel) -> None:
-        """See `AdminBackend`; a store is one process."""

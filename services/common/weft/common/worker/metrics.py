@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import get_args
 
@@ -167,21 +167,31 @@ def _adapter_metrics(adapters: Collection[AdapterState]) -> Iterator[Metric]:
     )
 
 
+def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """A gauge of several values with one label."""
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
 def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
-    requests = GaugeMetricFamily("weft_requests", "Requests by state", labels=["state"])
-    requests.add_metric(["running"], load.running_requests)
-    requests.add_metric(["waiting"], load.waiting_requests)
-    requests.add_metric(["filling"], load.filling_requests)
-    yield requests
+    requests = {
+        "running": load.running_requests,
+        "waiting": load.waiting_requests,
+        "filling": load.filling_requests,
+    }
+    yield _by("state", "weft_requests", "Requests by state", requests)
     yield GaugeMetricFamily("weft_sessions", "Chat sessions with pinned pages", load.sessions)
     text = "KV pages that are given up last, for chat sessions; cached or used"
     yield GaugeMetricFamily("weft_session_pinned_pages", text, load.pinned_pages)
-    pages = GaugeMetricFamily("weft_kv_pages", "KV pages by state", labels=["state"])
-    pages.add_metric(["free"], load.free_pages)
-    pages.add_metric(["cached"], load.cached_pages)
-    pages.add_metric(["used"], load.used_pages)
-    pages.add_metric(["quarantined"], load.quarantined_pages)
-    yield pages
+    pages = {
+        "free": load.free_pages,
+        "cached": load.cached_pages,
+        "used": load.used_pages,
+        "quarantined": load.quarantined_pages,
+    }
+    yield _by("state", "weft_kv_pages", "KV pages by state", pages)
     text = "Pages of layers whose pages are freed behind a sliding window, by plane and state"
     windows = GaugeMetricFamily("weft_kv_window_pages", text, labels=["plane", "state"])
     for plane, counts_of in load.window_pages.items():
@@ -189,26 +199,18 @@ def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
             windows.add_metric([plane, state], count)
     if windows.samples:
         yield windows
-    if load.state_counts is not None:
+    if (blocks := load.state_counts) is not None:
         text = "Blocks of recurrent layers, by state"
-        blocks = GaugeMetricFamily("weft_state_blocks", text, labels=["state"])
-        blocks.add_metric(["free"], load.state_counts.free)
-        blocks.add_metric(["cached"], load.state_counts.cached)
-        blocks.add_metric(["used"], load.state_counts.used)
-        yield blocks
+        counts = {"free": blocks.free, "cached": blocks.cached, "used": blocks.used}
+        yield _by("state", "weft_state_blocks", text, counts)
     text = "Pages of host memory in front of a KV pool on a GPU, by state"
-    staging = GaugeMetricFamily("weft_staging_pages", text, labels=["state"])
-    counts = load.staging or StagingCounts(free=0, used=0, quarantined=0, total=0)
-    staging.add_metric(["free"], counts.free)
-    staging.add_metric(["used"], counts.used)
-    staging.add_metric(["quarantined"], counts.quarantined)
-    yield staging
-    text = "Drafts of a request in a step, as the gate has it, by requests in the step from"
-    drafts = GaugeMetricFamily("weft_draft_tokens", text, labels=["requests"])
-    for requests_from, depth in load.draft_depths.items():
-        drafts.add_metric([str(requests_from)], depth)
-    if drafts.samples:
-        yield drafts
+    staged = load.staging or StagingCounts(free=0, used=0, quarantined=0, total=0)
+    counts = {"free": staged.free, "used": staged.used, "quarantined": staged.quarantined}
+    yield _by("state", "weft_staging_pages", text, counts)
+    if load.draft_depths:
+        text = "Drafts of a request in a step, as the gate has it, by requests in the step from"
+        depths = {str(requests_from): depth for requests_from, depth in load.draft_depths.items()}
+        yield _by("requests", "weft_draft_tokens", text, depths)
     in_use = load.used_pages + load.quarantined_pages
     for name, text, value in (
         (

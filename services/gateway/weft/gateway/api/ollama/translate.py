@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.engine.base.request import Constraint
 from weft.gateway.api.dialect_bodies import refuse
-from weft.gateway.api.edge import CallFacts, call_fields
+from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
 from weft.gateway.api.ollama.bodies import (
     ChatBody,
     GenerateBody,
@@ -137,15 +137,7 @@ def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
             raise unsupported(f"options.{name}", "this kind of sampling")
     if options.penalize_newline is False:
         raise unsupported("options.penalize_newline", "penalties without those of line breaks")
-    given: dict[str, Any] = {
-        name: value
-        for name, option in _SAMPLING.items()
-        if (value := getattr(options, option)) is not None
-    }
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
-    if given.get("seed") == -1:
-        del given["seed"]
+    given = given_sampling(options, _SAMPLING)
     if options.repeat_last_n == 0:
         given.pop("repetition_penalty", None)
     elif options.repeat_last_n not in (None, -1) and given.get("repetition_penalty", 1) != 1:

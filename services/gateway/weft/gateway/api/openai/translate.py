@@ -9,7 +9,7 @@ from typing import Any, cast
 from weft.engine.base.request import MAX_TOP_LOGPROBS, Constraint
 from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.admission.slo.targets import Targets
-from weft.gateway.api.edge import CallFacts, check_client_id, earliest
+from weft.gateway.api.edge import CallFacts, check_client_id, earliest, given_sampling
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
     ChatBody,
@@ -43,6 +43,13 @@ from weft.gateway.validate import (
 _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; a chat may fill the context."""
 
+_SAMPLING = {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "seed", "n", "speculate"),
+    )
+}
 _OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Names that are fields of the request, and so must not be template variables."""
 
@@ -280,17 +287,7 @@ def _targets(body: GenerationBody) -> Targets:
 
 
 def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
-    names = (
-        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("presence_penalty", "frequency_penalty", "seed", "n", "speculate"),
-    )
-    given: dict[str, Any] = {
-        name: value for name in names if (value := getattr(body, name)) is not None
-    }
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
-    if given.get("seed") == -1:  # As in vLLM, -1 means no seed.
-        del given["seed"]
+    given = given_sampling(body, _SAMPLING)
     bias = logit_bias(body.logit_bias or {})
     return Sampling(**given, logit_bias=bias, constraint=constraint)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from weft.engine.base.request import Constraint
 from weft.gateway.api.dialect_bodies import refuse
-from weft.gateway.api.edge import CallFacts, call_fields
+from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
 from weft.gateway.api.openai.parse import explain
 from weft.gateway.api.openai.translate import logit_bias
 from weft.gateway.api.responses.bodies import (
@@ -25,6 +25,13 @@ from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.validate import invalid, unsupported
 
+_SAMPLING = {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "seed"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
+}
 NAMES = {"messages": "input"}
 """Names of fields in the Responses API, by those of the internal request."""
 PARTS = {".function.": "."}
@@ -147,17 +154,7 @@ def _refuse_unsupported(body: ResponsesBody) -> None:
 
 
 def _sampling(body: ResponsesBody, constraint: Constraint | None) -> Sampling:
-    names = (
-        *("temperature", "top_p", "top_k", "min_p", "seed"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    )
-    given: dict[str, Any] = {
-        name: value for name in names if (value := getattr(body, name)) is not None
-    }
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
-    if given.get("seed") == -1:
-        del given["seed"]
+    given = given_sampling(body, _SAMPLING)
     return Sampling(**given, logit_bias=logit_bias(body.logit_bias or {}), constraint=constraint)
 
 

@@ -1,0 +1,76 @@
+"""What an engine tells its worker of itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import secrets
+
+from weft.engine.base.config import EngineConfig
+from weft.engine.memory.layout import CacheLayout
+from weft.engine.model.loader import LoadedModel
+from weft.engine.protocol.reports import EngineInfo
+from weft.engine.transfer.transport import Transport
+
+
+def describe_engine(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: CacheLayout,
+    num_pages: int,
+    max_tokens: int,
+    transport: Transport,
+    notices: list[str],
+) -> EngineInfo:
+    """What an engine tells its worker of itself at start.
+
+    Args:
+        config: Settings.
+        loaded: The model.
+        layout: Of the pool's pages.
+        num_pages: Pages of the pool, the null page included.
+        max_tokens: Longest request.
+        transport: Carries pages between workers.
+        notices: Sentences for the log and for status.
+    """
+    return EngineInfo(
+        epoch=secrets.randbits(64) | 1,
+        model_digest=loaded.digest,
+        dtype=loaded.dtype,
+        weight_format=loaded.weight_format,
+        vocab_size=loaded.config.vocab_size,
+        max_context_tokens=max_tokens,
+        num_pages=num_pages - 1,
+        page_size=config.page_size,
+        page_bytes=layout.page_bytes,
+        layers=layout.plane.layers,
+        kv_heads=layout.plane.heads,
+        draft=layout.plane.draft,
+        head_dim=layout.plane.dim,
+        kv_parts=layout.plane.parts,
+        further_planes={
+            plane.name: (plane.layers, plane.heads, plane.dim)
+            for plane in [plane for group in layout.groups for plane in group.planes][1:]
+        },
+        states=layout.states,
+        transports=transport.transports,
+        transport_detail=transport.describe(),
+        versions=_versions(),
+        notices=notices,
+        engine_pid=os.getpid(),
+        task=loaded.pooling.task,
+        embedding_size=loaded.embedding_size if loaded.pooling.task == "embed" else 0,
+        num_labels=loaded.config.num_labels,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in ("weft", "torch", "nixl"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions

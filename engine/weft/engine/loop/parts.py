@@ -1,0 +1,56 @@
+"""The components of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.engine.base.give_way import HostPriority
+from weft.engine.drawing.sampler import Sampler
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.loop.intake import Intake
+from weft.engine.loop.stats import UNKNOWN_STEP_S
+from weft.engine.memory.layout import CacheLayout
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.protocol.reports import EngineInfo
+from weft.engine.scheduler.adapters import Adapters
+from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
+from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.engine.scheduler.window_pages import WindowPages
+from weft.engine.sources.tiers.build import TierParts
+from weft.engine.transfer.transport import Transport
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineParts:
+    """The components that `Engine` wires together."""
+
+    executor: LocalExecutor
+    layout: CacheLayout
+    memory: PageMemory
+    prefixes: PrefixTree | None
+    """Index of `memory`; None: no prefix caching."""
+    windows: tuple[WindowPages, ...] = ()
+    """Pages of further groups, which are freed behind a window."""
+    states: StateBlocks | None = None
+    """Blocks of recurrent layers; None: the model has none."""
+    intake: Intake
+    constraints: MaskSource
+    transport: Transport
+    info: EngineInfo
+    tiers: TierParts | None = None
+    """Tiers below the pool; None: there are none."""
+    sampler: Sampler | None = None
+    """The sampler; None: tokens are drawn on the host."""
+    adapters: Adapters | None = None
+    """The adapters; None: none are served."""
+    drafter: Drafter | None = None
+    """Proposes drafts; None: nothing is drafted."""
+    gate: DraftGate | None = None
+    """Decides how many drafts pay; None without a drafter."""
+    whole_prompt_tokens: int = 0
+    """Longest prompt of a model that computes prompts whole; 0: they may be cut."""
+    token_s: float = UNKNOWN_STEP_S
+    """Seconds for each token of a small step."""
+    host: HostPriority = field(default_factory=HostPriority)
+    """The lock that background threads yield while the engine thread works."""

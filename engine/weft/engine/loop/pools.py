@@ -1,0 +1,199 @@
+"""Sizes of an engine's pools: as configured, or on a GPU what the rest leaves free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.drafts.build import tree_rows
+from weft.engine.executor.memory_plan import (
+    MIN_PAGES,
+    MemoryNeeds,
+    check_pool_fits,
+    describe_pool,
+    describe_windows,
+    divide_pages,
+    divide_states,
+    measure_needs,
+    pages_of,
+)
+from weft.engine.executor.ranks.start import Ranks
+from weft.engine.memory.layout import CacheLayout
+from weft.engine.model.loader import LoadedModel
+from weft.engine.parallel.shards import layout_of_rank
+
+DEFAULT_KV_BYTES = 1 << 30
+"""Default size of the KV pool on a CPU; with recurrent layers, of it and as much for states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Sizes of the pools."""
+
+    num_pages: int
+    """Pages of the pool, its null page included."""
+    window_pages: tuple[int, ...]
+    """The same of each further page group."""
+    num_blocks: int
+    """Blocks of recurrent layers, the null block included; 0: there are no such layers."""
+    num_draft_pages: int
+    """Pages of a draft model's pool, its null page included."""
+    notices: list[str]
+    """The calculation of the sizes, in words."""
+
+
+class DraftPool(Protocol):
+    """The pool of a separate draft model, beside its target's."""
+
+    layout: CacheLayout
+    """Of a page."""
+
+    def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
+        """Its pages, the null page included.
+
+        Args:
+            num_target_pages: Pages of the target's pool, without the null page.
+            max_context_tokens: Length of the longest request.
+        """
+        ...
+
+    def added_to(
+        self, needs: MemoryNeeds, max_context_tokens: int, page_bytes: int, device: torch.device
+    ) -> MemoryNeeds:
+        """Adds this model's needs to the target's, whose pages have `page_bytes`.
+
+        Raises:
+            ConfigError: See `measure_needs`.
+        """
+        ...
+
+    def describe(self, num_pages: int) -> str:
+        """Describes its size."""
+        ...
+
+
+def size_pools(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: CacheLayout,
+    max_context_tokens: int,
+    draft: DraftPool | None,
+    device: torch.device,
+    lora: LoraPool | None,
+    ranks: Ranks | None,
+) -> Pools:
+    """Computes the sizes of the pools, on the rank that has the least memory.
+
+    Args:
+        config: Settings.
+        loaded: The model, on the device.
+        layout: Of a page.
+        max_context_tokens: Longest request.
+        draft: The pool of a separate draft model; None: there is none.
+        device: Device of the model.
+        lora: Adapters on the device; None: there are none.
+        ranks: The other ranks of the engine; None: there are none.
+
+    Raises:
+        ConfigError: The pools do not fit, or are too small.
+    """
+    if loaded.config.is_encoder:
+        pages = -(-max_context_tokens // config.page_size)
+        told = "an encoder: no KV pool, no prefix cache; prompts are computed whole"
+        return Pools(1 + config.max_running_requests * pages, (), 0, 0, [told])
+    if device.type == "cuda":
+        layout = layout_of_rank(layout, config.tp)
+    page_bytes = sum(group.page_bytes(config.page_size) for group in layout.groups)
+    needs, num_draft_pages = None, 0
+    if device.type == "cuda" and not config.num_pages and config.kv_memory_bytes is None:
+        needs, num_blocks = _measure(
+            config, loaded, layout, max_context_tokens, draft, device, lora, page_bytes
+        )
+        num_pages = pages_of(needs, page_bytes)
+        if draft is not None:
+            num_draft_pages = needs.drafts // draft.layout.page_bytes
+    else:
+        num_pages, num_blocks = _configured(config, layout, page_bytes, device)
+        draft_bytes = 0
+        if draft is not None:
+            num_draft_pages = draft.num_pages(num_pages, max_context_tokens)
+            draft_bytes = num_draft_pages * draft.layout.page_bytes
+        if device.type == "cuda":
+            check_pool_fits(num_pages * page_bytes + draft_bytes, device)
+    plan: list[str] = []
+    limits = config.max_running_requests, config.max_step_tokens, max_context_tokens
+    is_fixed = config.num_pages is not None
+    num_pages, *of_windows = divide_pages(layout, num_pages, *limits, is_fixed=is_fixed)
+    if needs is not None:
+        plan.append(describe_pool(needs, num_pages, layout))
+    if draft is not None:
+        plan.append(draft.describe(num_draft_pages))
+    if ranks is not None:
+        num_pages = ranks.agree("pages", num_pages)
+    plan += describe_windows(layout, (num_pages, *of_windows))
+    if len(layout.groups) == 1 and loaded.config.has_windows:
+        why = config.keeps_windows or f"{loaded.config.architecture} has one page group"
+        plan.append(f"pages are kept behind sliding windows: {why}")
+    return Pools(num_pages, tuple(of_windows), num_blocks, num_draft_pages, plan)
+
+
+def _measure(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: CacheLayout,
+    max_context_tokens: int,
+    draft: DraftPool | None,
+    device: torch.device,
+    lora: LoraPool | None,
+    page_bytes: int,
+) -> tuple[MemoryNeeds, int]:
+    """What there is beside the pool on a GPU, and the number of blocks of recurrent layers."""
+    needs = measure_needs(
+        loaded.model,
+        layout,
+        loaded.config.num_embeddings,
+        config.max_running_requests,
+        config.max_step_tokens + config.decodes_beside,
+        max_context_tokens,
+        device,
+        cuda_graphs=config.cuda_graphs,
+        share=config.device_memory_share,
+        lora=lora,
+        max_drafts=config.most_drafts,
+        tree_rows=tree_rows(config),
+    )
+    if draft is not None:
+        needs = draft.added_to(needs, max_context_tokens, page_bytes, device)
+    if layout.states is None or needs.for_pool <= 0:
+        return needs, 0
+    most = config.max_running_requests, config.most_drafts
+    num_blocks, left = divide_states(layout, needs.for_pool, *most, on_gpu=True)
+    return replace(needs, states=needs.for_pool - left), num_blocks
+
+
+def _configured(
+    config: EngineConfig, layout: CacheLayout, page_bytes: int, device: torch.device
+) -> tuple[int, int]:
+    """Pages, and blocks of recurrent layers, of the size that the settings give or leave open."""
+    default = DEFAULT_KV_BYTES if layout.states is None else 2 * DEFAULT_KV_BYTES
+    size = default if config.kv_memory_bytes is None else config.kv_memory_bytes
+    size = size if config.num_pages is None else config.num_pages * page_bytes
+    num_blocks, size = divide_states(
+        layout,
+        size,
+        config.max_running_requests,
+        config.most_drafts,
+        is_fixed=config.num_pages is not None,
+        on_gpu=device.type == "cuda",
+    )
+    num_pages = size // page_bytes
+    if num_pages < MIN_PAGES:
+        raise ConfigError(
+            f"kv_memory_bytes = {size:,} holds {num_pages} pages of "
+            f"{page_bytes:,} bytes; give at least {MIN_PAGES * page_bytes:,}"
+        )
+    return num_pages, num_blocks
