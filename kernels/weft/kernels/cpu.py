@@ -314,44 +314,6 @@ class NativeCpu:
     Callers check shapes and dtypes: the functions do not.
     """
 
-    __slots__ = (
-        "add_sum",
-        "announce",
-        "await_count",
-        "both_ways",
-        "check_batch",
-        "convolution",
-        "decoder_layers",
-        "draft_chain",
-        "draft_chain_width",
-        "draft_entries",
-        "draft_entries_width",
-        "group_ranges",
-        "has_amx",
-        "is_amx_refused",
-        "layer_scratch_width",
-        "linear",
-        "max_dim",
-        "max_group",
-        "max_keys",
-        "max_taps_of_conv",
-        "moe",
-        "native_bf16",
-        "pack",
-        "pack_groups",
-        "packed_columns",
-        "packed_words",
-        "paged_attention",
-        "prepare_lora",
-        "quantise_rows",
-        "recurrence",
-        "rms_norm",
-        "rope_and_cache",
-        "round_groups",
-        "selective_scan",
-        "silu_and_mul",
-    )
-
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, long, integer, real = (
             ctypes.c_void_p,

@@ -75,16 +75,16 @@ def test_a_layer_makes_few_launches(
         key_heads=KEY_HEADS, value_heads=HEADS, key_dim=DIM, value_dim=DIM, taps=4, eps=1e-6
     )
     layer = gated_delta.GatedDelta(
-        config,
-        0,
-        0,
+        config=config,
+        layer=0,
+        in_plane=0,
         projections=(),
         conv=torch.zeros(4, CHANNELS),
         rates=torch.zeros(HEADS),
         dt_bias=torch.zeros(HEADS),
         norm=torch.zeros(DIM),
         out_proj=cast("LinearWeight", None),
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
     )
     count = DECODES + len(prompts)
     memory = StateMemory(layer.state_plane(1), 40, count, PAGE + 6, cpu)

@@ -128,9 +128,9 @@ class OneBlock:
         return self.bench.memory.allocate(self.num_pages, namespace)
 
     def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
-        node = Node(request.namespace, b"", 0, None, 0, 0)
+        node = Node(request.namespace, b"", 0, None)
         for key in request.keys.upto(request.tokens, end):
-            node = Node(b"", key, 1, node, 0, 0)
+            node = Node(b"", key, 1, node)
         return [(node, 1)]
 
 

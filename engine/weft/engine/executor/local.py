@@ -16,13 +16,14 @@ from weft.engine.base.pages import PageCopy
 from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.block_pool import BlockPool
-from weft.engine.executor.device_inputs import DeviceInputs, group_step
+from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
+from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.keeping import KeptStates, TokenKeeper
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.pooling import PooledStates, Pooler
@@ -35,17 +36,14 @@ from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
-from weft.engine.model.step import Step
 from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
-from weft.kernels.attention import GroupStep
 from weft.kernels.device_sampling import SlotTables
-from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_ops import copy_pages, page_index, repack_pages
 from weft.kernels.scaled_kv import ALL_BITS, is_scaled
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
@@ -135,8 +133,6 @@ class LocalExecutor:
         width = model.config.hidden_size
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
-        self._segments: LoraSegments | None = None
-        """Of the last step on a CPU that had adapters: steps of decodes follow with the same."""
         self._has_head = states is not None
         self.page_size = layout.page_size
         if pool is None:
@@ -168,24 +164,27 @@ class LocalExecutor:
         """Lengths and last tokens of the slots on the device, ahead of the host."""
         self._keeper = TokenKeeper(self.known, self._own_pool, states)
         self._draws: DrawGraphs | None = None
-        self._drawing_slots = self.known.starts[:0]
-        self._step: StepRows | None = None
         self.page_table, *self.window_tables = (
             PageTable(max_requests, max_pages, keeps_changes=is_cuda) for _ in layout.groups
         )
         """The host's page table of each page group; changes reach the device with the next step."""
+        windows = list(zip(self.window_tables, self._pools[1:], strict=True))
+        self._batches: HostInputs | DeviceInputs = HostInputs(
+            self.page_table, self.page_size, self.known, lora, windows, self.states
+        )
+        """Makes the inputs of steps."""
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
         """The captured steps; None if there are none."""
         if is_cuda:
-            self._inputs = DeviceInputs(
+            self._inputs = self._batches = DeviceInputs(
                 self.page_table,
                 self.page_size,
                 max_requests,
                 self.known,
                 lora,
                 max_step_tokens,
-                list(zip(self.window_tables, self._pools[1:], strict=True)),
+                windows,
                 self._device_states(max_requests),
             )
             if cuda_graphs:
@@ -291,12 +290,9 @@ class LocalExecutor:
             hidden, bucket = self._hidden(arrays)
         self._verifying = None
         if arrays.verify_rows is not None:
-            rows_of, rows = self._step, torch.from_numpy(arrays.verify_rows)
-            if self._inputs is not None:
-                rows_of, rows = self._inputs.step, self._inputs.verify_rows
-            assert rows_of is not None
+            assert self._batches.step is not None
             num_rows = int(arrays.cu_q_lens[len(arrays.verify_rows)])
-            self._verifying = Verifying(rows_of, rows, num_rows)
+            self._verifying = Verifying(self._batches.step, self._batches.verify_rows, num_rows)
         if not hidden.shape[0]:
             return Launched(None, scores, vectors)
         on_device = None
@@ -393,7 +389,7 @@ class LocalExecutor:
             tokens: [L] int64, by row of the logits; negative where there is none. For a request
                 with drafts, tokens count up to the first one that differs from its draft.
         """
-        slots = self._drawing_slots if self._inputs is None else self._inputs.drawing_slots
+        slots = self._batches.drawing_slots
         with torch.inference_mode():
             tokens = tokens.to(self.device, non_blocking=True)
             if self._verifying is not None:
@@ -427,7 +423,7 @@ class LocalExecutor:
             bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
                 return self.graphs.forward(arrays, bucket), bucket
-            return self._model.forward(self._batch(arrays), self._own_pool), None
+            return self._model.forward(self._batches.batch(arrays), self._own_pool), None
 
     def _with_more_rows(
         self, step: StepInput, arrays: StepArrays
@@ -452,9 +448,11 @@ class LocalExecutor:
             if self.graphs is not None and bucket is not None:
                 hidden = self.graphs.forward_pooled(arrays, rows, bucket, types)
             else:
-                batch = self._batch(arrays)
-                batch.logits_rows = torch.cat([batch.logits_rows, self._sent(rows)])
-                batch.token_types = None if types is None else self._sent(types)
+                batch = self._batches.batch(arrays)
+                (sent,) = self._batches.send((rows,))
+                batch.logits_rows = torch.cat([batch.logits_rows, sent])
+                if types is not None:
+                    (batch.token_types,) = self._batches.send((types,))
                 hidden = self._model.forward(batch, self._own_pool)
         slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
         hidden, scored, pooled = torch.split(hidden, [count, num_scored, len(rows) - num_scored])
@@ -473,13 +471,6 @@ class LocalExecutor:
         with torch.inference_mode():
             vectors = self._pooler.begin(step.pooled, pooled, logits_of) if step.pooled else None
         return hidden, scores, vectors
-
-    def _sent(self, numbers: Int64Array) -> torch.Tensor:
-        """A copy on the device, which the host does not wait for."""
-        if self._inputs is None:
-            return torch.from_numpy(numbers)
-        (sent,) = self._inputs.send((numbers,))
-        return sent
 
     def _token_types(self, step: StepInput, arrays: StepArrays) -> Int64Array | None:
         """See `Step.token_types`; None also of models that do not tell texts of a pair apart."""
@@ -503,7 +494,10 @@ class LocalExecutor:
     def _logits_of(self, hidden: torch.Tensor, token_slots: Int32Array | None) -> torch.Tensor:
         """[L, hidden], [L] or None -> [L, vocab] float32."""
         with torch.inference_mode():
-            return self._model.logits(hidden, self._logits_lora(token_slots))
+            lora = None
+            if token_slots is not None and self._batches.changes_logits and token_slots.any():
+                lora = self._batches.lora_of(token_slots)
+            return self._model.logits(hidden, lora)
 
     def capture(self, buckets: Sequence[GraphBucket]) -> list[int]:
         """Captures steps on a CUDA device and discards them.
@@ -571,72 +565,6 @@ class LocalExecutor:
         if copies:
             sources, destinations = zip(*copies, strict=True)
             copy_pages(self.pool, sources, destinations)
-
-    def _batch(self, arrays: StepArrays) -> Step:
-        if self._inputs is not None:
-            return self._inputs.batch(arrays)
-        num_columns = -(-arrays.max_kv_len // self.page_size)
-        self._drawing_slots = torch.from_numpy(arrays.drawing_slots)
-        self._step = step = StepRows(
-            token_ids=torch.from_numpy(arrays.token_ids),
-            positions=torch.from_numpy(arrays.positions),
-            places=torch.from_numpy(arrays.places),
-            cu_q_lens=torch.from_numpy(arrays.cu_q_lens),
-            kv_lens=torch.from_numpy(arrays.kv_lens),
-            ancestors=None if arrays.ancestors is None else torch.from_numpy(arrays.ancestors),
-        )
-        resolve_rows(
-            step,
-            torch.from_numpy(arrays.sources),
-            torch.from_numpy(arrays.owners),
-            self.known,
-            torch.from_numpy(self.page_table.pages),
-            self.page_size,
-        )
-        group = GroupStep(
-            page_table=torch.from_numpy(self.page_table.pages[arrays.slots, :num_columns]),
-            places=step.places,
-            cu_q_lens=step.cu_q_lens,
-            kv_lens=step.kv_lens,
-            max_q_len=arrays.max_q_len,
-            max_kv_len=arrays.max_kv_len,
-            ancestors=step.ancestors,
-        )
-        groups = [group]
-        for host_table, pool in zip(self.window_tables, self._pools[1:], strict=True):
-            table = torch.from_numpy(host_table.pages[arrays.slots, :num_columns])
-            groups.append(group_step(group, table, pool, step.positions, self.page_size))
-        states = None
-        if self.states is not None:
-            starts, counts = arrays.positions[arrays.cu_q_lens[:-1]], np.diff(arrays.cu_q_lens)
-            states = self.states.step(arrays.slots, starts, counts, arrays.states)
-        return Step(
-            token_ids=step.token_ids,
-            positions=step.positions,
-            groups=tuple(groups),
-            states=states,
-            logits_rows=torch.from_numpy(arrays.logits_rows),
-            lora=self._lora_step(arrays),
-            slots=torch.from_numpy(arrays.slots),
-        )
-
-    def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
-        return None if arrays.adapter_slots is None else self._lora_of(arrays.adapter_slots)
-
-    def _logits_lora(self, slots: Int32Array | None) -> LoraStep | None:
-        """The adapters of the rows whose logits are wanted, if any of them changes logits."""
-        if slots is None or self._lora is None or not self._lora.changes_logits:
-            return None
-        if not slots.any():
-            return None
-        return self._lora_of(slots) if self._inputs is None else self._inputs.lora_of(slots)
-
-    def _lora_of(self, token_slots: Int32Array) -> LoraStep:
-        assert self._lora is not None, "a step has adapters, and there is no memory for them"
-        segments = self._segments
-        if segments is None or not np.array_equal(segments.token_slots.numpy(), token_slots):
-            self._segments = segments = LoraSegments.of(sort_tokens(token_slots))
-        return self._lora.step(segments)
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:

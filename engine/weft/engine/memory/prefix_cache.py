@@ -5,6 +5,7 @@ tiers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
@@ -55,38 +56,23 @@ class PageIndex(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class PageEntry:
     """A page of a `PageKeyCache` and its usage."""
 
-    __slots__ = (
-        "created",
-        "group",
-        "is_quiet",
-        "is_used",
-        "key",
-        "last_used",
-        "num_hits",
-        "page",
-        "parent",
-        "priority",
-        "ticket",
-    )
-
-    def __init__(
-        self, key: bytes, page: int, parent: bytes, group: bytes, now: int, priority: int
-    ) -> None:
-        self.key = key
-        self.page = page
-        self.parent = parent
-        self.group = group
-        self.is_used = True
-        self.is_quiet = False
-        """Whether the current use is a copy to another tier, which does not refresh the page."""
-        self.ticket = 0
-        """Ticket of the page's entry in the heaps; 0: it has none."""
-        self.created = self.last_used = now
-        self.num_hits = 0
-        self.priority = priority
+    key: bytes
+    page: int
+    parent: bytes
+    group: bytes
+    created: int
+    last_used: int
+    priority: int
+    is_used: bool = True
+    is_quiet: bool = False
+    """Whether the current use is a copy to another tier, which does not refresh the page."""
+    ticket: int = 0
+    """Ticket of the page's entry in the heaps; 0: it has none."""
+    num_hits: int = 0
 
 
 _Heap = list[tuple[Key, int, PageEntry]]
@@ -178,7 +164,7 @@ class PageKeyCache:
         if key in self._by_key:
             return False
         self._time += 1
-        entry = PageEntry(key, page, parent, group, self._time, priority)
+        entry = PageEntry(key, page, parent, group, self._time, self._time, priority)
         self._by_key[key] = entry
         self._by_page[page] = entry
         if parent:

@@ -8,6 +8,7 @@ as the KV of thousands of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from weft.engine.memory.prefix_cache import Evicted
@@ -24,20 +25,18 @@ _Worth = tuple[bool, int]
 """Whether the node is pinned for a chat session, and the priority of the block."""
 
 
+@dataclass(slots=True, eq=False)
 class _Kept:
     """A block of a node."""
 
-    __slots__ = ("base", "block", "node", "num_uses", "ticket")
-
-    def __init__(self, node: Node, block: int) -> None:
-        self.node = node
-        self.block = block
-        self.num_uses = 1
-        """Requests that began with it, and the one that wrote it."""
-        self.base = 0
-        """The index's `_floor` when the block was used last."""
-        self.ticket = 0
-        """Ticket of the block's entry in the heap; 0: it is in use."""
+    node: Node
+    block: int
+    num_uses: int = 1
+    """Requests that began with it, and the one that wrote it."""
+    base: int = 0
+    """The index's `_floor` when the block was used last."""
+    ticket: int = 0
+    """Ticket of the block's entry in the heap; 0: it is in use."""
 
 
 class StateIndex:

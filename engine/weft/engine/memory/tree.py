@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heappushpop
 from typing import NamedTuple
 
@@ -27,48 +28,30 @@ _MIN_HEAP = 64
 """Heap size up to which stale entries are not removed."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A cached page; the root of a namespace has none (page = 0)."""
 
-    __slots__ = (
-        "children",
-        "created",
-        "is_used",
-        "key",
-        "last_used",
-        "num_held",
-        "num_hits",
-        "num_pins",
-        "order",
-        "page",
-        "parent",
-        "pinned_at",
-        "priority",
-        "ticket",
-        "tokens",
-    )
-
-    def __init__(
-        self, tokens: bytes, key: bytes, page: int, parent: Node | None, now: int, priority: int
-    ) -> None:
-        self.tokens = tokens
-        """The page's tokens as bytes; of a root, the namespace."""
-        self.key = key
-        self.page = page
-        """The page's number; -1: it was evicted."""
-        self.parent = parent
-        self.children: dict[bytes, Node] | None = None
-        self.order: list[bytes] | None = None
-        """Tokens of the children, sorted; None until they are needed."""
-        self.num_held = 0
-        """Number of children that are held."""
-        self.is_used = True
-        self.ticket = 0
-        """Ticket of the node's entry in the heap; 0: it has none."""
-        self.created = self.last_used = now
-        self.num_hits = 0
-        self.num_pins = self.pinned_at = 0
-        self.priority = priority
+    tokens: bytes
+    """The page's tokens as bytes; of a root, the namespace."""
+    key: bytes
+    page: int
+    """The page's number; -1: it was evicted."""
+    parent: Node | None
+    created: int = 0
+    last_used: int = 0
+    priority: int = 0
+    children: dict[bytes, Node] | None = None
+    order: list[bytes] | None = None
+    """Tokens of the children, sorted; None until they are needed."""
+    num_held: int = 0
+    """Number of children that are held."""
+    is_used: bool = True
+    ticket: int = 0
+    """Ticket of the node's entry in the heap; 0: it has none."""
+    num_hits: int = 0
+    num_pins: int = 0
+    pinned_at: int = 0
 
 
 class Match(NamedTuple):
@@ -198,7 +181,7 @@ class PrefixTree:
             first = 0
             leaf = self._roots.get(keys.namespace)
             if leaf is None:
-                leaf = Node(keys.namespace, ROOT_KEY, 0, None, 0, 0)
+                leaf = Node(keys.namespace, ROOT_KEY, 0, None)
                 self._roots[keys.namespace] = leaf
         data = keys.packed(tokens, first * self._page_size, end * self._page_size)
         symbols = [data[at : at + self._width] for at in range(0, len(data), self._width)]
@@ -230,7 +213,7 @@ class PrefixTree:
             found = children.get(tokens)
             return found or self._add(leaf, (tokens,), (key,), (page,), priority)[0]
         self._time += 1
-        node = Node(tokens, key, page, leaf, self._time, priority)
+        node = Node(tokens, key, page, leaf, self._time, self._time, priority)
         self._node_by_page[page] = node
         leaf.children = {tokens: node}
         leaf.num_held = 1
@@ -254,7 +237,7 @@ class PrefixTree:
         added: list[Node] = []
         for symbol, key, page in zip(symbols, keys, pages, strict=True):
             assert page not in self._node_by_page, f"page {page} is indexed"
-            child = Node(symbol, key, page, node, self._time, priority)
+            child = Node(symbol, key, page, node, self._time, self._time, priority)
             self._node_by_page[page] = children[symbol] = child
             added.append(child)
             child.num_held = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class _Projections(NamedTuple):
     gate: LinearWeight
 
 
+@dataclass(eq=False, kw_only=True)
 class DeltaAttention(RecurrentMixer):
     """The delta rule behind short convolutions of q, k and v.
 
@@ -42,46 +44,26 @@ class DeltaAttention(RecurrentMixer):
 
     kind = "delta-attention"
 
-    def __init__(
-        self,
-        config: DeltaAttentionConfig,
-        layer: int,
-        in_plane: int,
-        *,
-        projections: _Projections,
-        conv: torch.Tensor,
-        rates: torch.Tensor,
-        dt_bias: torch.Tensor,
-        norm: torch.Tensor,
-        out_proj: LinearWeight,
-        dtype: torch.dtype,
-    ) -> None:
-        """Assembles the layer from its parts, those of this rank's heads.
+    config: DeltaAttentionConfig
+    """Sizes, over all ranks."""
+    projections: _Projections
+    """Of the layer's input."""
+    conv: torch.Tensor
+    """[taps, channels], in the order of rows of inputs."""
+    rates: torch.Tensor
+    """[H, 1] float32: negative rates of the decay; H and what follows are this rank's heads."""
+    dt_bias: torch.Tensor
+    """[H, D] float32."""
+    norm: torch.Tensor
+    """[D]: weight of the norm of each head's result."""
 
-        Args:
-            config: Sizes, over all ranks.
-            layer: The layer's number.
-            in_plane: Its index among the layers of the state plane.
-            projections: Of the layer's input.
-            conv: [taps, channels], in the order of rows of inputs.
-            rates: [H, 1] float32: negative rates of the decay.
-            dt_bias: [H, D] float32.
-            norm: [D]: weight of the norm of each head's result.
-            out_proj: All heads -> [hidden].
-            dtype: The model's.
-        """
-        super().__init__(layer, in_plane, dtype, out_proj)
-        self.config = config
-        self.projections = projections
-        self.conv = conv
-        self.rates = rates
-        self.dt_bias = dt_bias
-        self.norm = norm
-        self.heads = rates.shape[0]
-        dim = config.dim
+    def __post_init__(self) -> None:
+        self.heads, dim = self.rates.shape[0], self.config.dim
         first, second, third = (Channels(at, 3 * dim) for at in (0, dim, 2 * dim))
         sizes = self.heads, 1, dim, dim
-        self._form = HeadForm(conv, None, first, second, third, *sizes, dim**-0.5, is_unit=True)
+        self._form = HeadForm(
+            self.conv, None, first, second, third, *sizes, dim**-0.5, is_unit=True
+        )
 
     @classmethod
     def read(
@@ -94,7 +76,7 @@ class DeltaAttention(RecurrentMixer):
         out: str,
     ) -> DeltaAttention:
         """Reads the parameters below one prefix of the names. `out` names the output projection;
-        the other arguments are those of `__init__`.
+        the other arguments are as the fields.
         """
         heads, dim, taps = config.heads, config.dim, config.taps
         own, width = weights.shard.of(heads, 1, may_repeat=False), heads * dim
@@ -123,9 +105,9 @@ class DeltaAttention(RecurrentMixer):
             low, decay, gate = None, product(hidden, "f_proj"), product(hidden, "g_proj")
         last = LinearSpec(names=(out,), in_features=width, rows=(hidden,), split="in")
         return cls(
-            config,
-            layer,
-            in_plane,
+            config=config,
+            layer=layer,
+            in_plane=in_plane,
             projections=_Projections(
                 qkv=product(hidden, "q_proj", "k_proj", "v_proj"),
                 beta=product(hidden, "b_proj", rows=heads),
@@ -138,7 +120,7 @@ class DeltaAttention(RecurrentMixer):
             dt_bias=dt_bias.view(heads, dim)[own],
             norm=weights.norm("o_norm", dim),
             out_proj=weights.linear(last),
-            dtype=weights.dtype,
+            dtype=weights.dtype_name,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from weft.engine.checkpoint.recurrent_config import ShortConvConfig
@@ -19,43 +20,24 @@ from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
 from weft.kernels.stream import Normed
 
 
+@dataclass(eq=False, kw_only=True)
 class GatedConv(RecurrentMixer):
     """C * conv(B * x), each channel by itself."""
 
     kind = "short-conv"
 
-    def __init__(
-        self,
-        layer: int,
-        in_plane: int,
-        *,
-        in_proj: LinearWeight,
-        conv: torch.Tensor,
-        conv_bias: torch.Tensor | None,
-        out_proj: LinearWeight,
-        dtype: torch.dtype,
-    ) -> None:
-        """Assembles the layer from its parts, those of this rank's channels.
-
-        Args:
-            layer: The layer's number.
-            in_plane: Its index among the layers of the state plane.
-            in_proj: [hidden] -> B, C and x.
-            conv: [taps, channels].
-            conv_bias: [channels], or None.
-            out_proj: All channels -> [hidden].
-            dtype: The model's.
-        """
-        super().__init__(layer, in_plane, dtype, out_proj)
-        self.in_proj = in_proj
-        self.conv = conv
-        self.conv_bias = conv_bias
+    in_proj: LinearWeight
+    """[hidden] -> B, C and x."""
+    conv: torch.Tensor
+    """[taps, channels], this rank's."""
+    conv_bias: torch.Tensor | None
+    """[channels], or None."""
 
     @classmethod
     def read(
         cls, config: ShortConvConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> GatedConv:
-        """Reads the parameters below one prefix of the names; other arguments as above."""
+        """Reads the parameters below one prefix of the names; other arguments as the fields."""
         width, bias = config.width, config.bias
         own = weights.shard.of(width, 1, may_repeat=False)
         into = LinearSpec(
@@ -71,13 +53,13 @@ class GatedConv(RecurrentMixer):
         )
         part = TensorSlice("conv.bias", (width,), (own,))
         return cls(
-            layer,
-            in_plane,
+            layer=layer,
+            in_plane=in_plane,
             in_proj=weights.linear(into),
             conv=read_taps(weights, "conv", width, config.taps)[own].t().contiguous(),
             conv_bias=weights.tensor(part, torch.float32) if bias else None,
             out_proj=weights.linear(out),
-            dtype=weights.dtype,
+            dtype=weights.dtype_name,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from weft.engine.checkpoint.recurrent_config import GatedDeltaConfig
@@ -22,6 +23,7 @@ from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, 
 from weft.kernels.stream import Normed
 
 
+@dataclass(eq=False, kw_only=True)
 class GatedDelta(RecurrentMixer):
     """The gated delta rule behind a short convolution of q, k and v.
 
@@ -32,56 +34,37 @@ class GatedDelta(RecurrentMixer):
 
     kind = "gated-delta"
 
-    def __init__(
-        self,
-        config: GatedDeltaConfig,
-        layer: int,
-        in_plane: int,
-        *,
-        projections: tuple[LinearWeight, ...],
-        conv: torch.Tensor,
-        rates: torch.Tensor,
-        dt_bias: torch.Tensor,
-        norm: torch.Tensor,
-        out_proj: LinearWeight,
-        dtype: torch.dtype,
-    ) -> None:
-        """Assembles the layer from its parts, those of this rank's heads.
+    config: GatedDeltaConfig
+    """Sizes, over all ranks."""
+    projections: tuple[LinearWeight, ...]
+    """To qkvz and ba of each key head, or to q, k and v, to z, and to b and a."""
+    conv: torch.Tensor
+    """[taps, channels], of one key head of this rank after another."""
+    rates: torch.Tensor
+    """[Hv] float32: negative rates of the decay; Hv are this rank's heads."""
+    dt_bias: torch.Tensor
+    """[Hv] float32."""
+    norm: torch.Tensor
+    """[Dv]: weight of the norm of each head's result."""
 
-        Args:
-            config: Sizes, over all ranks.
-            layer: The layer's number.
-            in_plane: Its index among the layers of the state plane.
-            projections: To qkvz and ba of each key head, or to q, k and v, to z, and to b and a.
-            conv: [taps, channels], of one key head after another.
-            rates: [Hv] float32: negative rates of the decay.
-            dt_bias: [Hv] float32.
-            norm: [Dv]: weight of the norm of each head's result.
-            out_proj: All heads -> [hidden].
-            dtype: The model's.
-        """
-        super().__init__(layer, in_plane, dtype, out_proj)
-        self.config = config
-        self.projections = projections
-        self.rates = rates
-        self.dt_bias = dt_bias
-        self.norm = norm
-        self.value_heads = rates.shape[0]
+    def __post_init__(self) -> None:
+        config, conv = self.config, self.conv
+        self.value_heads = self.rates.shape[0]
         self._shared = config.value_heads // config.key_heads
         self.key_heads = self.value_heads // self._shared
         key, values = config.key_dim, self._shared * config.value_dim
         step, in_tails = 2 * key + values, None
         channels = (Channels(0, step), Channels(key, step), Channels(2 * key, step))
-        self._conv = conv
         if not config.is_fused:
             all_keys = self.key_heads * key
             channels = (Channels(0, key), Channels(all_keys, key), Channels(2 * all_keys, values))
             numbers = torch.arange(conv.shape[1], device=conv.device).view(self.key_heads, step)
             kinds = torch.split(numbers, [key, key, values], dim=1)
             in_tails = torch.cat([kind.flatten() for kind in kinds])
-            self._conv = conv[:, in_tails].contiguous()
+            # From here on in the order of the products' rows.
+            self.conv = conv[:, in_tails].contiguous()
         self._form = HeadForm(
-            self._conv,
+            self.conv,
             None,
             *channels,
             heads=self.value_heads,
@@ -98,7 +81,7 @@ class GatedDelta(RecurrentMixer):
     def read(
         cls, config: GatedDeltaConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> GatedDelta:
-        """Reads the parameters below one prefix of the names; other arguments as above."""
+        """Reads the parameters below one prefix of the names; other arguments as the fields."""
         heads, shard = config.key_heads, weights.shard
         shared = config.value_heads // heads
         own = shard.of(heads, 1, may_repeat=False)
@@ -131,16 +114,16 @@ class GatedDelta(RecurrentMixer):
         )
         out = LinearSpec(names=("out_proj",), in_features=all_values, rows=(hidden,), split="in")
         return cls(
-            config,
-            layer,
-            in_plane,
+            config=config,
+            layer=layer,
+            in_plane=in_plane,
             projections=projections,
             conv=conv[own].flatten(0, 1).t().contiguous(),
             rates=-of_heads("A_log").exp(),
             dt_bias=of_heads("dt_bias"),
             norm=weights.norm("norm", config.value_dim),
             out_proj=weights.linear(out),
-            dtype=weights.dtype,
+            dtype=weights.dtype_name,
         )
 
     @property
@@ -148,14 +131,14 @@ class GatedDelta(RecurrentMixer):
         """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         state = (self.value_heads, config.key_dim, config.value_dim)
-        tail = (self._conv.shape[1], config.taps - 1)
+        tail = (self.conv.shape[1], config.taps - 1)
         return StatePart("state", state, "float32"), StatePart("conv", tail, self.dtype)
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
         """See `StatePlane.ring`: inputs of the convolution, decay and beta of each value head."""
         return (
-            StatePart("qkv", (self._conv.shape[1],), self.dtype),
+            StatePart("qkv", (self.conv.shape[1],), self.dtype),
             StatePart("decay", (self.value_heads,), "float32"),
             StatePart("beta", (self.value_heads,), "float32"),
         )
@@ -198,7 +181,7 @@ class GatedDelta(RecurrentMixer):
         """See `RecurrentMixer.scan`."""
         (qkv, decay, beta), (state, tail), form = inputs, states, self._form
         before = tail if form.in_tails is None else tail.index_select(1, form.in_tails)
-        mixed, tail = short_conv(qkv, self._conv, None, before, sequences, has_silu=True)
+        mixed, tail = short_conv(qkv, self.conv, None, before, sequences, has_silu=True)
         if self._of_tails is not None:
             tail = tail.index_select(1, self._of_tails)
         config = self.config

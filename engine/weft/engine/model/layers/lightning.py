@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.recurrent_config import LightningConfig, Mamba2Config
@@ -18,6 +20,7 @@ _TAPS = 2
 """Fewest that convolutions have."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Lightning(Mamba2):
     """Mamba 2's recurrence with time steps of 1, behind SiLU alone.
 
@@ -27,58 +30,16 @@ class Lightning(Mamba2):
 
     kind = "lightning"
 
-    def __init__(
-        self,
-        config: Mamba2Config,
-        layer: int,
-        in_plane: int,
-        *,
-        in_proj: LinearWeight,
-        gate: LinearWeight,
-        rates: torch.Tensor,
-        norm: Norm,
-        out_proj: LinearWeight,
-        dtype: torch.dtype,
-    ) -> None:
-        """Assembles the layer from its parts.
-
-        Args:
-            config: Sizes, as Mamba 2 has them.
-            layer: The layer's number.
-            in_plane: Its index among the layers of the state plane.
-            in_proj: [hidden] -> q, k and v of all heads.
-            gate: [hidden] -> factors on all heads' results, before their sigmoid.
-            rates: [H] float32: negative rates of the decay.
-            norm: Of all heads' results together.
-            out_proj: All heads -> [hidden].
-            dtype: The model's.
-        """
-        channels = 3 * config.heads * config.head_dim
-        conv = torch.zeros((_TAPS, channels), device=rates.device)
-        conv[-1] = 1.0
-        none = torch.zeros_like(rates)
-        super().__init__(
-            config,
-            layer,
-            in_plane,
-            in_proj=in_proj,
-            conv=conv,
-            conv_bias=None,
-            rates=rates,
-            dt_bias=none,
-            skips=none,
-            norm=None,
-            out_proj=out_proj,
-            dtype=dtype,
-        )
-        self.gate = gate
-        self.whole_norm = norm
+    gate: LinearWeight
+    """[hidden] -> factors on all heads' results, before their sigmoid."""
+    whole_norm: Norm
+    """Of all heads' results together."""
 
     @classmethod
     def of(
         cls, config: LightningConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> Lightning:
-        """Reads the parameters below one prefix of the names; other arguments as above.
+        """Reads the parameters below one prefix of the names; other arguments as the fields.
 
         Raises:
             ModelError: Several ranks share the model; the norm is over all heads.
@@ -99,24 +60,34 @@ class Lightning(Mamba2):
         # Later layers forget more slowly.
         share = 1.0 - layer / (config.num_layers - 1 + 1e-5) + 1e-5
         numbers = torch.arange(1, heads + 1, dtype=torch.float32, device=weights.device)
+        rates = -share * torch.exp2(-8.0 / heads * numbers)
+        conv = torch.zeros((_TAPS, 3 * width), device=rates.device)
+        conv[-1] = 1.0
+        none = torch.zeros_like(rates)
+        sizes = Mamba2Config(
+            heads=heads,
+            head_dim=dim,
+            groups=heads,
+            state_size=dim,
+            taps=_TAPS,
+            eps=config.eps,
+            norm="none",
+        )
         return cls(
-            Mamba2Config(
-                heads=heads,
-                head_dim=dim,
-                groups=heads,
-                state_size=dim,
-                taps=_TAPS,
-                eps=config.eps,
-                norm="none",
-            ),
-            layer,
-            in_plane,
+            config=sizes,
+            layer=layer,
+            in_plane=in_plane,
             in_proj=weights.linear(qkv),
+            conv=conv,
+            conv_bias=None,
+            rates=rates,
+            dt_bias=none,
+            skips=none,
+            norm=None,
             gate=weights.linear(gate),
-            rates=-share * torch.exp2(-8.0 / heads * numbers),
-            norm=Norm(weights.norm("norm", width), config.eps),
+            whole_norm=Norm(weights.norm("norm", width), config.eps),
             out_proj=weights.linear(out),
-            dtype=weights.dtype,
+            dtype=weights.dtype_name,
         )
 
     def project(self, x: Normed, step: Step) -> Projected:

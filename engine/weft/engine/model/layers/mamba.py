@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,55 +36,31 @@ class _Selection(NamedTuple):
     """[channels] float32."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Mamba(RecurrentMixer):
     """A state space of each channel behind a short convolution."""
 
     kind = "mamba"
 
-    def __init__(
-        self,
-        config: MambaConfig,
-        layer: int,
-        in_plane: int,
-        *,
-        in_proj: LinearWeight,
-        conv: torch.Tensor,
-        conv_bias: torch.Tensor | None,
-        selection: _Selection,
-        rates: torch.Tensor,
-        skips: torch.Tensor,
-        out_proj: LinearWeight,
-        dtype: torch.dtype,
-    ) -> None:
-        """Assembles the layer from its parts.
-
-        Args:
-            config: Sizes.
-            layer: The layer's number.
-            in_plane: Its index among the layers of the state plane.
-            in_proj: [hidden] -> x and z.
-            conv: [taps, channels].
-            conv_bias: [channels], or None.
-            selection: Of dt, B and C.
-            rates: [N, channels] float32: negative rates of the decay.
-            skips: [channels] float32: D.
-            out_proj: All channels -> [hidden].
-            dtype: The model's.
-        """
-        super().__init__(layer, in_plane, dtype, out_proj)
-        self.config = config
-        self.in_proj = in_proj
-        self.conv = conv
-        self.conv_bias = conv_bias
-        self.selection = selection
-        self.rates = rates
-        self.skips = skips
+    config: MambaConfig
+    in_proj: LinearWeight
+    """[hidden] -> x and z."""
+    conv: torch.Tensor
+    """[taps, channels]."""
+    conv_bias: torch.Tensor | None
+    """[channels], or None."""
+    selection: _Selection
+    """Of dt, B and C."""
+    rates: torch.Tensor
+    """[N, channels] float32: negative rates of the decay."""
+    skips: torch.Tensor
+    """[channels] float32: D."""
 
     @classmethod
     def read(
         cls, config: MambaConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> Mamba:
-        """Reads the parameters below one prefix of the names; other arguments as above."""
+        """Reads the parameters below one prefix of the names; other arguments as the fields."""
         width, size, rank = config.width, config.state_size, config.rank
 
         def product(rows: tuple[int, ...], fused: str, columns: int, bias: bool) -> LinearWeight:
@@ -99,9 +76,9 @@ class Mamba(RecurrentMixer):
             for name, count in (("dt", rank), ("b", size), ("c", size))
         ]
         return cls(
-            config,
-            layer,
-            in_plane,
+            config=config,
+            layer=layer,
+            in_plane=in_plane,
             in_proj=product((width, width), "in_proj", hidden, config.bias),
             conv=read_taps(weights, "conv1d", width, config.taps).t().contiguous(),
             conv_bias=wide("conv1d.bias", width) if config.conv_bias else None,
@@ -114,7 +91,7 @@ class Mamba(RecurrentMixer):
             rates=-wide("A_log", width, size).exp().t().contiguous(),
             skips=wide("D", width),
             out_proj=product((hidden,), "out_proj", width, config.bias),
-            dtype=weights.dtype,
+            dtype=weights.dtype_name,
         )
 
     @property

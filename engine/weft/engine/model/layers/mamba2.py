@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,64 +23,43 @@ from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, 
 from weft.kernels.stream import Normed
 
 
+@dataclass(eq=False, kw_only=True)
 class Mamba2(RecurrentMixer):
     """A state space behind a short convolution of x, B and C."""
 
     kind = "mamba2"
 
-    def __init__(
-        self,
-        config: Mamba2Config,
-        layer: int,
-        in_plane: int,
-        *,
-        in_proj: LinearWeight,
-        conv: torch.Tensor,
-        conv_bias: torch.Tensor | None,
-        rates: torch.Tensor,
-        dt_bias: torch.Tensor,
-        skips: torch.Tensor,
-        norm: torch.Tensor | None,
-        out_proj: LinearWeight,
-        dtype: torch.dtype,
-    ) -> None:
-        """Assembles the layer from its parts, those of this rank's groups.
+    config: Mamba2Config
+    """Sizes on this rank."""
+    in_proj: LinearWeight
+    """[hidden] -> z, x, B, C and dt."""
+    conv: torch.Tensor
+    """[taps, channels], the factors of x, B and C among them."""
+    conv_bias: torch.Tensor | None
+    """[channels], or None."""
+    rates: torch.Tensor
+    """[H] float32: negative rates of the decay."""
+    dt_bias: torch.Tensor
+    """[H] float32."""
+    skips: torch.Tensor
+    """[H] float32: D."""
+    norm: torch.Tensor | None
+    """[groups, heads of a group * P]: weight of the norm of the result; None: no norm."""
 
-        Args:
-            config: Sizes on this rank.
-            layer: The layer's number.
-            in_plane: Its index among the layers of the state plane.
-            in_proj: [hidden] -> z, x, B, C and dt.
-            conv: [taps, channels], the factors of x, B and C among them.
-            conv_bias: [channels], or None.
-            rates: [H] float32: negative rates of the decay.
-            dt_bias: [H] float32.
-            skips: [H] float32: D.
-            norm: [groups, heads of a group * P]: weight of the norm of the result; None: no norm.
-            out_proj: All heads -> [hidden].
-            dtype: The model's.
-        """
-        super().__init__(layer, in_plane, dtype, out_proj)
-        self.config = config
-        self.in_proj = in_proj
-        self.conv = conv
-        self.conv_bias = conv_bias
-        self.rates = rates
-        self.dt_bias = dt_bias
-        self.skips = skips
-        self.norm = norm
+    def __post_init__(self) -> None:
+        config = self.config
         self._inner = config.heads * config.head_dim
         self._shared = config.groups * config.state_size
         size, shared = config.state_size, config.heads // config.groups
         # Of each place in a block's tail, its channel.
-        channels = torch.arange(conv.shape[1], device=conv.device)
+        channels = torch.arange(self.conv.shape[1], device=self.conv.device)
         kinds = torch.split(channels, [self._inner, self._shared, self._shared])
         by_group = torch.cat([kind.view(config.groups, -1) for kind in kinds], dim=1).flatten()
         in_tails = by_group.argsort()
         self._orders = None if config.groups == 1 else (in_tails, by_group)
         self._form = HeadForm(
-            conv,
-            conv_bias,
+            self.conv,
+            self.conv_bias,
             queries=Channels(self._inner + self._shared, size),
             keys=Channels(self._inner, size),
             values=Channels(0, shared * config.head_dim),
@@ -88,8 +67,8 @@ class Mamba2(RecurrentMixer):
             shared=shared,
             key_dim=size,
             value_dim=config.head_dim,
-            rates=rates,
-            skips=skips,
+            rates=self.rates,
+            skips=self.skips,
             in_tails=in_tails,
         )
 
@@ -97,7 +76,7 @@ class Mamba2(RecurrentMixer):
     def read(
         cls, config: Mamba2Config, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> Mamba2:
-        """Reads the parameters below one prefix of the names; other arguments as above.
+        """Reads the parameters below one prefix of the names; other arguments as the fields.
 
         Each rank has whole groups, so that no norm is over several ranks.
         """
@@ -140,9 +119,9 @@ class Mamba2(RecurrentMixer):
         )
         norm = None if config.norm == "none" else of_rank(weights.norm("norm", inner))
         return cls(
-            local,
-            layer,
-            in_plane,
+            config=local,
+            layer=layer,
+            in_plane=in_plane,
             in_proj=weights.linear(into),
             conv=of_channels(conv).t().contiguous(),
             conv_bias=None if bias is None else of_channels(bias),
@@ -151,7 +130,7 @@ class Mamba2(RecurrentMixer):
             skips=of_rank(vector("D", config.heads)),
             norm=None if norm is None else norm.view(local.groups, -1),
             out_proj=weights.linear(out),
-            dtype=weights.dtype,
+            dtype=weights.dtype_name,
         )
 
     @property

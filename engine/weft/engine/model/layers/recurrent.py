@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from weft.engine.memory.layout import StatePart, StatePlane
@@ -28,6 +29,7 @@ class Projected(NamedTuple):
     """[T, ...]: what the row's own result is multiplied by, before its activation."""
 
 
+@dataclass(eq=False, kw_only=True)
 class RecurrentMixer(ABC):
     """A `Mixer` with a state: rows are projected, taken through the state, gated, projected back.
 
@@ -35,24 +37,16 @@ class RecurrentMixer(ABC):
     before it.
     """
 
-    kind: str
+    kind: ClassVar[str]
     """Name of the state plane."""
-
-    def __init__(
-        self, layer: int, in_plane: int, dtype: torch.dtype, out_proj: LinearWeight
-    ) -> None:
-        """Assembles the parts that all kinds have.
-
-        Args:
-            layer: The layer's number.
-            in_plane: Its index among the layers of the state plane.
-            dtype: The model's.
-            out_proj: All heads -> [hidden].
-        """
-        self.layer = layer
-        self.in_plane = in_plane
-        self.dtype = str(dtype).removeprefix("torch.")
-        self.out_proj = out_proj
+    layer: int
+    """The layer's number."""
+    in_plane: int
+    """Its index among the layers of the state plane."""
+    out_proj: LinearWeight
+    """All heads, or channels, of this rank -> [hidden]."""
+    dtype: str
+    """Name of the model's dtype."""
 
     @property
     @abstractmethod

@@ -94,6 +94,11 @@ class Weights:
         self._prefix = ""
         self._scratch = _Scratch()
 
+    @property
+    def dtype_name(self) -> str:
+        """Name of `dtype`, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
     def at(self, name: str | int) -> Weights:
         """The parameters of the submodule `name`."""
         below = copy(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -12,31 +13,27 @@ _FEW = 64
 """Number of removed entries that the heap may keep beyond as many as wait."""
 
 
+@dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
-    __slots__ = ("cost", "is_gone", "item", "number", "start", "tenant")
-
-    def __init__(self, tenant: str, item: T, cost: float, start: float, number: int) -> None:
-        self.tenant = tenant
-        self.item = item
-        self.cost = cost
-        self.start = start
-        self.number = number
-        self.is_gone = False
+    tenant: str
+    item: T
+    cost: float
+    start: float
+    number: int
+    is_gone: bool = False
 
     def __lt__(self, other: _Entry[T]) -> bool:
         return (self.start, self.number) < (other.start, other.number)
 
 
+@dataclass(slots=True, eq=False)
 class _Tenant(Generic[T]):
-    __slots__ = ("cost", "entries", "finish", "weight")
-
-    def __init__(self) -> None:
-        self.entries: deque[_Entry[T]] = deque()
-        self.cost = 0.0
-        """Cost of all entries."""
-        self.finish = 0.0
-        """Virtual time at which its last entry will have been served."""
-        self.weight = 1.0
+    entries: deque[_Entry[T]] = field(default_factory=deque)
+    cost: float = 0.0
+    """Cost of all entries."""
+    finish: float = 0.0
+    """Virtual time at which its last entry will have been served."""
+    weight: float = 1.0
 
 
 class TenantFairQueue(Generic[T]):

@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from weft.gateway.text.render import SampleRenderer
 from weft.v1 import common_pb2
 
 
+@dataclass(slots=True, eq=False)
 class SampleOutput:
     """One sample of one prompt. It outlives attempts: its text continues where it was."""
 
-    __slots__ = (
-        "finish_reason",
-        "first_token_time",
-        "ids",
-        "index",
-        "is_dirty",
-        "last_token_time",
-        "logprobs",
-        "num_ids_taken",
-        "renderer",
-        "text",
-    )
-
-    def __init__(self, index: int, renderer: SampleRenderer) -> None:
-        self.index = index
-        """Index among all samples of the client's request."""
-        self.renderer = renderer
-        self.ids: list[int] = []
-        """All tokens so far; a new owner continues from these."""
-        self.num_ids_taken = 0
-        self.text = ""
-        """Text not yet taken."""
-        self.logprobs: list[common_pb2.TokenLogprob] = []
-        """Log-probabilities not yet taken."""
-        self.finish_reason: common_pb2.FinishReason.ValueType | None = None
-        self.is_dirty = False
-        """Whether there is something to take."""
-        self.first_token_time = 0.0
-        """Event loop time; 0: no token yet."""
-        self.last_token_time = 0.0
+    index: int
+    """Index among all samples of the client's request."""
+    renderer: SampleRenderer
+    ids: list[int] = field(default_factory=list)
+    """All tokens so far; a new owner continues from these."""
+    num_ids_taken: int = 0
+    text: str = ""
+    """Text not yet taken."""
+    logprobs: list[common_pb2.TokenLogprob] = field(default_factory=list)
+    """Log-probabilities not yet taken."""
+    finish_reason: common_pb2.FinishReason.ValueType | None = None
+    is_dirty: bool = False
+    """Whether there is something to take."""
+    first_token_time: float = 0.0
+    """Event loop time; 0: no token yet."""
+    last_token_time: float = 0.0
 
     @property
     def pace_s(self) -> float | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import WorkerView
@@ -16,6 +17,7 @@ _ABSENT_INTERVALS = 60
 """Evictions after which a worker that was sent nothing is forgotten."""
 
 
+@dataclass(slots=True, eq=False)
 class _Sent:
     """Pages of one incarnation, the least recently sent first.
 
@@ -23,12 +25,9 @@ class _Sent:
     prefixes.
     """
 
-    __slots__ = ("pages", "used_at", "worker")
-
-    def __init__(self, worker: WorkerView) -> None:
-        self.worker = worker
-        self.pages: OrderedDict[int, None] = OrderedDict()
-        self.used_at = 0.0
+    worker: WorkerView
+    pages: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    used_at: float = 0.0
 
 
 class SentPages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.answer.reasoning_gate import ReasoningGate
@@ -12,54 +13,34 @@ from weft.gateway.text.stops import StopAutomaton, StopScanner
 from weft.gateway.text.vocabulary import Vocabulary
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RenderPlan:
     """The part of rendering that all samples of a prompt share."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        prompt_ids: Sequence[int],
-        *,
-        stops: StopAutomaton | None,
-        stop_ids: Collection[int],
-        min_tokens: int,
-        include_stop: bool,
-        skip_special_tokens: bool,
-        told_ids: Collection[int] = (),
-        shown_ids: Collection[int] = (),
-        reasoning: ReasoningFormat | None = None,
-        begins_reasoning: bool = False,
-        patterns: StopPatterns | None = None,
-    ) -> None:
-        """Prepares the rendering.
-
-        Args:
-            vocabulary: The model's vocabulary.
-            prompt_ids: Tokens of the prompt.
-            stops: Stop strings, which prompts of a request share; None: there are none.
-            stop_ids: Tokens that end a sample; the last one's text is not shown.
-            min_tokens: Stop strings count only if they end after so many tokens.
-            include_stop: Keep the text of the stop string or token.
-            skip_special_tokens: Special tokens give no text.
-            told_ids: Tokens of `stop_ids` that are reported to the client if they end a sample.
-            shown_ids: Special tokens that give text in any case.
-            reasoning: Format of the reasoning, within which stop strings do not count; None: they
-                count everywhere.
-            begins_reasoning: Whether a sample begins within the reasoning.
-            patterns: Regular expressions that count as stop strings do; None: there are none.
-        """
-        self.vocabulary = vocabulary
-        self.prompt_ids = prompt_ids
-        self.automaton = stops
-        self.patterns = patterns
-        self.stop_ids = stop_ids
-        self.min_tokens = min_tokens
-        self.include_stop = include_stop
-        self.skip_special_tokens = skip_special_tokens
-        self.told_ids = told_ids
-        self.shown_ids = shown_ids
-        self.reasoning = reasoning
-        self.begins_reasoning = begins_reasoning
+    vocabulary: Vocabulary
+    prompt_ids: Sequence[int]
+    _: KW_ONLY
+    stops: StopAutomaton | None
+    """Stop strings, which prompts of a request share; None: there are none."""
+    stop_ids: Collection[int]
+    """Tokens that end a sample; the last one's text is not shown."""
+    min_tokens: int
+    """Stop strings count only if they end after so many tokens."""
+    include_stop: bool
+    """Keep the text of the stop string or token."""
+    skip_special_tokens: bool
+    """Special tokens give no text."""
+    told_ids: Collection[int] = ()
+    """Tokens of `stop_ids` that are reported to the client if they end a sample."""
+    shown_ids: Collection[int] = ()
+    """Special tokens that give text in any case."""
+    reasoning: ReasoningFormat | None = None
+    """Format of the reasoning, within which stop strings do not count; None: they count everywhere.
+    """
+    begins_reasoning: bool = False
+    """Whether a sample begins within the reasoning."""
+    patterns: StopPatterns | None = None
+    """Regular expressions that count as stop strings do; None: there are none."""
 
 
 class SampleRenderer:
@@ -151,8 +132,8 @@ class SampleRenderer:
 def _make_scanner(plan: RenderPlan) -> StopScanner | PatternScanner | ScannerChain | None:
     """The scanner that finds the end of one sample's text; None: only tokens end it."""
     strings = patterns = None
-    if plan.automaton is not None:
-        strings = StopScanner(plan.automaton, plan.include_stop)
+    if plan.stops is not None:
+        strings = StopScanner(plan.stops, plan.include_stop)
     if plan.patterns is not None:
         patterns = PatternScanner(plan.patterns, plan.include_stop)
     if strings is not None and patterns is not None:

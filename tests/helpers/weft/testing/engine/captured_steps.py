@@ -62,7 +62,8 @@ class RecordedSteps(StepGraphs):
         """Number of steps run, by kind of bucket."""
         inputs.keep_ragged(max(bucket.columns.num_bytes for bucket in buckets))
         self._graphs = {bucket: self._capture(bucket) for bucket in sorted(buckets, reverse=True)}
-        executor._inputs, executor.graphs = inputs, self
+        executor._inputs = executor._batches = inputs
+        executor.graphs = self
         sampler = Sampler(
             engine.info.vocab_size,
             most,
