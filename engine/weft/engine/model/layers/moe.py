@@ -25,6 +25,7 @@ class SparseMLP:
         weight: SparseMlpWeight,
         shared: GatedMLP | PlainMLP | None = None,
         shared_gate: LinearWeight | None = None,
+        shared_factor: float = 1.0,
     ) -> None:
         """Assembles the block of a layer (its index) from its parts.
 
@@ -34,11 +35,13 @@ class SparseMLP:
             shared: The shared experts, which take every row, as one MLP; None: there are none.
             shared_gate: [1, H]: projection whose sigmoid multiplies the result of `shared`; None:
                 no factor.
+            shared_factor: A constant factor on it.
         """
         self.layer = layer
         self.weight = weight
         self.shared = shared
         self.shared_gate = shared_gate
+        self.shared_factor = shared_factor
 
     @classmethod
     def read(
@@ -90,7 +93,7 @@ class SparseMLP:
         around = beside if names.is_shared_outside and beside is not None else weights
         shared = _shared(config, layer, hidden, around.at(names.shared), names)
         if not config.has_shared_gate:
-            return cls(layer, weight, shared)
+            return cls(layer, weight, shared, None, config.shared_factor)
         gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,), is_gate=True)
         return cls(layer, weight, shared, weights.linear(gate))
 
@@ -99,7 +102,8 @@ class SparseMLP:
         routed = Combine(x, self.weight, step.lora, self.layer)
         if self.shared is None:
             return routed
-        return SharedCombine(self.shared.unchanged(x), self.shared_gate, routed)
+        shared = self.shared.unchanged(x)
+        return SharedCombine(shared, self.shared_gate, routed, self.shared_factor)
 
     def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`: the router needs the norm's result."""
