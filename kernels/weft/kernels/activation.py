@@ -78,6 +78,24 @@ class XIELU(NamedTuple):
         return (made + self.beta * wide).to(x.dtype)
 
 
+class GaussianTopK(NamedTuple):
+    """activation(max(gate - cutoff, 0)) * up: of gates that are normally distributed in a row, the
+    cutoff leaves a wanted share above it (Gaussian top-k of Gemma 3n; Spark Transformer, arXiv
+    2506.06644).
+    """
+
+    deviations: float
+    """How many standard deviations the cutoff is above the mean of a row's gates."""
+    activation: Activation
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * I], gate columns first -> [T, I], dtype of `x`; float32 within, or wider."""
+        gate, up = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)
+        deviation, mean = torch.std_mean(gate, dim=-1, correction=0, keepdim=True)
+        above = F.relu(gate - (mean + deviation * self.deviations))
+        return (_ACTIVATIONS[self.activation](above) * up).to(x.dtype)
+
+
 def limited_silu(limit: float) -> Gating:
     """SwiGLU whose activated gate is at most `limit`, and what it gates no larger in magnitude.
 

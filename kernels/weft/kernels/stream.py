@@ -137,10 +137,14 @@ class SharedCombine(NamedTuple):
     gate: LinearWeight | None
     """[1, H]: the shared expert's part is times its sigmoid; None: it is added as it is."""
     routed: Combine
+    factor: float = 1.0
+    """On the shared expert's part."""
 
     def shared_sum(self) -> Sum:
         """The shared expert's part."""
         found = self.shared.inner()
+        if self.factor != 1.0:
+            found = found._replace(x=found.x * self.factor)
         if self.gate is None:
             return found
         weight = linear(self.routed.x.value, self.gate, out_dtype=torch.float32).sigmoid_()

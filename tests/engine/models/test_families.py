@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,31 @@ def test_older_files_of_gpt2_are_the_same_model(tmp_path: Path) -> None:
         old[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 512, 512).tril()
         old[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(old, path / "model.safetensors")
+    found = PagedDriver(load_model(path, "float32").model, 8).step([(PagedRequest(), tokens)])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", pytest.param("gemma4", marks=pytest.mark.full)])
+def test_files_with_images_and_unused_keys_are_the_same_model(name: str, tmp_path: Path) -> None:
+    """As the hub has them: towers, and K and V of layers that use those of others."""
+    path = make_family(name, tmp_path, seed=random.randrange(10**6))
+    tokens = [random.randrange(3, 250) for _ in range(20)]
+    expected = PagedDriver(load_model(path, "float32").model, 8).step([(PagedRequest(), tokens)])
+    body = "model.language_model."
+    tensors = {
+        tensor_name.replace("model.", body, 1): tensor
+        for tensor_name, tensor in load_file(path / "model.safetensors").items()
+    }
+    for part in ("k_proj", "v_proj", "k_norm"):
+        unused = f"layers.4.self_attn.{part}.weight"
+        assert body + unused not in tensors
+        tensors[body + unused] = tensors[body + unused.replace("4", "1")].clone()
+    for tower in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"):
+        tensors[f"model.{tower}.layers.4.self_attn.k_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    names = [each.replace("CausalLM", "ConditionalGeneration") for each in raw["architectures"]]
+    (path / "config.json").write_text(json.dumps({"architectures": names, "text_config": raw}))
     found = PagedDriver(load_model(path, "float32").model, 8).step([(PagedRequest(), tokens)])
     assert torch.equal(found, expected)
 

@@ -25,7 +25,7 @@ NO_TEXT = (
 )
 TEXT = [name for name in FAMILIES if name not in (*NO_TEXT, *HYBRIDS)]
 """What AutoModelForCausalLM builds, without recurrent layers."""
-UNEQUAL = ("gemma4", "gemma4-keys", "gemma4-experts")
+UNEQUAL = ("gemma3n", "gemma4", "gemma4-keys", "gemma4-experts")
 """Models whose layers have products of different shapes."""
 EQUAL = [name for name in TEXT if name not in UNEQUAL]
 SPARSE = ("phimoe", "granite_moe_swa")

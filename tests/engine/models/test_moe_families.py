@@ -24,7 +24,7 @@ PAGE = 8
 NUM_NEW = 16
 FULL = (
     *("exaone-moe", "hy3", "laguna", "solar", "olmoe"),
-    *("ling2", "flex-olmo", "granite-shared"),
+    *("ling2", "flex-olmo", "granite-shared", "cohere2-moe", "cohere2-moe-softmax"),
 )
 """Those whose parts others have too; they run behind --full."""
 

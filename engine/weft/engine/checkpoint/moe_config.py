@@ -97,6 +97,8 @@ class MoEConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     shared_size: int = 0
     """Inner width of the experts that every token has besides; 0: none."""
+    shared_factor: float = 1.0
+    """On the shared experts' result."""
     has_shared_gate: bool = False
     """Whether the shared experts' result is weighed by the sigmoid of a projection."""
     gating: GatingConfig | None = None

@@ -71,6 +71,18 @@ class PerLayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpConfig:
+    """Layers over several copies of the stream (AltUp), with a learned addition beside attention
+    (LAuReL): Gemma 3n's.
+    """
+
+    copies: int
+    """Copies of the stream, of which each layer computes the first."""
+    laurel_rank: int
+    """Inner width of the addition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """Attention of one layer."""
 
@@ -159,6 +171,10 @@ class MlpConfig:
     """
     has_xielu: bool = False
     """Whether the activation is xIELU, whose parameters the checkpoint has, without a gate."""
+    sparsities: tuple[float, ...] = ()
+    """By layer the share of a row's gates that are to become 0 (Gaussian top-k); 0 or no entry:
+    gates stay as they are.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +199,8 @@ class DecoderConfig:
     """Layers, from 0, that have no feed-forward block."""
     per_layer: PerLayerConfig | None = None
     """A second embedding; None: there is none."""
+    altup: AltUpConfig | None = None
+    """Copies of the stream; None: there is one stream."""
     has_layer_factors: bool = False
     """Whether each layer ends with a factor on the stream, which the checkpoint has."""
     kept: tuple[tuple[float, float], ...] = ()
@@ -262,6 +280,8 @@ class NamesConfig:
     """Prefixes of tensors that have no part in text: towers of images, further predictions."""
     constants: tuple[str, ...] = ()
     """Ends of the names of tensors that old files have, though they depend on no training."""
+    unused: tuple[str, ...] = ()
+    """Parts of the names of tensors that files have, though no layer reads them."""
     has_transposed: bool = False
     """Whether products of layers are stored as [columns, rows]."""
     input_norm: str = "input_layernorm"
@@ -311,4 +331,6 @@ class NamesConfig:
 
     def is_left_out(self, name: str) -> bool:
         """Whether a tensor of the checkpoint has no part in text."""
-        return name.startswith(self.left_out) or name.endswith(self.constants)
+        if name.startswith(self.left_out) or name.endswith(self.constants):
+            return True
+        return any(part in name for part in self.unused)

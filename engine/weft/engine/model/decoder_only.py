@@ -8,7 +8,7 @@ import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, plane_beside, window_plane
 from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
-from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.layer import Layer, StackLayer
 from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
@@ -152,7 +152,7 @@ def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
     return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
-def place_in_pools(config: ModelConfig, layers: Sequence[Layer]) -> None:
+def place_in_pools(config: ModelConfig, layers: Sequence[StackLayer]) -> None:
     """Assigns the layers of a stack to page groups; must be called before runs are made."""
     places: dict[int, tuple[int, int, PlaneInPage | None]] = {}
     for group, (_, planes) in enumerate(config.page_planes):

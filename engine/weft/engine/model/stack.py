@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 
 import torch
+from weft.engine.model.layers.altup import Copies
 from weft.engine.model.layers.attention import Attention
-from weft.engine.model.layers.layer import Form, Layer
+from weft.engine.model.layers.layer import Form, Layer, StackLayer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.per_layer import PerLayerEmbedding
 from weft.engine.model.step import Step
@@ -27,7 +28,7 @@ class Run:
     All other runs apply single operations to the stream, which fuses some of them.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[StackLayer]) -> None:
         self.layers = tuple(layers)
         self._dense = DenseRun.of([_dense_layer(layer) for layer in layers])
 
@@ -52,7 +53,7 @@ class Run:
         stream.begin_run(self.layers[0].folds(rows, step))
         for layer in self.layers:
             stream.enter(layer.number)
-            x = stream.normed(layer.input_norm)
+            x = layer.begin(stream)
             step = layer.mixer.prepare(step, rows, pool)
             layer.finish(stream, layer.mixer.write(x, step, pool), step, pool)
         return step
@@ -85,13 +86,19 @@ def run_all(
     return stream.settle()
 
 
-def runs_of(layers: Sequence[Layer]) -> tuple[Run, ...]:
+def runs_of(layers: Sequence[StackLayer]) -> tuple[Run, ...]:
     """Cuts layers into runs."""
-    return tuple(Run(tuple(same)) for _, same in groupby(layers, Layer.shape_key))
+    return tuple(Run(tuple(same)) for _, same in groupby(layers, _shape_key))
 
 
-def _dense_layer(layer: Layer) -> DenseLayer | None:
+def _shape_key(layer: StackLayer) -> object:
+    return layer.shape_key()
+
+
+def _dense_layer(layer: StackLayer) -> DenseLayer | None:
     """The layer as `DenseRun` takes it; None if it is of another kind."""
+    if not isinstance(layer, Layer):
+        return None
     mixer, feed, norms = layer.mixer, layer.feed, (layer.input_norm, layer.post_norm)
     is_usual = isinstance(mixer, Attention) and mixer.is_usual and layer.form == Form()
     if not (is_usual and isinstance(mixer, Attention) and isinstance(feed, GatedMLP)):
@@ -121,17 +128,18 @@ class Stack:
     def __init__(
         self,
         embed_tokens: torch.Tensor,
-        layers: Sequence[Layer],
+        layers: Sequence[StackLayer],
         norm: AnyNorm,
         multiplier: float = 1.0,
         peers: Peers | None = None,
         per_layer: PerLayerEmbedding | None = None,
         positions: torch.Tensor | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Assembles the parts; `embed_tokens` is [vocab, hidden], whole on every rank, `multiplier`
         a factor on its rows as they enter the stream, rounded to their dtype; `per_layer` is a
         second embedding or None; `positions` is [max_positions, hidden], added to each row by its
-        position, or None.
+        position, or None; `copies` makes the copies of the stream that the layers take, or None.
         """
         self.peers = peers
         """Ranks that have the other shares of the layers; None: there are none."""
@@ -139,14 +147,14 @@ class Stack:
         self._multiplier = None if multiplier == 1.0 else embed_tokens.new_tensor([multiplier])
         self.norm = norm
         self.layers = tuple(layers)
-        self._per_layer, self._positions = per_layer, positions
+        self._per_layer, self._positions, self._copies = per_layer, positions, copies
         self._whole = runs_of(layers)
         last = max(number for number, layer in enumerate(layers) if layer.mixer.has_own_kv)
         self._last = layers[last]
         """The last layer that stores something; those behind it need the wanted rows alone."""
         self._before_last, self._behind_last = runs_of(layers[:last]), runs_of(layers[last + 1 :])
 
-    def with_layers(self, layers: Sequence[Layer]) -> Stack:
+    def with_layers(self, layers: Sequence[StackLayer]) -> Stack:
         """The stack with other layers."""
         multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
         return Stack(
@@ -157,29 +165,33 @@ class Stack:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
         (hidden, step), rows, peers = self._embed(step), step.logits_rows, self.peers
         if step.wants_all:
-            return self.norm(run_all(self._whole, hidden, step, pool, taps, peers))
+            return self._end(run_all(self._whole, hidden, step, pool, taps, peers))
         # Rows of a tree are not requests of their own.
         if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees:
             hidden = run_all(self._whole, hidden, step, pool, taps, peers)
-            return self.norm(hidden.index_select(0, rows))
+            return self._end(hidden.index_select(0, rows))
         # The last layer writes K and V of all rows, but computes only the wanted ones.
         last = self._last
         stream = Stream(run_all(self._before_last, hidden, step, pool, taps, peers), taps, peers)
         stream.enter(last.number)
-        query = last.mixer.write(stream.normed(last.input_norm), step, pool)
+        query = last.mixer.write(last.begin(stream), step, pool)
         if rows.shape[0] == 0:
-            return hidden.new_empty((0, hidden.shape[1]))
+            return hidden.new_empty((0, self.embed_tokens.shape[1]))
         query, stream, wanted = query.of_rows(rows), stream.of_rows(rows), step.one_row_requests()
         last.finish(stream, query, wanted, pool)
         if not self._behind_last:
-            return self.norm(stream.settle())
+            return self._end(stream.settle())
         hidden = stream.settle().contiguous()
-        return self.norm(run_all(self._behind_last, hidden, wanted, pool, None, peers))
+        return self._end(run_all(self._behind_last, hidden, wanted, pool, None, peers))
 
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [T, hidden], the normalised hidden states of all rows."""
         hidden, step = self._embed(step)
-        return self.norm(run_all(self._whole, hidden, step, pool, None, self.peers))
+        return self._end(run_all(self._whole, hidden, step, pool, None, self.peers))
+
+    def _end(self, stream: torch.Tensor) -> torch.Tensor:
+        """The normalised hidden states, [T, hidden], of the stream behind the last layer."""
+        return self.norm(stream if self._copies is None else self._copies.merged(stream))
 
     def _embed(self, step: Step) -> tuple[torch.Tensor, Step]:
         hidden, lora = self.embed_tokens.index_select(0, step.token_ids), step.lora
@@ -193,4 +205,6 @@ class Stack:
             hidden = hidden.add_(self._positions.index_select(0, step.positions))
         if self._per_layer is not None:
             step = replace(step, per_layer=self._per_layer(step.token_ids, hidden))
+        if self._copies is not None:
+            hidden = self._copies.spread(hidden)
         return hidden, step

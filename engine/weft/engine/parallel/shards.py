@@ -21,6 +21,7 @@ DIVIDED = frozenset(
     {
         "ArceeForCausalLM",
         "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
         "CohereForCausalLM",
         "CwmForCausalLM",
         "DeepseekV2ForCausalLM",

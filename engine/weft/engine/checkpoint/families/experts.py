@@ -35,6 +35,31 @@ def mixtral_experts(config: Fields, *, shared_size: int = 0) -> MoEConfig:
     )
 
 
+def cohere_experts(config: Fields) -> MoEConfig:
+    """Cohere 2's: a softmax over the chosen experts, or sigmoids; their sum and the shared experts'
+    are added up or averaged.
+    """
+    scores, inner = config.text("expert_selection_fn", "softmax"), "intermediate_size"
+    if scores not in ("softmax", "sigmoid"):
+        raise config.error("expert_selection_fn", f"{scores!r} is not supported")
+    how = config.text("shared_expert_combination_strategy", "average")
+    if how not in ("sum", "average"):
+        raise config.error("shared_expert_combination_strategy", f"{how!r} is not supported")
+    shared = config.count("num_shared_experts", 0)
+    factor = 0.5 if shared and how == "average" else 1.0
+    return MoEConfig(
+        **counts(config, "num_experts"),
+        intermediate_size=config.positive(inner),
+        norm_topk_prob=scores == "softmax" or config.flag("norm_topk_prob", True),
+        mlp_only_layers=_dense_layers(config, 0),
+        router=RouterConfig(
+            scores="sigmoid" if scores == "sigmoid" else "softmax", scale=factor, least_sum=0.0
+        ),
+        shared_size=shared * config.positive(inner),
+        shared_factor=factor,
+    )
+
+
 def phi_experts(config: Fields) -> MoEConfig:
     """Phi-3.5-MoE's: SparseMixer, which is for two experts."""
     chosen = counts(config, "num_local_experts")

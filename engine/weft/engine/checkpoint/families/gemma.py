@@ -44,9 +44,11 @@ def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         scale=_scale(family),
         qkv_bias=family.fields.flag("attention_bias", False),
         o_bias=family.fields.flag("attention_bias", False),
-        softcap=_cap(family, "attn_logit_softcapping", 50.0),
+        softcap=soft_cap(family, "attn_logit_softcapping", 50.0),
     )
-    decoder = _decoder(family, (layer,) * len(kinds), _cap(family, "final_logit_softcapping", 30.0))
+    decoder = _decoder(
+        family, (layer,) * len(kinds), soft_cap(family, "final_logit_softcapping", 30.0)
+    )
     names = NamesConfig(feed_norm=_FEED_NORM)
     window = family.window(kinds, 4096)
     return family.config(
@@ -75,7 +77,7 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     pattern = family.fields.positive("sliding_window_pattern", 6)
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
     norm = HeadNormConfig(norm=family.rms(adds_one=True))
-    ropes = {kind: _gemma3_rope(family, kind) for kind in (FULL, SLIDING)}
+    ropes = {kind: gemma3_rope(family, kind) for kind in (FULL, SLIDING)}
     bias = family.fields.flag("attention_bias", False)
     layers = tuple(
         AttentionConfig(
@@ -84,7 +86,7 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
             qkv_bias=bias,
             o_bias=bias,
             head_norm=norm,
-            softcap=_cap(family, "attn_logit_softcapping"),
+            softcap=soft_cap(family, "attn_logit_softcapping"),
         )
         for kind in kinds
     )
@@ -94,7 +96,7 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         feed_norm=_FEED_NORM,
     )
     return family.config(
-        _decoder(family, layers, _cap(family, "final_logit_softcapping")),
+        _decoder(family, layers, soft_cap(family, "final_logit_softcapping")),
         head_dim=family.head_dim(256),
         window=_bidirectional_window(family, kinds) if is_encoder else family.window(kinds, 4096),
         names=names,
@@ -111,7 +113,7 @@ def _bidirectional_window(family: Family, kinds: Sequence[str]) -> SlidingWindow
     return SlidingWindow(length=length // 2 + 1, layers=layers) if layers else None
 
 
-def _gemma3_rope(family: Family, kind: str) -> RopeConfig:
+def gemma3_rope(family: Family, kind: str) -> RopeConfig:
     """Older files have a base for each kind of layers, and a scaling of those without a window."""
     fields = family.fields
     if fields.get("rope_parameters") is not None:
@@ -138,7 +140,7 @@ def _scale(family: Family) -> float:
     return float(family.fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
 
 
-def _cap(family: Family, name: str, default: float | None = None) -> float | None:
+def soft_cap(family: Family, name: str, default: float | None = None) -> float | None:
     """A bound; a field that is null means none, one that is absent its default."""
     if name in list(family.fields) and family.fields.get(name) is None:
         return None

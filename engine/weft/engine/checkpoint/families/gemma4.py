@@ -4,7 +4,7 @@ embedding, and in one size experts beside the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
@@ -23,7 +23,8 @@ from weft.engine.checkpoint.parts import (
 from weft.engine.checkpoint.rope import RopeConfig
 
 _TOWERS = ("audio_tower", "embed_vision", "embed_audio", "vision_embedder")
-_OTHERS = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
+OTHERS = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
+"""Prefixes of tensors that are left out of models that also take images and audio."""
 
 
 def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -34,7 +35,7 @@ def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         raise fields.error("use_bidirectional_attention", "'all' is not supported")
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % 6 else FULL)
     kinds = (*kinds[:-1], FULL)
-    sources = _sources(fields, kinds)
+    sources = kv_sources(fields, kinds)
     layers = tuple(
         _attention(family, layer, kinds[layer], sources[layer]) for layer in range(count)
     )
@@ -63,7 +64,8 @@ def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     )
     names = NamesConfig(
         bodies=("model.language_model", "language_model.model", "model"),
-        left_out=(*VISION, *_OTHERS),
+        left_out=(*VISION, *OTHERS),
+        unused=unused_kv(sources),
         feed_norm="pre_feedforward_layernorm",
         moe=MoENamesConfig(router="router.proj"),
     )
@@ -79,13 +81,22 @@ def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     )
 
 
-def _sources(fields: Fields, kinds: tuple[str, ...]) -> list[int | None]:
-    """By layer the one whose K and V it uses: of the last ones the last of its kind before them."""
-    own = len(kinds) - fields.count("num_kv_shared_layers", 0)
+def kv_sources(fields: Fields, kinds: tuple[str, ...], shared: int = 0) -> list[int | None]:
+    """By layer the one whose K and V it uses: of the last ones the last of its kind before them;
+    `shared`: how many those are where the file does not say it.
+    """
+    own = len(kinds) - fields.count("num_kv_shared_layers", shared)
     if own < len(kinds) and not set(kinds[own:]) <= set(kinds[: max(own, 0)]):
         raise fields.error("num_kv_shared_layers", "some kind of layers has no K and V of its own")
     last = {kind: layer for layer, kind in enumerate(kinds[:own])}
     return [None if layer < own else last[kind] for layer, kind in enumerate(kinds)]
+
+
+def unused_kv(sources: Sequence[int | None]) -> tuple[str, ...]:
+    """Parts of the names of what files have for K and V of layers that use those of others."""
+    sharing = (layer for layer, source in enumerate(sources) if source is not None)
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return tuple(f"layers.{layer}.self_attn.{part}." for layer in sharing for part in parts)
 
 
 def _attention(family: Family, layer: int, kind: str, source: int | None) -> AttentionConfig:

@@ -14,7 +14,7 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.encoder import Encoder
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.encoder import Ragged
-from weft.engine.model.layers.layer import Query
+from weft.engine.model.layers.layer import Layer, Query
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.encoder_attention import encoder_attention
@@ -91,6 +91,7 @@ class BidirectionalDecoder(Encoder):
         decoder: DecoderOnlyLM = load_class(config.architecture)(config, weights)
         layers = []
         for layer in decoder.model.layers:
+            assert isinstance(layer, Layer)
             assert isinstance(layer.mixer, Attention)
             layers.append(layer._replace(mixer=BidirectionalAttention(layer.mixer)))
         self._stack = decoder.model.with_layers(layers)

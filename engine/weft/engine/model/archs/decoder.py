@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from weft.engine.checkpoint.recurrent_config import (
 )
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
+from weft.engine.model.layers.altup import AltUpLayer, Copies
 from weft.engine.model.layers.attention import Attention, Gate, attention_spec, o_spec, qkv_spec
 from weft.engine.model.layers.beside import BesideNorms, ExpertsBesideMLP
 from weft.engine.model.layers.delta_attention import DeltaAttention
@@ -41,7 +43,7 @@ from weft.engine.model.layers.heads import (
     WidthNorms,
 )
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
-from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer, StackLayer
 from weft.engine.model.layers.lightning import Lightning
 from weft.engine.model.layers.mamba import Mamba
 from weft.engine.model.layers.mamba2 import Mamba2
@@ -57,7 +59,7 @@ from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import XIELU, limited_silu
+from weft.kernels.activation import XIELU, Activation, Gating, GaussianTopK, limited_silu
 from weft.kernels.attention import AttentionSpec
 from weft.kernels.norm import AnyNorm, LayerNorm, Norm
 
@@ -132,20 +134,24 @@ def _build_stack(
     names, of_layers = config.names, weights.at(config.names.layers)
     embed_tokens = weights.vocabulary(names.embedding, *vocabulary_size(config))
 
-    def layer(index: int) -> Layer:
+    def layer(index: int) -> StackLayer:
         number, feed = names.blocks[index] if names.blocks else (index, index)
         of_feed = None if feed is None or index in parts.without_feed else of_layers.at(feed)
-        return _layer(config, parts, index, of_layers.at(number), of_feed, rotaries)
+        own = of_layers.at(number)
+        made = _layer(config, parts, index, own, of_feed, rotaries)
+        if parts.altup is None:
+            return made
+        return AltUpLayer.read(made, parts.altup, config.hidden_size, parts.norm.eps, own)
 
     layers = [layer(index) for index in range(config.num_layers)]
     place_in_pools(config, layers)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     per_layer = _per_layer_embedding(config, parts, weights)
     factor = parts.embedding_multiplier
-    positions = _read_positions(config, parts, weights)
-    return Stack(
-        embed_tokens, layers, last, factor, weights.peers, per_layer=per_layer, positions=positions
-    )
+    positions, copies = _read_positions(config, parts, weights), None
+    if parts.altup is not None:
+        copies = Copies.read(config.hidden_size, parts.altup.copies, weights)
+    return Stack(embed_tokens, layers, last, factor, weights.peers, per_layer, positions, copies)
 
 
 def _read_positions(
@@ -466,7 +472,10 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     both = weights.linear(spec)
     if has_silu:
         return GatedMLP(index, both, down)
-    made = limited_silu(limit) if limit else mlp.activation
+    made: Activation | Gating | GaussianTopK = limited_silu(limit) if limit else mlp.activation
+    sparsity = mlp.sparsities[index] if mlp.sparsities else 0.0
+    if sparsity:
+        made = GaussianTopK(NormalDist().inv_cdf(sparsity), mlp.activation)
     return PlainMLP(index, both, down, made, is_gated=True, factors=mlp.factors)
 
 

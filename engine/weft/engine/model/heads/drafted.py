@@ -33,6 +33,7 @@ def load_drafted(
     """
     config = loaded.config
     has_others = config.latent is not None or not config.has_equal_layers
+    has_others |= config.decoder is not None and config.decoder.altup is not None
     if not isinstance(loaded.model, DecoderOnlyLM) or has_others:
         raise ModelError(
             f"draft_dir = {draft_dir}: models of {config.architecture} do not support draft heads",

@@ -112,12 +112,36 @@ class Form(NamedTuple):
     """
 
 
-class Layer(NamedTuple):
-    """Two blocks, each normalised before and added to the residual stream after.
+class StackLayer(Protocol):
+    """A layer as the stack sees it.
 
-    A layer has two parts: `write` of its mixer, after which the last layer of a step may stop, and
-    `finish`, which may take fewer rows.
+    It has two parts: `begin` and `write` of its mixer, after which the last layer of a step may
+    stop, and `finish`, which may take fewer rows.
     """
+
+    @property
+    def number(self) -> int:
+        """Its index in the stack."""
+
+    @property
+    def mixer(self) -> Mixer:
+        """The block in which rows exchange information."""
+
+    def begin(self, stream: Stream) -> Normed:
+        """What the mixer reads of the stream as it enters the layer."""
+
+    def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
+        """The rest of the layer once the mixer has written."""
+
+    def folds(self, rows: int, step: Step) -> bool:
+        """Whether a step of this many rows needs no launches for norms and additions."""
+
+    def shape_key(self) -> object:
+        """A key that is equal for layers that can be in one run."""
+
+
+class Layer(NamedTuple):
+    """Two blocks, each normalised before and added to the residual stream after: a `StackLayer`."""
 
     number: int
     """Its index in the stack."""
@@ -129,8 +153,12 @@ class Layer(NamedTuple):
     """None: the layer ends with its mixer."""
     form: Form = Form()
 
+    def begin(self, stream: Stream) -> Normed:
+        """See `StackLayer.begin`."""
+        return stream.normed(self.input_norm)
+
     def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
-        """The rest of the layer once the mixer has written."""
+        """See `StackLayer.finish`."""
         form = self.form
         mixed = self.mixer.attend(query, step, pool)
         if form.kept is not None:
@@ -164,7 +192,7 @@ class Layer(NamedTuple):
         stream.add(fed)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """Whether a step of this many rows needs no launches for norms and additions."""
+        """See `StackLayer.folds`."""
         is_usual = self.form == Form() and all(
             isinstance(norm, Norm) for norm in (self.input_norm, self.post_norm)
         )
@@ -173,7 +201,7 @@ class Layer(NamedTuple):
         return self.mixer.folds(rows, step) and self.feed.folds(rows, step)
 
     def shape_key(self) -> object:
-        """A key that is equal for layers that can be in one run."""
+        """See `StackLayer.shape_key`."""
         form = self.form
         norms = (self.input_norm, self.post_norm, form.mixer_post, form.feed_post, form.last_post)
         last = None if form.last is None else form.last.shape_key()

@@ -10,7 +10,7 @@ from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import XIELU, Activation, Gating, activate
+from weft.kernels.activation import XIELU, Activation, Gating, GaussianTopK, activate
 from weft.kernels.linear import LinearWeight
 from weft.kernels.stream import Computed, GatedSum, Normed, Sum, can_fold
 
@@ -113,7 +113,7 @@ class PlainMLP:
     up_proj: LinearWeight
     """Its first half is the gate, if there is one."""
     down_proj: LinearWeight
-    activation: Activation | Gating | XIELU
+    activation: Activation | Gating | XIELU | GaussianTopK
     is_gated: bool = field(kw_only=True)
     factors: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
     """On the gate before its activation, and on the result."""
@@ -134,9 +134,9 @@ class PlainMLP:
     def _made(self, inner: torch.Tensor) -> torch.Tensor:
         if self.factors[0] != 1.0:
             inner[:, : inner.shape[1] // 2] *= self.factors[0]
-        if isinstance(self.activation, Gating | XIELU):
-            return self.activation.of(inner)
-        return activate(inner, self.activation, is_gated=self.is_gated)
+        if isinstance(self.activation, str):
+            return activate(inner, self.activation, is_gated=self.is_gated)
+        return self.activation.of(inner)
 
     def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""

@@ -30,6 +30,8 @@ class SparseMLP:
     """The shared experts, which take every row, as one MLP; None: there are none."""
     shared_gate: LinearWeight | None = None
     """[1, H]: projection whose sigmoid multiplies the result of `shared`; None: no factor."""
+    shared_factor: float = 1.0
+    """A constant factor on the result of `shared`."""
 
     @classmethod
     def read(
@@ -81,7 +83,7 @@ class SparseMLP:
         around = beside if names.is_shared_outside and beside is not None else weights
         shared = _shared(config, layer, hidden, around.at(names.shared), names)
         if not config.has_shared_gate:
-            return cls(layer, weight, shared)
+            return cls(layer, weight, shared, None, config.shared_factor)
         gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,), is_gate=True)
         return cls(layer, weight, shared, weights.linear(gate))
 
@@ -90,7 +92,8 @@ class SparseMLP:
         routed = Combine(x, self.weight, step.lora, self.layer)
         if self.shared is None:
             return routed
-        return SharedCombine(self.shared.unchanged(x), self.shared_gate, routed)
+        shared = self.shared.unchanged(x)
+        return SharedCombine(shared, self.shared_gate, routed, self.shared_factor)
 
     def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`: the router needs the norm's result."""

@@ -35,6 +35,8 @@ class PerLayerEmbedding:
     def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[T] int64 and the embeddings, [T, hidden], as they enter the stream -> [T, layers, P]."""
         of_table, of_projection, of_both = self._factors.unbind()
+        # Tokens of images and audio have no rows of their own: Gemma 3n's and 4's have row 0.
+        token_ids = torch.where(token_ids < self._table.shape[0], token_ids, 0)
         by_token = self._table.index_select(0, token_ids) * of_table
         projected = (linear(hidden, self._proj) * of_projection).view(-1, self._shape[1])
         both: torch.Tensor = self._norm(projected).view(by_token.shape) + by_token

@@ -93,6 +93,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_hidden_layers": 5,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+            ],
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 200,
+            "altup_num_inputs": 3,
+            "laurel_rank": 12,
+            "activation_sparsity_pattern": [0.8, 0.0, 0.5, 0.0, 0.9],
+            "final_logit_softcapping": 20.0,
+        },
+    ),
     "gemma4": (
         "gemma4_text",
         {

@@ -25,7 +25,7 @@ def compressed(strategy: str, *, is_static: bool = False) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*in_proj_(ba|b|a)$"],
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*in_proj_(ba|b|a)$", "re:.*(altup|laurel).*"],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],

@@ -18,6 +18,17 @@ GLM = {
 }  # fmt: skip
 MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", LOCAL),
+    "cohere2-moe": (
+        "cohere2_moe",
+        {**MOE, "num_hidden_layers": 5, "sliding_window": 20, "first_k_dense_replace": 1,
+         "prefix_dense_intermediate_size": 100, "num_shared_experts": 2, "logit_scale": 0.5,
+         "sliding_window_pattern": 2, "expert_selection_fn": "sigmoid"},
+    ),
+    "cohere2-moe-softmax": (
+        "cohere2_moe",
+        {**MOE, "num_hidden_layers": 4, "sliding_window": 20, "num_shared_experts": 1,
+         "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5},
+    ),
     "qwen2-moe": (
         "qwen2_moe",
         {**MOE, "head_dim": None, "num_hidden_layers": 4, "shared_expert_intermediate_size": 60,

@@ -1,0 +1,201 @@
+"""Alternating updates (AltUp, arXiv 2301.13310): a stream of several copies, of which each layer
+computes the first and predicts the others. The forms are Gemma 3n's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from weft.engine.checkpoint.parts import AltUpConfig
+from weft.engine.model.layers.laurel import Laurel
+from weft.engine.model.layers.layer import Layer, Mixer, Query
+from weft.engine.model.layers.per_layer import PerLayerPart
+from weft.engine.model.step import Step
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.norm import AnyNorm, Norm
+from weft.kernels.stream import Normed, Stream, stream_of
+
+_LEAST_SQUARE = 1e-5
+"""Least mean square of a copy before it is scaled."""
+
+
+class Copies:
+    """How a stream of hidden states becomes one of C copies, and becomes one again."""
+
+    def __init__(self, spread: LinearWeight, merge: tuple[LinearWeight, ...]) -> None:
+        """Assembles it of [H] -> [(C - 1) * H], and of [H] -> [H] for each copy but the first."""
+        self._spread, self._merge = spread, merge
+
+    @classmethod
+    def read(cls, hidden: int, copies: int, weights: Weights) -> Copies:
+        """Reads the projections; `weights` are below the prefix of the layers' module."""
+
+        def product(*names: str) -> LinearWeight:
+            rows = (hidden,) * len(names)
+            return weights.linear(LinearSpec(names=names, in_features=hidden, rows=rows))
+
+        others = range(copies - 1)
+        spread = product(*(f"altup_projections.{number}" for number in others))
+        merge = tuple(product(f"altup_unembed_projections.{number}") for number in others)
+        return cls(spread, merge)
+
+    def spread(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, C * H]: the copies, of equal magnitudes."""
+        rows, width = hidden.shape
+        others = linear(hidden, self._spread).view(rows, len(self._merge), width)
+        scaled = _like(others, hidden.unsqueeze(1))
+        return torch.cat((hidden.unsqueeze(1), scaled), dim=1).flatten(1)
+
+    def merged(self, stream: torch.Tensor) -> torch.Tensor:
+        """[T, C * H] -> [T, H]: the mean of the copies."""
+        first, *others = stream.chunk(len(self._merge) + 1, dim=1)
+        made = [linear(other.contiguous(), w) for other, w in zip(others, self._merge, strict=True)]
+        scaled = _like(torch.stack(made, dim=1), first.unsqueeze(1))
+        return torch.cat((first.unsqueeze(1), scaled), dim=1).mean(dim=1)
+
+
+def _like(copies: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Copies, [T, C - 1, H], with the root mean square of the first one, [T, 1, H]."""
+    target = first.float().square().mean(dim=-1, keepdim=True)
+    found = copies.float().square().mean(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE)
+    return (copies * (target / found).sqrt()).to(copies.dtype)
+
+
+class AltUp(NamedTuple):
+    """What a layer makes of the copies before and behind its blocks."""
+
+    norm: Norm
+    """Of rows before the router; its weight includes the router's 1 / H."""
+    router: torch.Tensor
+    """[C, H]."""
+    prediction: torch.Tensor
+    """[C * C, C] float32: of router outputs, the coefficients of each copy in each prediction."""
+    correction: torch.Tensor
+    """[C, C] float32: of router outputs, the coefficient of each correction."""
+    scale: torch.Tensor
+    """[H]: on the first copy as the layer's part of the second embedding reads it."""
+
+    @classmethod
+    def read(cls, hidden: int, copies: int, eps: float, weights: Weights) -> AltUp:
+        """Reads the parameters of a layer, which quantised checkpoints keep in floats; `weights`
+        are below their prefix.
+        """
+
+        def matrix(name: str, rows: int) -> torch.Tensor:
+            part = TensorSlice(f"{name}.weight", (rows, copies))
+            return weights.read([part], dtype=torch.float32)
+
+        gains = weights.read([TensorSlice("router_norm.weight", (hidden,))], dtype=torch.float32)
+        return cls(
+            Norm(gains / hidden, eps),
+            weights.read([TensorSlice("modality_router.weight", (copies, hidden))]),
+            matrix("prediction_coefs", copies * copies),
+            matrix("correction_coefs", copies),
+            weights.read([TensorSlice("correct_output_scale", (hidden,))]),
+        )
+
+    def predicted(self, copies: torch.Tensor) -> torch.Tensor:
+        """[T, C, H] -> [T, C, H]: every copy plus a combination of all."""
+        count = copies.shape[1]
+        coefficients = F.linear(self._routed(copies[:, 0].contiguous()), self.prediction)
+        coefficients = coefficients.view(-1, count, count).to(copies.dtype)
+        return torch.baddbmm(copies, coefficients, copies)
+
+    def corrected(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+        """The predictions, [T, C, H], moved by what the first differs from the layer's result,
+        [T, H].
+        """
+        change = computed - predicted[:, 0]
+        coefficients = F.linear(self._routed(computed), self.correction) + 1.0
+        coefficients = coefficients.to(change.dtype).unsqueeze(2)
+        return torch.addcmul(predicted, coefficients, change.unsqueeze(1))
+
+    def _routed(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, C] float32."""
+        return torch.tanh(F.linear(self.norm(rows), self.router).float())
+
+
+class AltUpLayer:
+    """A layer that computes the first copy of the stream: a `StackLayer`.
+
+    Args:
+        layer: Its mixer and feed-forward block. The stream that they add to begins with what
+            LAuReL adds, times 1 / sqrt(2); so the norm behind the mixer has this factor too.
+        part: The layer's part of a second embedding, which the other copies get.
+        part_post: Norm of its result.
+        altup: What the layer makes of the copies.
+        laurel: The addition beside attention.
+    """
+
+    def __init__(
+        self, layer: Layer, part: PerLayerPart, part_post: AnyNorm, altup: AltUp, laurel: Laurel
+    ) -> None:
+        self._layer, self._part, self._part_post = layer, part, part_post
+        self._altup, self._laurel = altup, laurel
+
+    @classmethod
+    def read(
+        cls, layer: Layer, config: AltUpConfig, hidden: int, eps: float, weights: Weights
+    ) -> AltUpLayer:
+        """Reads what a usual layer with norms around its blocks lacks."""
+        form = layer.form
+        post, part, part_post = form.mixer_post, form.last, form.last_post
+        assert isinstance(post, Norm), "families with AltUp have norms around blocks"
+        assert isinstance(part, PerLayerPart), "families with AltUp have a second embedding"
+        assert part_post is not None
+        post = Norm(post.weight.float() * 0.5**0.5, post.eps)
+        form = form._replace(mixer_post=post, last=None, last_post=None)
+        altup = AltUp.read(hidden, config.copies, eps, weights.at("altup"))
+        laurel = Laurel.read(hidden, config.laurel_rank, eps, weights.at("laurel"))
+        return cls(layer._replace(form=form), part, part_post, altup, laurel)
+
+    @property
+    def number(self) -> int:
+        """See `StackLayer.number`."""
+        return self._layer.number
+
+    @property
+    def mixer(self) -> Mixer:
+        """See `StackLayer.mixer`."""
+        return self._layer.mixer
+
+    def begin(self, stream: Stream) -> Normed:
+        """See `StackLayer.begin`: the predictions take the stream's place."""
+        predicted = self._altup.predicted(self._copies(stream.normed(None).value))
+        stream.replace(predicted.flatten(1))
+        return Normed(self._normed(predicted))
+
+    def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
+        """See `StackLayer.finish`."""
+        predicted = self._copies(stream.settle())
+        begun = (predicted[:, 0] + self._laurel(self._normed(predicted))) * 0.5**0.5
+        first = stream_of(begun, None, stream.peers)
+        self._layer.finish(first, query, step, pool)
+        copies = self._altup.corrected(predicted, first.settle())
+        scaled = Normed(copies[:, 0] * self._altup.scale)
+        added = self._part_post(first.computed(self._part(scaled, step)))
+        copies[:, 1:] += added.unsqueeze(1)
+        stream.replace(copies.flatten(1))
+
+    def _copies(self, stream: torch.Tensor) -> torch.Tensor:
+        """[T, C * H] -> [T, C, H]."""
+        return stream.view(stream.shape[0], *self._altup.router.shape)
+
+    def _normed(self, predicted: torch.Tensor) -> torch.Tensor:
+        """What the blocks and LAuReL read, [T, H]."""
+        assert self._layer.input_norm is not None, "families with AltUp have norms around blocks"
+        return self._layer.input_norm(predicted[:, 0].contiguous())
+
+    def folds(self, rows: int, step: Step) -> bool:
+        """See `StackLayer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `StackLayer.shape_key`."""
+        part, laurel = self._part.shape_key(), self._laurel.shape_key()
+        return AltUpLayer, self._layer.shape_key(), part, laurel

@@ -1,0 +1,34 @@
+"""A learned augmentation of the residual stream (LAuReL, arXiv 2411.07501), of low rank."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.model.layers.layer import shape_of
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.norm import Norm
+
+
+class Laurel:
+    """x + norm(right(left(x))) of rows x as attention reads them."""
+
+    def __init__(self, left: LinearWeight, right: LinearWeight, norm: Norm) -> None:
+        """Assembles it of [hidden] -> [R], [R] -> [hidden] and a norm of [hidden]."""
+        self._left, self._right, self._norm = left, right, norm
+
+    @classmethod
+    def read(cls, hidden: int, rank: int, eps: float, weights: Weights) -> Laurel:
+        """Reads its parameters; `weights` are below its prefix."""
+        left = LinearSpec(names=("linear_left",), in_features=hidden, rows=(rank,))
+        right = LinearSpec(names=("linear_right",), in_features=rank, rows=(hidden,))
+        norm = Norm(weights.norm("post_laurel_norm", hidden), eps)
+        return cls(weights.linear(left), weights.linear(right), norm)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return x + self._norm(linear(linear(x, self._left), self._right))
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return Laurel, shape_of(self._left)
