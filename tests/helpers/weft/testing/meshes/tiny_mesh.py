@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from weft.common.faults import spec_to_proto
 from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
-from weft.testing.models.choices import are_clear, check_choices
+from weft.testing.models.choices import are_clear, are_clear_draws, check_choices
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import admin_pb2
@@ -206,16 +206,32 @@ class Greedy:
     def check(self, prompt: list[int], found: Sequence[int], num_new: int) -> None:
         """Each of these ids is the choice behind those before it, where float32 can tell."""
         assert len(found) == num_new
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *found]])).logits[0, len(prompt) - 1 : -1]
-        check_choices(logits, found)
+        check_choices(self._logits_behind(prompt, found), found)
 
     def is_clear(self, prompt: list[int], num_new: int) -> bool:
         """Whether float32 can tell each of `ids`: for texts whose ids a client does not see."""
-        ids = self.ids(prompt, num_new)
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        return are_clear(logits)
+        return are_clear(self._logits_behind(prompt, self.ids(prompt, num_new)))
+
+    @torch.inference_mode()
+    def is_clear_draw(
+        self,
+        prompt: Sequence[int],
+        found: Sequence[int],
+        *,
+        bias: Mapping[int, float] | None = None,
+        **drawn: Any,
+    ) -> bool:
+        """Whether float32 can tell these ids of a sample: see `are_clear_draws`."""
+        logits = self._logits_behind(prompt, found)
+        for token, value in (bias or {}).items():
+            logits[:, token] += value
+        return are_clear_draws(logits, found, len(prompt), **drawn)
+
+    @torch.inference_mode()
+    def _logits_behind(self, prompt: Sequence[int], found: Sequence[int]) -> torch.Tensor:
+        """Before each of the ids, `[len(found), vocabulary]`."""
+        logits: torch.Tensor = self._model(torch.tensor([[*prompt, *found]])).logits
+        return logits[0, len(prompt) - 1 : -1]
 
     def prompt(self, length: int, num_new: int, *, begin: Sequence[int] = ()) -> list[int]:
         """A beginning and random tokens, of which `is_clear` is true."""
@@ -227,3 +243,8 @@ class Greedy:
     def text(self, ids: list[int]) -> str:
         """The text that a client should see."""
         return self._tokenizer.decode(ids)
+
+    def ids_of(self, characters: str) -> list[int]:
+        """Tokens that are made of such characters alone."""
+        texts = {i: self.text([i]) for i in range(VOCAB)}
+        return [i for i, text in texts.items() if text and set(text) <= set(characters)]
