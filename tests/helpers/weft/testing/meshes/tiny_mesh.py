@@ -190,6 +190,7 @@ class Greedy:
 
     def __init__(self, model_dir: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._vocab_size = int(self._model.config.vocab_size)
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
     def ids(self, prompt: list[int], num_new: int) -> list[int]:
@@ -236,7 +237,7 @@ class Greedy:
     def prompt(self, length: int, num_new: int, *, begin: Sequence[int] = ()) -> list[int]:
         """A beginning and random tokens, of which `is_clear` is true."""
         while True:
-            prompt = [*begin, *(random.randrange(3, VOCAB) for _ in range(length))]
+            prompt = [*begin, *(random.randrange(3, self._vocab_size) for _ in range(length))]
             if self.is_clear(prompt, num_new):
                 return prompt
 
@@ -246,5 +247,5 @@ class Greedy:
 
     def ids_of(self, characters: str) -> list[int]:
         """Tokens that are made of such characters alone."""
-        texts = {i: self.text([i]) for i in range(VOCAB)}
+        texts = {i: self.text([i]) for i in range(self._vocab_size)}
         return [i for i, text in texts.items() if text and set(text) <= set(characters)]
