@@ -8,12 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from weft.cli.chaos.command import mesh_settings
-from weft.cli.chaos.load import Known
 from weft.cli.chaos.mesh import ChaosMesh
-from weft.cli.chaos.requests import make_asks
-from weft.cli.chaos.run import answers_in_peace
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
-from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine
+from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine, in_peace
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="package")
@@ -24,7 +21,4 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chaos
     model_dir = make_tiny_model(folder / TINY_NAME, seed)
     settings = bear_quarantine(mesh_settings(folder / "state", is_tiny=True, gateways=2))
     async with ChaosMesh.running(settings, model_dir, TINY_NAME) as mesh:
-        asks = make_asks(seed, 300, 48)[:12]
-        yield Chaos(
-            mesh, Known(TINY_NAME, asks, await answers_in_peace(mesh, TINY_NAME, asks)), seed
-        )
+        yield await in_peace(mesh, model_dir, seed)

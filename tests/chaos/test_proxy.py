@@ -29,6 +29,7 @@ QUICK: dict[Link, Mode] = {
 }
 """Every link, and how it fails without --full too."""
 TIMEOUT_S = 30.0
+NUM_LONG = 250
 STEP_S = 0.2
 """Of a worker that is held up: an attempt takes it fifty seconds, far longer than it has to find
 out that nobody waits for it (2 s once the link is back, `SILENCE_TIMEOUT_S` if it stays away)."""
@@ -87,7 +88,8 @@ async def test_a_worker_that_was_cut_off_cancels(chaos: Chaos, is_back: bool) ->
     """Its gateway has given it up and resumed its requests elsewhere: it learns that when the link
     is back, or that the gateway is silent."""
     mesh, known = chaos.mesh, chaos.known
-    ask = ChaosRequest(number=-1, prompt=(50, 60, 70), max_tokens=250, temperature=0.0, seed=1, n=1)
+    prompt = tuple(await asyncio.to_thread(chaos.greedy.prompt, 3, NUM_LONG))
+    ask = ChaosRequest(number=-1, prompt=prompt, max_tokens=NUM_LONG, temperature=0.0, seed=1, n=1)
     expected = await send(mesh.gateways["gateway-1"], known.model, ask, Pace(120.0))
     assert expected.is_whole
     # Its requests are to be under way still when it is back.

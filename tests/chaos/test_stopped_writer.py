@@ -13,13 +13,12 @@ import pytest
 import pytest_asyncio
 from weft.cli.chaos.checks import check_content, check_pages
 from weft.cli.chaos.command import mesh_settings
-from weft.cli.chaos.load import Known, text_problem
+from weft.cli.chaos.load import text_problem
 from weft.cli.chaos.mesh import ChaosMesh
-from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
-from weft.cli.chaos.run import answers_in_peace
+from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.engine.base.faults import FaultSpec
-from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine
+from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine, in_peace
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -154,10 +153,7 @@ async def tcp_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         mesh_settings(tmp_path / "state", is_tiny=True, transport="nixl", stores=0)
     )
     async with ChaosMesh.running(settings, model_dir, TINY_NAME) as mesh:
-        asks = make_asks(seed, 300, 48)[:12]
-        yield Chaos(
-            mesh, Known(TINY_NAME, asks, await answers_in_peace(mesh, TINY_NAME, asks)), seed
-        )
+        yield await in_peace(mesh, model_dir, seed)
 
 
 @pytest.mark.full

@@ -69,9 +69,9 @@ def flush(mesh: TinyMesh) -> None:
 
 
 def stored(mesh: TinyMesh, *names: str) -> int:
-    """Pages that some workers together have put; without names, all of them."""
+    """Pages that some workers together have put by now; without names, all of them."""
     workers = names or (*mesh.names("prefill"), *mesh.names("decode"))
-    return sum(mesh.counters(name)["store_stored_pages"] for name in workers)
+    return sum(mesh.load_now(name).counters["store_stored_pages"] for name in workers)
 
 
 def new_prompt(length: int) -> list[int]:
@@ -122,6 +122,7 @@ def test_workers_say_how_pages_travel(mesh: TinyMesh, request: pytest.FixtureReq
 def test_store_hits_are_store_hits(mesh: TinyMesh, greedy: Greedy) -> None:
     """After a flush of all workers the pages come from the store, and the text stays the same."""
     prompt = new_prompt(300)
+    mesh.wait_empty()
     before = stored(mesh)
     ask(mesh, greedy, prompt)
     fillable = num_fillable(len(prompt))
@@ -152,6 +153,7 @@ def test_a_store_that_is_late_for_a_prompt_gets_its_pages(mesh: TinyMesh, greedy
 def test_the_second_turn_of_a_chat_is_found_elsewhere(mesh: TinyMesh, greedy: Greedy) -> None:
     """The answer of one decode worker is part of the prompt at the other one."""
     prompt = new_prompt(200)
+    mesh.wait_empty()
     before = stored(mesh)
     first = ask(mesh, greedy, prompt, NUM_LONG)
     # The last generated token has no KV yet.
@@ -175,6 +177,7 @@ def test_the_second_turn_of_a_chat_is_found_elsewhere(mesh: TinyMesh, greedy: Gr
 def test_a_prefill_worker_loads_what_it_lacks(mesh: TinyMesh, greedy: Greedy) -> None:
     """After a restart of the prefill worker a prompt is not computed again."""
     prompt = new_prompt(300)
+    mesh.wait_empty()
     before = stored(mesh)
     ask(mesh, greedy, prompt)
     wait_until(lambda: stored(mesh) - before >= num_fillable(len(prompt)) // 16, 20)

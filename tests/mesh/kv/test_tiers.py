@@ -138,12 +138,13 @@ def forget(mesh: TinyMesh) -> None:
 
 
 def stored(mesh: TinyMesh) -> int:
-    return sum(mesh.counters(name)["store_stored_pages"] for name in WORKERS)
+    return sum(mesh.load_now(name).counters["store_stored_pages"] for name in WORKERS)
 
 
 def test_a_killed_replica_is_a_miss_and_never_an_error(mesh: TinyMesh, greedy: Greedy) -> None:
     """Both replicas have pages of these prompts; with one of them gone the texts are the same."""
     prompts = [greedy.prompt(NUM_PROMPT, NUM_NEW) for _ in range(5)]
+    mesh.wait_empty()
     before = stored(mesh)
     for prompt in prompts:
         check(greedy, prompt, ask(mesh, prompt))

@@ -21,7 +21,7 @@ from weft.v1 import gateway_pb2
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(300), on("pairs")]
 DECODE = ("decode-0", "decode-1")
 SLOW = FaultSpec(point="engine.step", kind="delay", count=0, delay_s=0.1)
-NUM_SLOW = 1000
+NUM_SLOW, NUM_HANDED = 1000, 300
 
 
 def short() -> Ask:
@@ -69,6 +69,7 @@ async def test_a_drained_worker_ends_its_streams_and_waits_to_be_put_back(mesh: 
             assert await weft(mesh, "drain", drained, "--timeout", "0") == (
                 *(1, f"{drained}: takes no new requests; still there: 1 request\n"),
             )
+            await until_ill(caller, {drained})
             _, shown = await weft(mesh, "status", "--json")
             seen = {worker["worker_id"]: worker for worker in json.loads(shown)["workers"]}
             assert (seen[drained]["healthy"], seen[drained]["problem"]) == (False, "draining")
@@ -113,7 +114,9 @@ async def test_drained_requests_can_go_on_elsewhere(mesh: TinyMesh) -> None:
         mesh.arm(name, SLOW)
     try:
         async with Caller(mesh) as caller:
-            stream = asyncio.create_task(caller.grpc(Ask(short().prompt, 50, ignore_eos=True)))
+            stream = asyncio.create_task(
+                caller.grpc(Ask(short().prompt, NUM_HANDED, ignore_eos=True))
+            )
             running = lambda name: mesh.load(name).running_requests  # noqa: E731
             await asyncio.to_thread(wait_until, lambda: any(map(running, DECODE)), 60)
             drained = next(name for name in DECODE if running(name))
@@ -123,7 +126,7 @@ async def test_drained_requests_can_go_on_elsewhere(mesh: TinyMesh) -> None:
             answer = await stream
             (lost,) = answer.timeline.lost_attempts
             assert (lost.worker_id, lost.code) == (drained, "DRAINING")
-            assert answer.completion_tokens == 50
+            assert answer.completion_tokens == NUM_HANDED
     finally:
         mesh.disarm_all()
         await weft(mesh, "undrain", drained)

@@ -15,6 +15,7 @@ from weft.cli.chaos.tiny import write_tokenizer
 from weft.testing.meshes.local_mesh import WEFT, LocalMesh, wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import Greedy
+from weft.testing.models.choices import OF_STATES
 from weft.testing.models.families import make_family
 from weft.v1 import admin_pb2
 
@@ -27,7 +28,7 @@ VOCAB, PAGE, NUM_NEW = 517, 16, 24
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid") / "hybrid"
     seed = random.randrange(2**31)
-    make_family("qwen3_next", folder, seed, vocab_size=VOCAB, max_position_embeddings=1024)
+    make_family("qwen3_5", folder, seed, vocab_size=VOCAB, max_position_embeddings=1024)
     write_tokenizer(folder, VOCAB, max_context_tokens=1024)
     return folder
 
@@ -66,7 +67,7 @@ def complete(mesh: LocalMesh, prompt: list[int], **fields: Any) -> dict[str, Any
 def test_states_come_from_the_store(mesh: LocalMesh, model_dir: Path) -> None:
     """No worker has them any more; the answers stay transformers'."""
     workers = [*mesh.names("prefill"), *mesh.names("decode")]
-    greedy = Greedy(model_dir)
+    greedy = Greedy(model_dir, OF_STATES)
     prompt = greedy.prompt(200, NUM_NEW)
     text = greedy.text(greedy.ids(prompt, NUM_NEW))
     assert complete(mesh, prompt)["choices"][0]["text"] == text
@@ -88,7 +89,7 @@ def test_states_come_from_the_store(mesh: LocalMesh, model_dir: Path) -> None:
 
 
 def test_answers_are_transformers_and_prefixes_are_reused(mesh: LocalMesh, model_dir: Path) -> None:
-    greedy = Greedy(model_dir)
+    greedy = Greedy(model_dir, OF_STATES)
     prompt = greedy.prompt(200, NUM_NEW)
     others = [greedy.prompt(9, NUM_NEW, begin=prompt[:150]) for _ in range(2)]
     cached = []

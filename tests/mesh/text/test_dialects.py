@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600), on("nix
 
 CHAT = BY_NAME["capital"]
 QUESTION = "What is the weather in Paris?"
+ENOUGH = 1024
+"""Tokens for any JSON of the schema here."""
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}},
@@ -60,7 +62,7 @@ async def test_responses(mesh: LocalMesh, expected: str) -> None:
             input=QUESTION,
             tools=[{"type": "function", "name": "get_weather", "parameters": SCHEMA}],  # type: ignore[list-item]
             tool_choice={"type": "function", "name": "get_weather"},
-            max_output_tokens=100,
+            max_output_tokens=ENOUGH,
         )
         (call,) = called.output
         assert call.type == "function_call"
@@ -85,7 +87,7 @@ async def test_anthropic(mesh: LocalMesh, expected: str) -> None:
             assert "".join([text async for text in stream.text_stream]) == expected
         called = await client.messages.create(
             model=MODEL,
-            max_tokens=100,
+            max_tokens=ENOUGH,
             messages=[{"role": "user", "content": QUESTION}],
             tools=[{"name": "get_weather", "input_schema": SCHEMA}],
             tool_choice={"type": "tool", "name": "get_weather"},
@@ -112,7 +114,7 @@ async def test_ollama(mesh: LocalMesh, expected: str) -> None:
     assert "".join([part.message.content or "" for part in parts]) == expected
     assert parts[-1].eval_count == whole.eval_count
     formed = await client.generate(
-        model=MODEL, prompt=QUESTION, format=SCHEMA, options={"num_predict": 100}
+        model=MODEL, prompt=QUESTION, format=SCHEMA, options={"num_predict": ENOUGH}
     )
     assert json.loads(formed.response).keys() == {"city"}
     with pytest.raises(ollama.ResponseError, match="does not exist"):

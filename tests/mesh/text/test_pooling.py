@@ -171,6 +171,7 @@ def test_lexical_weights_and_vectors_of_tokens(mesh: ManyTasks) -> None:
     linear = torch.nn.functional.linear
     sparse = mesh.json("/v1/embeddings", model="m3", input=TEXTS, output_type="sparse")["data"]
     many = mesh.json("/pooling", model="m3", input=TEXTS, task="multi_vector")["data"]
+    all_wanted = []
     for text, weights, vectors in zip(TEXTS, sparse, many, strict=True):
         ids = mesh.ids(text)
         states = loaded(AutoModel, mesh.m3)(torch.tensor([ids])).last_hidden_state[0]
@@ -178,14 +179,24 @@ def test_lexical_weights_and_vectors_of_tokens(mesh: ManyTasks) -> None:
         for id_, weight in zip(ids, linear(states, **linears["sparse"]).relu()[:, 0], strict=True):
             if weight > 0 and id_ != 2:  # The tokenizer's end of text.
                 wanted[id_] = max(float(weight), wanted.get(id_, 0.0))
-        found = weights["embedding"]
-        assert found["indices"] == sorted(wanted)
-        assert np.allclose(found["values"], [wanted[id_] for id_ in sorted(wanted)], atol=1e-5)
+        check_weights(weights["embedding"], wanted)
         each = torch.nn.functional.normalize(linear(states, **linears["colbert"])[1:], dim=-1)
         assert vectors["shape"] == list(each.shape)
         assert np.allclose(vectors["data"], each, atol=1e-5)
+        all_wanted.append(wanted)
     again = mesh.json("/pooling", model="m3", input=TEXTS, task="sparse")["data"]
-    assert [one["data"] for one in again] == [one["embedding"] for one in sparse]
+    for one, wanted in zip(again, all_wanted, strict=True):
+        check_weights(one["data"], wanted)
+
+
+def check_weights(found: dict[str, Any], wanted: dict[int, float]) -> None:
+    """Weights of tokens in the order of their ids; of one that is nearly zero, rounding decides
+    whether it is there.
+    """
+    assert found["indices"] == sorted(set(found["indices"]))
+    weights = dict(zip(found["indices"], found["values"], strict=True))
+    for id_ in weights | wanted:
+        assert abs(weights.get(id_, 0.0) - wanted.get(id_, 0.0)) < 1e-5 * (1 + wanted.get(id_, 0.0))
 
 
 def test_long_inputs_are_refused_or_cut_as_asked(mesh: ManyTasks) -> None:
@@ -214,7 +225,9 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
         documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
         results = mesh.json(path, **given, documents=documents, top_n=2)["results"]
         order = sorted(range(3), key=lambda index: -wanted[index])[:2]
-        assert [one["index"] for one in results] == order
+        # float32 may not tell the values of two texts apart.
+        ranked = [wanted[one["index"]] for one in results]
+        assert np.allclose(ranked, [wanted[index] for index in order], rtol=0, atol=2e-5)
         for one in results:
             assert abs(one["relevance_score"] - wanted[one["index"]]) < 1e-5
             assert one["document"]["text"] == TEXTS[one["index"]]
@@ -303,7 +316,9 @@ def test_a_model_that_says_yes_or_no_is_asked_in_its_template(mesh: ManyTasks) -
         )
         found = mesh.json("/v1/rerank", **given, instruction=instruction)["results"]
         wanted = {index: mesh.yes("mesh?", text, told) for index, text in enumerate(TEXTS)}
-        assert [one["index"] for one in found] == sorted(wanted, key=lambda i: -wanted[i])
+        assert sorted(one["index"] for one in found) == list(wanted)
+        ranked = [wanted[one["index"]] for one in found]
+        assert np.allclose(ranked, sorted(wanted.values(), reverse=True), rtol=0, atol=2e-5)
         for one in found:
             assert abs(one["relevance_score"] - wanted[one["index"]]) < 1e-5
     cut = mesh.json(
@@ -321,8 +336,7 @@ def test_common_instructions_are_cached(mesh: ManyTasks) -> None:
     prompts = [common + text for text in TEXTS]
     first = mesh.json("/v1/embeddings", model="embedder", input=prompts[0])
     again = [mesh.json("/v1/embeddings", model="embedder", input=text) for text in prompts]
-    assert first["data"][0]["embedding"] == again[0]["data"][0]["embedding"]
-    for answer, text in zip(again, prompts, strict=True):
+    for answer, text in zip((first, *again), (prompts[0], *prompts), strict=True):
         found = answer["data"][0]["embedding"]
         assert cosine(found, mesh.embedding(mesh.ids(text))) > 0.99999
 
@@ -334,6 +348,7 @@ def test_metrics_count_prompts_and_no_tokens(mesh: ManyTasks) -> None:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric))
 
     names = ("weft_prompt_tokens_total", "weft_generation_tokens_total")
+    mesh.wait_counted()
     before = [value(name) for name in names]
     used = mesh.json("/v1/embeddings", model="embedder", input=TEXTS)["usage"]["prompt_tokens"]
     assert used == sum(len(mesh.ids(text)) for text in TEXTS)

@@ -18,7 +18,7 @@ from weft.v1 import common_pb2
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
 FACES = ("rest", "grpc")
-LONG_TOKENS = 1200
+LONG_TOKENS = 4000
 """Of an answer that is stopped long before."""
 WAYS = ("nixl", "data", "local", "hit", "preempted")
 KIND_OF_WAY = {
@@ -74,9 +74,9 @@ async def test_six_prompts_alone(mesh: LocalMesh, reference: TextReference) -> N
 
 @on("nixl")
 async def test_pages_are_shipped_while_later_ones_are_computed(mesh: LocalMesh) -> None:
-    """Its times come with the filler's last word, which a request of one token may end before."""
+    """Its times come with the filler's last word, which a request of few tokens may end before."""
     async with Caller(mesh) as caller:
-        answer = await caller.rest(Ask(BY_NAME["raw-1000"], 16, new_salt()))
+        answer = await caller.rest(Ask(BY_NAME["raw-1000"], 64, new_salt(), ignore_eos=True))
     check_way("nixl", answer)
     (fill,) = answer.timeline.fills
     assert fill.end_token - fill.start_token == fill.computed_tokens >= 992

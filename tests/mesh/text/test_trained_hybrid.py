@@ -16,6 +16,7 @@ from weft.testing.meshes.mesh_calls import PAGE_SIZE, Ask, Caller, new_salt
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.mesh_prompts import MeshPrompt
 from weft.testing.meshes.tiny_mesh import Greedy
+from weft.testing.models.choices import OF_STATES
 
 pytestmark = pytest.mark.needs("go")
 
@@ -62,7 +63,7 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
         name: tensor.float() * scales.get(f"{name}_scale", 1.0) for name, tensor in tensors.items()
     }
     save_file(floats, folder / "model.safetensors", {"format": "pt"})
-    return Greedy(folder)
+    return Greedy(folder, OF_STATES)
 
 
 async def test_stories_are_drafted_and_gone_on_with(mesh: LocalMesh, greedy: Greedy) -> None:

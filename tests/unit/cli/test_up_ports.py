@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from weft.cli.up import ports
@@ -34,6 +37,22 @@ def test_the_system_chooses_where_there_are_few(
     bounds.write_text(text)
     monkeypatch.setattr(ports, "_LOCAL_PORTS", bounds)
     assert len(set(free_ports("127.0.0.1", 8))) == 8
+
+
+def test_ports_that_another_process_has_chosen_are_not_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though nothing listens there yet."""
+    choose = "from weft.cli.up.ports import free_ports; print(*free_ports('127.0.0.1', 3))"
+    command = [sys.executable, "-c", f"{choose}; input()"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        chosen = [int(port) for port in other.stdout.readline().split()]
+        tried = iter(chosen)
+        monkeypatch.setattr(ports, "_any_port", lambda: next(tried, 0))
+        assert not set(chosen) & set(free_ports("127.0.0.1", 2))
+        assert next(tried, None) is None
+        other.communicate("\n")
 
 
 def test_the_flag_that_helps_is_named() -> None:

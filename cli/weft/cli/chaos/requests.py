@@ -16,7 +16,7 @@ from weft.engine.base.errors import WeftError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 NUM_ASKS = 24
-_NUM_CHOICES, _BIAS = 3, 100.0
+_NUM_CHOICES, BIAS = 3, 100.0
 """Number of tokens of an answer that repeats itself, and the bias of their logits."""
 GRACE_S = 20.0
 """Seconds beyond its deadline after which a client considers a request lost; more than any request
@@ -140,7 +140,7 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
             temperature=ask.temperature,
             seed=ask.seed,
             n=ask.n,
-            logit_bias=dict.fromkeys(ask.choices, _BIAS),
+            logit_bias=dict.fromkeys(ask.choices, BIAS),
         ),
         stop=common_pb2.StopCriteria(
             max_tokens=ask.max_tokens, ignore_eos=True, stop=[ask.stop] if ask.stop else []

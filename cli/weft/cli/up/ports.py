@@ -15,6 +15,8 @@ _TRIES = 1000
 """Number of ports to try before the system chooses one."""
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the first and last port that the system gives to outgoing connections."""
+_CLAIMS: list[socket.socket] = []
+"""Sockets whose names claim the ports that this process has chosen."""
 
 
 def check_free(host: str, port: int, flag: str) -> None:
@@ -38,13 +40,16 @@ def check_free(host: str, port: int, flag: str) -> None:
 def free_ports(host: str, count: int) -> list[int]:
     """Returns different ports that no process listens on now.
 
+    Other processes that choose ports so do not choose these until this one ends.
+
     Raises:
         ConfigError: The address is not this machine's, or there are no free ports.
     """
     held: list[socket.socket] = []
+    found: list[int] = []
     num_taken = 0
     try:
-        while len(held) < count:
+        while len(found) < count:
             port = _any_port() if num_taken < _TRIES else 0
             try:
                 held.append(_bind(host, port))
@@ -55,7 +60,11 @@ def free_ports(host: str, count: int) -> list[int]:
                         f"no free ports on {host}: {error.strerror}; close other programs' or end "
                         "other meshes"
                     ) from error
-        return [int(taken.getsockname()[1]) for taken in held]
+                continue
+            chosen = int(held[-1].getsockname()[1])
+            if _claim(chosen):
+                found.append(chosen)
+        return found
     finally:
         for taken in held:
             taken.close()
@@ -63,6 +72,8 @@ def free_ports(host: str, count: int) -> list[int]:
 
 def free_run(host: str, count: int) -> int:
     """Returns the first of so many consecutive ports that no process listens on now.
+
+    Other processes that choose ports so do not choose these until this one ends.
 
     Raises:
         ConfigError: The address is not this machine's, or there are no such ports.
@@ -78,8 +89,26 @@ def free_run(host: str, count: int) -> int:
         finally:
             for taken in held:
                 taken.close()
-        return first
+        if all(_claim(port) for port in range(first + 1, first + count)):
+            return first
     raise ConfigError(f"no {count} free ports in a row on {host}")
+
+
+def _claim(port: int) -> bool:
+    """Keeps a port from others who choose some: its server listens seconds later, and again after
+    a restart. Returns False if another process, or this one, has chosen it before.
+
+    The claim is an abstract name of a Unix socket: like ports these belong to a network namespace,
+    and they end with the process.
+    """
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0weft-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _CLAIMS.append(name)
+    return True
 
 
 def _any_port() -> int:

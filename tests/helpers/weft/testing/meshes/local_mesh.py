@@ -170,6 +170,11 @@ class LocalMesh:
         self.dump(name)
         return self.load(name)
 
+    def wait_counted(self) -> None:
+        """Returns once the gateway has counted all requests, whose clients know of their ends
+        before."""
+        wait_until(lambda: not self.dump("gateway")["requests"], 30)
+
     def num_quarantined(self, name: str) -> int:
         """Pages of a worker's pool, or before one on a GPU, that a lost filler may still write."""
         engine = self.dump(name)["engine"]

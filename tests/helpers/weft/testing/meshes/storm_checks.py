@@ -27,6 +27,7 @@ FULL_RANK = 16
 MAX_GROWTH_BYTES = 24 << 20
 MAX_NEW_FDS = 4
 AT_ONCE = 8
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def texts_of(model_dir: Path, root: Path, seed: int, scale: Scale) -> AdapterCar
     texts = AdapterCards(model_dir, CONFIG, root, seed, prompts=prompts, num_new=NUM_NEW)
     texts.add(scale.contents)
     told = [text for row in texts.texts for text in row if text]
-    assert len(set(told)) > 0.9 * len(texts.texts) * NUM_PROMPTS, "adapters cannot be told apart"
+    assert len(told) > 0.5 * len(texts.texts) * NUM_PROMPTS, "rounding may change most texts"
+    assert len(set(told)) > 0.9 * len(told), "adapters cannot be told apart"
     check_with_peft(model_dir, texts, 2)
     return texts
 
@@ -108,24 +110,29 @@ def storm_over(mesh: TinyMesh, texts: AdapterCards, seed: int, scale: Scale, roo
     storm.load_all(AT_ONCE)
     assert not storm.problems, storm.problems[:5]
     wait_held(mesh, workers, list({digest.hex() for digest in texts.digests[: scale.names]}))
-    began, before = time.monotonic(), Holdings.of(mesh)
+    began = time.monotonic()
     storm.begin(scale.clients, scale.operators)
-    grown: list[Holdings] = []
-    while time.monotonic() - began < scale.seconds:
+    before: Holdings | None = None
+    while True:
         time.sleep(min(1.0, scale.seconds / 8))
         assert not storm.problems, (storm.problems[:5], storm.counts)
-        if not grown and time.monotonic() - began > scale.seconds / 3:
-            before = Holdings.of(mesh)  # Everything has been used by now.
-            grown.append(before)
+        elapsed_s, counters = time.monotonic() - began, [mesh.counters(name) for name in workers]
+        # A busy machine takes longer until everything has happened that is looked for.
+        is_seen = have_happened(storm) and have_moved(counters, storm, scale.operators)
+        if before is None:
+            if is_seen and elapsed_s > scale.seconds / 3:
+                before = Holdings.of(mesh)  # Everything has been used by now.
+        elif is_seen and elapsed_s > scale.seconds:
+            break
+        assert elapsed_s < scale.seconds + PATIENCE_S, (storm.counts, counters)
     storm.end()
     assert not storm.problems, (storm.problems[:5], storm.counts)
     counters = [mesh.counters(name) for name in workers]
     storm.unload_all(AT_ONCE)
     assert not storm.problems, storm.problems[:5]
     print({**asdict(scale), **storm.counts, **summed(counters)})
-    assert storm.counts["replaced"], storm.counts
-    assert storm.counts["unloaded"], storm.counts
-    check_places(counters, storm)
+    assert have_happened(storm), storm.counts
+    assert have_moved(counters, storm), counters
     check_nothing_left(mesh, workers, root, before, texts)
     check_room(mesh, workers, root, scale, seed)
 
@@ -136,12 +143,19 @@ def summed(counters: Sequence[dict[str, int]]) -> dict[str, int]:
     return {name: sum(one[name] for one in counters) for name in names}
 
 
-def check_places(counters: Sequence[dict[str, int]], storm: Storm) -> None:
-    """Adapters had to make room for others, on the device and in host memory."""
-    assert all(one["adapter_evictions"] > 0 for one in counters), counters
-    num_loads = storm.counts["loaded"] + storm.counts["replaced"]
-    assert summed(counters)["adapter_reads"] > 0
-    assert any(one["adapter_reads"] > num_loads for one in counters), "all stayed in host memory"
+def have_happened(storm: Storm) -> bool:
+    """Whether operators have done everything that they do."""
+    return all(storm.counts[what] for what in ("loaded", "replaced", "unloaded"))
+
+
+def have_moved(counters: Sequence[dict[str, int]], storm: Storm, num_under_way: int = 0) -> bool:
+    """Whether adapters had to make room for others: on the device of each worker, and in host
+    memory, from which some were read again. `num_under_way`: loads that may end meanwhile.
+    """
+    num_loads = storm.counts["loaded"] + storm.counts["replaced"] + num_under_way
+    return all(one["adapter_evictions"] > 0 for one in counters) and any(
+        one["adapter_reads"] > num_loads for one in counters
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import Any
 
 import grpc
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from weft.common.faults import spec_to_proto
 from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
-from weft.testing.models.choices import are_clear, check_choices
+from weft.testing.models.choices import NEAR_TIE, are_clear, are_clear_draws, check_choices
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import admin_pb2
@@ -52,6 +53,16 @@ def _add_marks(path: Path, marks: Sequence[str]) -> None:
     path.write_text(json.dumps(tokenizer))
 
 
+def _make_alike(model_dir: Path, texts: Sequence[str]) -> None:
+    """Gives some tokens the same logits everywhere."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(text) for text in texts]
+    tensors = load_file(model_dir / "model.safetensors")
+    rows = tensors["lm_head.weight"]
+    rows[ids] = rows[ids[:1]]
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+
+
 class TinyMesh(LocalMesh):
     """`weft up` over a random model that answers in milliseconds.
 
@@ -63,6 +74,7 @@ class TinyMesh(LocalMesh):
         has_draft: Pages hold the KV of a random head too.
         draft_vocab_size: Tokens that it can draft.
         marks: Special tokens in place of the last ones of its vocabulary.
+        alike: Tokens that have the same logits, so that biases alone decide between them.
         chat_template: Its own; empty: that of all such models.
         num_heads: Its attention heads.
         kind: Its kind; see `make_tiny`.
@@ -81,6 +93,7 @@ class TinyMesh(LocalMesh):
         has_draft: bool = False,
         draft_vocab_size: int = 150,
         marks: Sequence[str] = (),
+        alike: Sequence[str] = (),
         chat_template: str = "",
         num_heads: int = 6,
         kind: str = "llama",
@@ -97,6 +110,8 @@ class TinyMesh(LocalMesh):
             **{**SHAPE, **(shape or {})},
         )
         _add_marks(self.model_dir / "tokenizer.json", marks)
+        if alike:
+            _make_alike(self.model_dir, alike)
         if chat_template:
             (self.model_dir / "chat_template.jinja").write_text(chat_template)
         places = ["--model", str(self.model_dir), "--dtype", "float32"]
@@ -186,10 +201,17 @@ class TinyMesh(LocalMesh):
 
 
 class Greedy:
-    """Transformers' greedy continuations of the mesh's model."""
+    """Transformers' greedy continuations of the mesh's model.
 
-    def __init__(self, model_dir: Path) -> None:
+    Args:
+        model_dir: Of the model.
+        near_tie: Difference of logits, relative to the largest one, that float32 cannot tell.
+    """
+
+    def __init__(self, model_dir: Path, near_tie: float = NEAR_TIE) -> None:
+        self._near_tie = near_tie
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._vocab_size = int(self._model.config.vocab_size)
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
     def ids(self, prompt: list[int], num_new: int) -> list[int]:
@@ -206,24 +228,45 @@ class Greedy:
     def check(self, prompt: list[int], found: Sequence[int], num_new: int) -> None:
         """Each of these ids is the choice behind those before it, where float32 can tell."""
         assert len(found) == num_new
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *found]])).logits[0, len(prompt) - 1 : -1]
-        check_choices(logits, found)
+        check_choices(self._logits_behind(prompt, found), found, self._near_tie)
 
     def is_clear(self, prompt: list[int], num_new: int) -> bool:
         """Whether float32 can tell each of `ids`: for texts whose ids a client does not see."""
-        ids = self.ids(prompt, num_new)
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        return are_clear(logits)
+        return are_clear(self._logits_behind(prompt, self.ids(prompt, num_new)), self._near_tie)
+
+    @torch.inference_mode()
+    def is_clear_draw(
+        self,
+        prompt: Sequence[int],
+        found: Sequence[int],
+        *,
+        bias: Mapping[int, float] | None = None,
+        **drawn: Any,
+    ) -> bool:
+        """Whether float32 can tell these ids of a sample: see `are_clear_draws`."""
+        logits = self._logits_behind(prompt, found)
+        for token, value in (bias or {}).items():
+            logits[:, token] += value
+        return are_clear_draws(logits, found, len(prompt), **drawn)
+
+    @torch.inference_mode()
+    def _logits_behind(self, prompt: Sequence[int], found: Sequence[int]) -> torch.Tensor:
+        """Before each of the ids, `[len(found), vocabulary]`."""
+        logits: torch.Tensor = self._model(torch.tensor([[*prompt, *found]])).logits
+        return logits[0, len(prompt) - 1 : -1]
 
     def prompt(self, length: int, num_new: int, *, begin: Sequence[int] = ()) -> list[int]:
         """A beginning and random tokens, of which `is_clear` is true."""
         while True:
-            prompt = [*begin, *(random.randrange(3, VOCAB) for _ in range(length))]
+            prompt = [*begin, *(random.randrange(3, self._vocab_size) for _ in range(length))]
             if self.is_clear(prompt, num_new):
                 return prompt
 
     def text(self, ids: list[int]) -> str:
         """The text that a client should see."""
         return self._tokenizer.decode(ids)
+
+    def ids_of(self, characters: str) -> list[int]:
+        """Tokens that are made of such characters alone."""
+        texts = {i: self.text([i]) for i in range(self._vocab_size)}
+        return [i for i, text in texts.items() if text and set(text) <= set(characters)]

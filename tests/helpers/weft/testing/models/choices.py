@@ -5,34 +5,76 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from weft.kernels.noise import gumbel_noise
 
 NEAR_TIE = 1e-5
 """Difference of logits, relative to the largest one, that roundings in float32 may turn over. Of a
 million tokens of random models one is chosen by so little.
 """
 
+OF_STATES = 5e-4
+"""The same for models with recurrent states, which carry roundings on from token to token: of nine
+thousand differences of logits one was off by half as much.
+"""
+
 _CHANGE, _MOST_CHANGE = 3e-6, 2e-4
 """Far more than roundings, and far less than what another expert makes of a token."""
 
 
-def check_choices(logits: torch.Tensor, tokens: Sequence[int]) -> None:
+def check_choices(logits: torch.Tensor, tokens: Sequence[int], near_tie: float = NEAR_TIE) -> None:
     """Each token is the choice of the reference, where float32 can tell.
 
     Args:
         logits: `[num_tokens, vocab]`, the reference's, behind what comes before each token.
         tokens: The tokens.
+        near_tie: What rounding may turn over, relative to the largest logit.
     """
     assert len(logits) == len(tokens)
     lacks = (logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).tolist()
     for at, (lack, size) in enumerate(zip(lacks, logits.abs().amax(-1).tolist(), strict=True)):
-        assert lack <= NEAR_TIE * size, f"token {at} of {tokens} lacks {lack} of {size}"
+        assert lack <= near_tie * size, f"token {at} of {tokens} lacks {lack} of {size}"
 
 
-def are_clear(logits: torch.Tensor) -> bool:
+def are_clear(logits: torch.Tensor, near_tie: float = NEAR_TIE) -> bool:
     """Whether float32 can tell the largest of each row: `[num_tokens, vocab]`."""
     best, second = logits.topk(2, -1).values.unbind(-1)
-    return bool((best - second > NEAR_TIE * logits.abs().amax(-1)).all())
+    return bool((best - second > near_tie * logits.abs().amax(-1)).all())
+
+
+def are_clear_draws(
+    logits: torch.Tensor,
+    tokens: Sequence[int],
+    first_position: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    allowed: Sequence[int] | None = None,
+) -> bool:
+    """Whether tokens were drawn so clearly that no rounding in float32 makes others of them.
+
+    Args:
+        logits: `[num_tokens, vocab]`, the reference's, behind what comes before each token; with
+            every bias.
+        tokens: The tokens.
+        first_position: Number of tokens before the first one.
+        temperature: 0: greedy.
+        seed: Of this sample.
+        allowed: Token ids that a constraint may have allowed; None: all of them, always.
+    """
+    rows, scores = torch.arange(len(tokens)), logits.double()
+    if temperature:
+        ids = np.arange(logits.shape[1])
+        noise = [gumbel_noise(seed, first_position + at, ids) for at in range(len(tokens))]
+        scores = scores / temperature + torch.from_numpy(np.stack(noise))
+    chosen = torch.tensor(tokens)
+    gaps = scores[rows, chosen].unsqueeze(1) - scores
+    gaps[rows, chosen] = torch.inf
+    if allowed is not None:
+        gaps = gaps[:, list(allowed)].abs()
+    least = NEAR_TIE * logits.abs().amax(-1, keepdim=True) / (temperature or 1.0)
+    return bool((gaps > least).all())
 
 
 @torch.inference_mode()
