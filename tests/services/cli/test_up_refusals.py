@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from weft.cli.up.ports import free_ports
 from weft.testing.models.tiny_encoders import make_encoder
 from weft.testing.models.tiny_models import make_tiny
-
-
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
 
 
 def refused(tmp_path: Path, *flags: str) -> str:
     """Its words; no service has left a log."""
     state = tmp_path / "state"
     command = [sys.executable, "-m", "weft.cli", "up", "--no-rest", "--state-dir", str(state)]
-    command += ["--grpc-port", free_port(), *flags]
+    command += ["--grpc-port", str(free_ports("127.0.0.1", 1)[0]), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr

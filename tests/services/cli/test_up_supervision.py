@@ -227,7 +227,10 @@ def test_a_service_that_cannot_be_started_at_first_ends_the_others(
 
 @pytest.mark.full_after(1)
 @pytest.mark.parametrize("hurry", [False, True])
-def test_a_stubborn_service_is_killed(start: Callable[..., Mesh], hurry: bool) -> None:
+def test_a_stubborn_service_is_killed(
+    start: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch, hurry: bool
+) -> None:
+    monkeypatch.setenv("FAKE_DRAIN_GRACE_S", "1")
     mesh = start("decode-0:worker:stubborn", "gateway:stubborn")
     mesh.ready()
     mesh.process.send_signal(signal.SIGINT)

@@ -36,17 +36,8 @@ async def failure(call: Any) -> Any:
     return from_rpc_error(error.value)
 
 
-async def all_known(mesh: Harness) -> None:
-    await mesh.wait(lambda: all(worker.num_sessions for worker in mesh.workers))
-    await mesh.wait(lambda: all(one.info is not None for one in mesh.app.fleet.workers()))
-    # A worker gets no requests before its first load report.
-    now = asyncio.get_running_loop().time
-    await mesh.wait(lambda: not any(one.problem(now()) for one in mesh.app.fleet.workers()))
-
-
 async def test_requests_run_where_they_say(tmp_path: Path) -> None:
     async with gateway(tmp_path, script, num_decode=11, allow_worker_choice=True) as mesh:
-        await all_known(mesh)
         for number in (3, 10, 0):
             before = len(mesh.workers[number].submits)
             await ask(mesh, WORKER, f"decode-{number}")
@@ -80,7 +71,6 @@ async def test_other_dialects_take_the_headers_too(
 ) -> None:
     body = {"model": "tiny", **fields}
     async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
-        await all_known(mesh)
         call = getattr(stub(mesh.channel), method)
         given = ((RANK, "1"), ("x-first-token-timeout-ms", "2000"))
         async for _ in call(HttpBody(data=json.dumps(body).encode()), metadata=given):
@@ -91,7 +81,6 @@ async def test_other_dialects_take_the_headers_too(
 
 async def test_a_worker_that_is_not_there(tmp_path: Path) -> None:
     async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
-        await all_known(mesh)
         error = await failure(ask(mesh, WORKER, "decode-7"))
         assert isinstance(error, InvalidRequest)
         assert error.param == WORKER
@@ -107,7 +96,6 @@ async def test_a_worker_that_is_not_there(tmp_path: Path) -> None:
 
 async def test_a_worker_that_is_not_well(tmp_path: Path) -> None:
     async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
-        await all_known(mesh)
         mesh.workers[1].is_draining = True
         async with asyncio.timeout(30):
             while True:

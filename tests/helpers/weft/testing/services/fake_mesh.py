@@ -91,7 +91,7 @@ def main() -> int:
                 tell,
                 wait_ready,
                 on_ready,
-                float(os.environ.get("FAKE_DRAIN_GRACE_S", "1")),
+                float(os.environ.get("FAKE_DRAIN_GRACE_S", "30")),
                 ready_timeout_s=float(os.environ.get("FAKE_READY_TIMEOUT_S", "300")),
             )
         )

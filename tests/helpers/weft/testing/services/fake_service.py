@@ -71,13 +71,14 @@ async def serve(arguments: argparse.Namespace) -> None:
         ready |= {"epoch": secrets.randbits(64)}
     server.add_insecure_port(arguments.address)
     await server.start()
-    append(arguments.record, {"start": arguments.name, **ready})
-    if not (arguments.record.parent / f"{arguments.name}.mute").exists():
-        arguments.ready_file.write_text(json.dumps(ready))
     stop = asyncio.Event()
+    # Before it says that it is ready: it may be told to end from then on.
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, (lambda: None) if arguments.stubborn else stop.set
     )
+    append(arguments.record, {"start": arguments.name, **ready})
+    if not (arguments.record.parent / f"{arguments.name}.mute").exists():
+        arguments.ready_file.write_text(json.dumps(ready))
     await stop.wait()
 
 

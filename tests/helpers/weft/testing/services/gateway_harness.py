@@ -95,6 +95,16 @@ class Harness:
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.02)
 
+    def is_every_worker_usable(self) -> bool:
+        """Whether any worker may get the next request.
+
+        The gateway is ready with its first decode worker; the others get nothing before their
+        first load report.
+        """
+        now = asyncio.get_running_loop().time()
+        known = [one for one in self.app.fleet.workers() if one.info is not None]
+        return len(known) == len(self.workers) and not any(one.problem(now) for one in known)
+
 
 @asynccontextmanager
 async def gateway(
@@ -173,6 +183,7 @@ async def gateway(
         ) as channel:
             harness = Harness(app, workers, channel)
             if wait:
+                await harness.wait(harness.is_every_worker_usable)
                 await harness.ready()
             yield harness
     finally:

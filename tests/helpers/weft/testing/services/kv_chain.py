@@ -187,7 +187,7 @@ def fill_handle(
         owner_id="test-worker",
         owner_epoch=7,
         lease_id=secrets.token_bytes(16),
-        lease_duration=Duration(seconds=10),
+        lease_duration=Duration(seconds=60),
         namespace=chain.namespace,
         planes=["target"],
         page_size=PAGE_SIZE,

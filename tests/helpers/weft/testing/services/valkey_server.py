@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -13,10 +12,13 @@ from pathlib import Path
 
 from valkey import Valkey
 from valkey.exceptions import ValkeyError
+from weft.cli.up.ports import check_free, free_ports
+from weft.engine.base.errors import ConfigError
 
 UNPACKED = Path(__file__).resolve().parents[4] / "tools" / "valkey"
 NUM_SLOTS = 16384
-READY_S = 30.0
+MAX_NODE_PORT = 22_767
+READY_S = 60.0
 
 
 def server_binary() -> str:
@@ -40,7 +42,7 @@ class ValkeyServer:
     """
 
     def __init__(self, folder: Path, *flags: str, port: int = 0, tls: Path | None = None) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_ports("127.0.0.1", 1)[0]
         self._folder = folder / str(self.port)
         self._folder.mkdir(exist_ok=True)
         self._flags = flags
@@ -141,7 +143,7 @@ def valkey_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[ValkeyServ
     flags = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
     try:
         while len(nodes) < num_nodes:
-            nodes.append(ValkeyServer(folder, *flags, port=_free_port(most=50_000)))
+            nodes.append(ValkeyServer(folder, *flags, port=_node_port()))
         _join(nodes)
         yield nodes
     finally:
@@ -167,11 +169,12 @@ def _join(nodes: Sequence[ValkeyServer]) -> None:
                 time.sleep(0.05)
 
 
-def _free_port(most: int = 65_535) -> int:
-    """A free port; that of a cluster's node has its bus 10,000 above."""
+def _node_port() -> int:
+    """A free port whose bus, 10,000 above, is free and no outgoing connection's either."""
     while True:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = int(found.getsockname()[1])
-        if port <= most:
+        (port,) = free_ports("127.0.0.1", 1)
+        if port > MAX_NODE_PORT:
+            continue
+        with contextlib.suppress(ConfigError):
+            check_free("127.0.0.1", port + 10_000, "--port")
             return port
