@@ -28,7 +28,8 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels import cpu
 from weft.kernels.quantised import Int8Channels, quantise_channels
 from weft.kernels.rotated import RotatedChannels, quantise_rotated
-from weft.testing.models.choices import check_choices
+from weft.testing.models.choices import check_choices, check_same, where_experts_are_sure
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.quantised_models import CHANNELS, dequantised_copy, quantised_copy
@@ -47,20 +48,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("int8") / "model", random.randrange(10**6))
 
 
-def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.inference_mode():
-        return model(torch.tensor([tokens]), use_cache=False).logits[0]
-
-
 def check_greedy(model: Any, floats: Path) -> None:
     """Greedy tokens are those that transformers draws with the same weights in floats."""
     prompt = [random.randrange(3, 500) for _ in range(33)]
     (tokens,) = PagedDriver(model, num_pages=64).greedy([prompt], 40)
-    logits = reference_logits(floats, prompt + tokens[:-1])[len(prompt) - 1 :]
-    check_choices(logits, tokens)
+    reference = load_reference(floats)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0]
+    with where_experts_are_sure(lambda: reference, prompt + tokens):
+        check_choices(logits[len(prompt) - 1 :], tokens)
 
 
 @pytest.mark.parametrize(
@@ -305,4 +301,6 @@ def test_an_engine_serves_int8(model_dir: Path, tmp_path: Path) -> None:
             texts.append([sample.token_ids for sample in samples])
             expected = "int8" if settings else "float32"
             assert llm.engine.info.weight_format == expected
-    assert texts == [texts[0]] * len(cases)
+    for found in texts[1:]:
+        for prompt, one, other in zip(prompts, found, texts[0], strict=True):
+            check_same(lambda: load_reference(floats), prompt, one, other)

@@ -18,6 +18,7 @@ from weft.engine.loop.llm import LLM
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.submits import Cancel, SampleProgress, Submit
 from weft.testing.engine.constrained import Desk, Outcome
+from weft.testing.models.choices import where_experts_are_sure
 from weft.testing.models.tiny_adapters import make_adapter, vocabulary_tensors, write_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny, tiny_config
@@ -59,9 +60,16 @@ def random_prompt(length: int) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
-@torch.no_grad()
 def check(model: Any, prompt: list[int], found: Sequence[TokenLogprob], num_top: int) -> None:
     assert [entry.token_id for entry in found] == prompt[1:]
+    with where_experts_are_sure(lambda: model, prompt):
+        check_values(model, prompt, found, num_top)
+
+
+@torch.no_grad()
+def check_values(
+    model: Any, prompt: list[int], found: Sequence[TokenLogprob], num_top: int
+) -> None:
     wanted = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     for entry, row in zip(found, wanted, strict=False):
         assert abs(entry.logprob - float(row[entry.token_id])) < 2e-4
@@ -236,7 +244,7 @@ def test_a_cancelled_one_leaves_nothing(llama_dir: Path) -> None:
             outbox = engine.turn(Inbox(cancels=[cancel]))
             late = [batch for batch in outbox.gateways if batch.prompt_logprobs]
             while engine.pipeline.num_steps:
-                late += [one for one in engine.turn().sessions if one.prompt_logprobs]
+                late += [one for one in engine.turn().gateways if one.prompt_logprobs]
             assert not engine.has_work
             assert not late
             engine.memory.check_integrity()

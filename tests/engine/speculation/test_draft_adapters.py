@@ -59,7 +59,7 @@ def drafter_of(engine: Engine, digest: bytes) -> AdaptedDrafter:
     """Once it has read an adapter's draft adapter."""
     drafter = engine.drafting.drafter
     assert isinstance(drafter, AdaptedDrafter)
-    for _ in range(500):
+    for _ in range(6000):
         drafter.draft([])
         if digest in drafter.drafters:
             return drafter

@@ -19,6 +19,8 @@ from weft.engine.model.heads.eagle import EagleHead
 from weft.engine.model.loader import load_model
 from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels import cpu
+from weft.testing.engine.eagle3_cases import NEAR_TIE
+from weft.testing.models.choices import where_experts_are_sure
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_drafts import NaiveEagle, NaiveHead, make_tiny_draft, make_tiny_eagle
@@ -136,8 +138,16 @@ def check_entries(
 ) -> None:
     assert request.num_cached == len(tokens)
     exact = setup.naive.entries(setup.states(tokens)[:-1], tokens[1:])
-    for ours, expected in zip(stored(driver, request, setup.head.layer), exact, strict=True):
-        assert_near(ours, expected)
+    with where_experts_are_sure(lambda: setup.reference, tokens):
+        for ours, expected in zip(stored(driver, request, setup.head.layer), exact, strict=True):
+            assert_near(ours, expected)
+
+
+def check_chain(setup: Setup, text: list[int], chain: Sequence[int], count: int) -> None:
+    """These are the most likely drafts behind a text, as far as float32 can tell."""
+    assert len(chain) == count
+    with where_experts_are_sure(lambda: setup.reference, text):
+        assert setup.naive.lack(setup.states(text)[:-1], text, list(chain)) <= NEAR_TIE
 
 
 def feed(driver: PagedDriver, texts: Sequence[list[int]], first_slot: int) -> list[PagedRequest]:
@@ -194,12 +204,10 @@ def test_drafts_are_the_most_likely_chains(setup: Setup) -> None:
         for request, text, count in zip(requests, texts, (3, 6, 0, 5), strict=True)
     ]
     for text, item, chain in zip(texts, wishes, drafter.draft(wishes), strict=True):
-        expected = setup.naive.chain(setup.states(text)[:-1], text, item.max_drafts)
-        assert chain == expected
+        check_chain(setup, text, chain, item.max_drafts)
     # Alone as in a batch.
-    assert drafter.draft([wishes[1]]) == [
-        setup.naive.chain(setup.states(texts[1])[:-1], texts[1], 6)
-    ]
+    (alone,) = drafter.draft([wishes[1]])
+    check_chain(setup, texts[1], alone, 6)
 
 
 def test_drafts_go_on_from_the_last_accepted_token(setup: Setup) -> None:
@@ -224,7 +232,7 @@ def test_drafts_go_on_from_the_last_accepted_token(setup: Setup) -> None:
     wishes = [wish(driver, r, t, 4) for r, t in zip(requests, texts, strict=True)]
     for request, text, chain in zip(requests, texts, drafter.draft(wishes), strict=True):
         check_entries(setup, driver, request, text[:-1])
-        assert chain == setup.naive.chain(setup.states(text)[:-1], text, 4)
+        check_chain(setup, text, chain, 4)
 
 
 def test_a_step_that_begins_one_token_early_needs_nothing_that_was_kept(setup: Setup) -> None:
@@ -240,8 +248,8 @@ def test_a_step_that_begins_one_token_early_needs_nothing_that_was_kept(setup: S
         setup.model.forward(batch, driver.pool)
     check_entries(setup, driver, request, text[:40])
     item = wish(driver, request, text, 4)
-    expected = setup.naive.chain(setup.states(text)[:-1], text, 4)
-    assert drafter_of(setup, driver).draft([item]) == [expected]
+    (chain,) = drafter_of(setup, driver).draft([item])
+    check_chain(setup, text, chain, 4)
 
 
 def test_the_target_is_what_it_is_without_a_draft(setup: Setup) -> None:

@@ -5,6 +5,7 @@ texts those of the model alone.
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of
 from weft.testing.engine.eagle3_cases import NUM_CHECKED, HasChains, NotedChains, WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import check_same
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.reference_models import VOCAB, make_reference
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.models.tiny_mtp import KINDS, NaiveMtp, make_cycle, make_tiny_mtp
@@ -131,7 +134,9 @@ def test_chains_as_a_gpu_captures_them(
         engine.scheduler.running_plans.drafts_on_device = True
         noted = NotedChains(engine, RandomGate((0, 1, 3)))
         found = [sample.token_ids for sample in captured.generate(prompts, SAMPLED, STOP)]
-    assert found == expected
+    load = partial(load_reference, tmp_path / "model")
+    for prompt, one, other in zip(prompts, found, expected, strict=True):
+        check_same(load, prompt, one, other, SAMPLED)
     check_chains(noted, naive)
 
 

@@ -265,11 +265,11 @@ def outcome_texts(
 def test_constraints_hold_inside_accepted_runs(words_dir: Path, chance: float) -> None:
     prompts = random_prompts(4)
     with llm(words_dir) as plain:
-        expected = constrained(plain, words_dir, prompts, (0, 4))
+        expected = constrained(plain, words_dir, prompts, (2, 4))
     texts = outcome_texts(prompts, expected)
     with llm(words_dir, drafter="ngram") as drafting:
         speculate(drafting.engine, KnownDrafter(texts, VOCAB, chance), DEPTHS)
-        found = constrained(drafting, words_dir, prompts, (0, 4))
+        found = constrained(drafting, words_dir, prompts, (2, 4))
         assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
         assert [outcome.reason for outcome in found] == ["stop"] * len(prompts)
         assert drafting.engine.counters()["accepted_tokens"] > 0
@@ -283,7 +283,7 @@ def test_a_constraint_begins_inside_accepted_runs(words_dir: Path) -> None:
 
     def run(model: LLM) -> list[Outcome]:
         desk = Desk(model.engine, words_dir)
-        settings: dict[str, Any] = {"temperature": 1.0, "logit_bias": {end: 6.0, EOS_TOKEN_ID: -20}}
+        settings: dict[str, Any] = {"temperature": 1.0, "logit_bias": {end: 4.0, EOS_TOKEN_ID: -20}}
         submits = [
             desk.submit(digits, prompt, seed=index, **settings)
             for index, prompt in enumerate(prompts)

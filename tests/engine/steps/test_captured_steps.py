@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.fixed_gate import FixedGate
-from weft.engine.loop.llm import LLM
+from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
@@ -31,6 +32,8 @@ from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.engine.constrained import Desk, Outcome
 from weft.testing.engine.drafters import KnownGraphs, RandomGate, texts_of
 from weft.testing.engine.eagle3_cases import NotedChains, check_chains
+from weft.testing.models.choices import check_same
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -40,6 +43,19 @@ pytestmark = [
 ]
 
 PAGE, VOCAB, MAX_REQUESTS, DRAFTS = 4, 517, 4, 5
+
+
+def check_texts(
+    target_dir: Path,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    found: Sequence[GeneratedSample],
+    expected: Sequence[GeneratedSample],
+) -> None:
+    """Padded steps add up in another order: texts are the same as far as float32 can tell."""
+    load = partial(load_reference, target_dir)
+    for prompt, drawn, one, other in zip(prompts, params, found, expected, strict=True):
+        check_same(load, prompt, one.token_ids, other.token_ids, drawn)
 
 
 @pytest.mark.parametrize(
@@ -67,22 +83,22 @@ def test_graphs_change_no_token(
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
     with LLM(target_dir, **settings) as plain:
-        expected = plain.generate_all(prompts, params, stop)
+        expected = plain.generate(prompts, params, stop)
     if drafter != "none":
         settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "max_draft_tokens": DRAFTS}
     with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
         engine = captured.engine
         steps = RecordedSteps(engine, DRAFTS if drafter != "none" else 0)
         if drafter == "known":
-            KnownGraphs(engine, texts_of(prompts, expected, 5), VOCAB, 0.7)
+            texts = texts_of(prompts, [[sample] for sample in expected], 5)
+            KnownGraphs(engine, texts, VOCAB, 0.7)
         elif drafter == "head":
             capture_chains(engine, DRAFTS)
             plans = engine.scheduler.running_plans
             plans.drafts_on_device = True
             engine.drafting.gate = plans.gate = FixedGate(DRAFTS)
-        groups = captured.generate_all(prompts, params, stop)
-        for group, wanted in zip(groups, expected, strict=True):
-            assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        found = captured.generate(prompts, params, stop)
+        check_texts(target_dir, prompts, [params] * len(prompts), found, expected)
         kinds = {"ragged", "decode" if drafter == "none" else "verify"}
         assert kinds <= set(steps.num_replays)
         draws = engine._executor._draws
@@ -104,13 +120,15 @@ def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
     monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens > 16)
     target_dir = make_tiny("llama", tmp_path, seed, vocab_size=VOCAB)
     # Some come in chunks, and some share a page that the cache has.
-    prompts = [[random.randrange(3, VOCAB) for _ in range(random.randint(1, 40))] for _ in range(9)]
+    lengths = [random.randint(33, 40), *(random.randint(1, 40) for _ in range(8))]
+    prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
     prompts += [prompts[0][:6] + prompt for prompt in prompts[:3]]
     stop = StopCriteria(max_tokens=9, ignore_eos=True)
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 32, "max_context_tokens": 64}
+    greedy = SamplingParams(temperature=0.0)
     with LLM(target_dir, **settings) as plain:
-        expected = plain.generate(prompts, SamplingParams(temperature=0.0), stop)
+        expected = plain.generate(prompts, greedy, stop)
     with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as captured:
         steps = RecordedSteps(captured.engine, 0)
         forward = steps.forward
@@ -123,8 +141,8 @@ def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
             return forward(arrays, bucket)
 
         monkeypatch.setattr(steps, "forward", checked)
-        found = captured.generate(prompts, SamplingParams(temperature=0.0), stop)
-        assert [s.token_ids for s in found] == [s.token_ids for s in expected]
+        found = captured.generate(prompts, greedy, stop)
+        check_texts(target_dir, prompts, [greedy] * len(prompts), found, expected)
         assert {"decode", "ragged", "prompts"} <= set(steps.num_replays)
 
 
@@ -162,8 +180,7 @@ def test_requests_with_penalties_and_min_tokens_are_drafted_for(
         texts = texts_of(prompts, [[sample] for sample in expected], 5)
         known = KnownGraphs(engine, texts, VOCAB, 0.7)
         found = captured.generate(prompts, params, stop)
-        for sample, wanted in zip(found, expected, strict=True):
-            assert sample.token_ids == wanted.token_ids
+        check_texts(target_dir, prompts, params, found, expected)
         assert known.num_late > 5
         num_made = sum(len(sample.token_ids) for sample in expected)
         assert engine.counters()["accepted_tokens"] > num_made // 5
@@ -234,7 +251,7 @@ def test_constrained_requests_are_drafted_for(
             (tuple(submit.prompt), 5): [*submit.prompt, *outcome.ids]
             for submit, outcome in zip(submits, expected, strict=True)
         }
-        known = KnownGraphs(engine, texts, VOCAB, 0.7)
+        known = KnownGraphs(engine, texts, VOCAB, 0.9)
         draws = engine._executor._draws
         assert draws is not None
         sent = list[bool]()
@@ -248,10 +265,12 @@ def test_constrained_requests_are_drafted_for(
         found = run(captured)
         assert known.num_late > 5
         assert has_edits or {True, False} == {*sent}, "graphs draw from rows with own masks"
-    accepted = [0] * len(kinds)
+    accepted, load = [0] * len(kinds), partial(load_reference, target_dir)
     for number, (outcome, wanted) in enumerate(zip(found, expected, strict=True)):
         params, min_tokens = kinds[number % len(kinds)]
-        assert (outcome.ids, outcome.reason) == (wanted.ids, wanted.reason), (number, params)
+        submit = submits[number]
+        check_same(load, submit.prompt, outcome.ids, wanted.ids, submit.sampling)
+        assert outcome.reason == wanted.reason or outcome.ids != wanted.ids, (number, params)
         assert len(wanted.ids) >= min_tokens
         accepted[number % len(kinds)] += outcome.num_accepted
     print(accepted)
@@ -300,7 +319,7 @@ def test_chains_that_read_a_steps_requests_are_the_heads(
         # By chance none of the few steps that bring prompts may have drafts.
         while not num_begun[0]:
             found = captured.generate(prompts, params, stop)
-            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+            check_texts(target_dir, prompts, params, found, expected)
     assert 0 < num_begun[0] < num_begun[1], "few steps bring prompts"
     check_chains(noted, target_dir, draft_dir)
 
@@ -318,10 +337,13 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
         SamplingParams(temperature=temperature, seed=index, frequency_penalty=0.5 * (index == 2))
         for index in range(12)
     ]
-    stop = StopCriteria(max_tokens=25, stop_token_ids=tuple(random.sample(range(3, VOCAB), 50)))
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 64}
     with LLM(target_dir, **settings) as plain:
+        free = plain.generate(prompts, params, StopCriteria(max_tokens=25, ignore_eos=True))
+        # Each text has a token that ends it, one here, another there.
+        ends = {sample.token_ids[5 + index] for index, sample in enumerate(free)}
+        stop = StopCriteria(max_tokens=25, stop_token_ids=tuple(ends))
         expected = plain.generate(prompts, params, stop)
     with LLM(target_dir, overlap="on", **settings) as captured:
         engine = captured.engine
@@ -347,7 +369,7 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
         monkeypatch.setattr(sampler, "begin", begun)
         monkeypatch.setattr(engine._drawer, "begin", drawn)
         found = captured.generate(prompts, params, stop, max_at_once=MAX_REQUESTS)
-    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    check_texts(target_dir, prompts, params, found, expected)
     assert num_ended[0] > 2
     assert num_eager[0] == num_eager[1] > 0
 
@@ -391,7 +413,7 @@ def test_what_is_drawn_beside_short_prompts_is_captured(
 
         monkeypatch.setattr(engine._executor, "launch", noted)
         found = captured.generate(prompts, None, stop, max_at_once=MAX_REQUESTS)
-    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    check_texts(target_dir, prompts, [SamplingParams(temperature=0.0)] * 9, found, expected)
     assert steps
     assert all(is_captured for is_captured, _ in steps)
     assert any(num_drafts for _, num_drafts in steps) == (most_beside > 0)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.ranks import start
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.parallel.shards import check_divides
+from weft.testing.models.choices import check_same, where_experts_are_sure
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, packed_models
@@ -117,15 +120,21 @@ def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path, seed:
         counters = llm.engine.counters()
     for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):
         assert counters[name] > 0, (name, counters)
-    for one, other in zip(alone, together, strict=True):
-        assert other.token_ids == one.token_ids
+    load = partial(load_reference, folder)
+    every = [*kinds, *kinds, GREEDY, GREEDY]
+    asked = zip([*prompts, *prompts, *prompts[1:2] * 2], every, strict=True)
+    for (prompt, params), one, other in zip(asked, alone, together, strict=True):
+        check_same(load, prompt, other.token_ids, one.token_ids, params)
+        if other.token_ids != one.token_ids:
+            continue
         assert other.finish_reason == one.finish_reason
-        for mine, right in zip(
-            [*other.logprobs, *other.prompt_logprobs],
-            [*one.logprobs, *one.prompt_logprobs],
-            strict=True,
-        ):
-            assert mine.logprob == pytest.approx(right.logprob, abs=1e-3)
+        with where_experts_are_sure(load, [*prompt, *one.token_ids]):
+            for mine, right in zip(
+                [*other.logprobs, *other.prompt_logprobs],
+                [*one.logprobs, *one.prompt_logprobs],
+                strict=True,
+            ):
+                assert mine.logprob == pytest.approx(right.logprob, abs=1e-3)
 
 
 def greedy_texts(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
@@ -184,7 +193,9 @@ def test_texts_of_other_families_are_those_of_one_rank(
     except ConfigError as error:
         pytest.skip(f"not divided: {error}")
     prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (5, 60, 33)]
-    assert greedy_texts(folder, prompts, tp=2) == greedy_texts(folder, prompts)
+    texts = zip(prompts, *(greedy_texts(folder, prompts, tp=size) for size in (2, 1)), strict=True)
+    for prompt, found, expected in texts:
+        check_same(partial(load_reference, folder), prompt, found, expected)
 
 
 FORMATS: dict[str, Callable[[Path, Path], Path]] = {
@@ -245,7 +256,9 @@ def test_ranks_that_are_late_at_every_step_change_nothing(
     monkeypatch.setenv("ODD_RANK", "late")
     with make_llm(folder, tp=size, check_ranks=True) as llm:
         together = llm.generate(prompts, kinds, stop)
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    load = partial(load_reference, folder)
+    for prompt, params, one, other in zip(prompts, kinds, alone, together, strict=True):
+        check_same(load, prompt, other.token_ids, one.token_ids, params)
 
 
 def generate_on_and_on(llm: LLM) -> None:

@@ -5,6 +5,7 @@ numbers of ranks continue.
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import check_same
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import make_family
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -60,15 +63,17 @@ def test_texts_are_those_of_one_rank(
         "draft_gate": "fixed",
         "max_draft_tokens": 3,
     }
-    found = []
+    turns, found = [], []
     for size in (1, 2):
         with LLM(path, tp=size, num_threads=1, **settings) as llm:
             first = run(llm, prompts)
-            turns = [[*prompt, *answer[:9]] for prompt, answer in zip(prompts, first, strict=True)]
-            found.append([first, run(llm, prompts), run(llm, turns)])
+            pairs = zip(prompts, first, strict=True)
+            turns = turns or [[*prompt, *answer[:9]] for prompt, answer in pairs]
+            assert run(llm, prompts) == first
+            found.append([*first, *run(llm, turns)])
             assert llm.engine.counters()["prefix_hit_tokens"] > 0
-            assert found[-1][1] == first
-    assert found[0] == found[1]
+    for prompt, alone, together in zip([*prompts, *turns], *found, strict=True):
+        check_same(partial(load_reference, path), prompt, together, alone)
 
 
 @FULL

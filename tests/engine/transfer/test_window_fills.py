@@ -17,6 +17,7 @@ from weft.engine.protocol.fills import FillCommand, FillerEvent
 from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
+from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -58,14 +59,19 @@ def random_prompt(length: int) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
-@torch.inference_mode()
-def greedy(model: torch.nn.Module, prompt: list[int], num_new: int) -> list[int]:
-    inputs = torch.tensor([prompt])
-    settings = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
-    mask = torch.ones_like(inputs)
-    out = model.generate(inputs, attention_mask=mask, **settings)  # type: ignore[operator]
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+class Greedy:
+    """Equals tokens of which each is the model's choice behind those before it."""
+
+    def __init__(self, model: torch.nn.Module, prompt: list[int], num_new: int) -> None:
+        self._model, self._prompt, self._num_new = model, prompt, num_new
+
+    @torch.inference_mode()
+    def __eq__(self, tokens: object) -> bool:
+        assert isinstance(tokens, list)
+        assert len(tokens) == self._num_new
+        logits = self._model(torch.tensor([[*self._prompt, *tokens[:-1]]])).logits[0]
+        check_choices(logits[len(self._prompt) - 1 :], tokens)
+        return True
 
 
 def make_pair(model_dir: Path, num_fillers: int = 1, **settings: Any) -> EnginePair:
@@ -103,7 +109,7 @@ def test_filled_prompts_of_every_length_around_borders(
         lengths = [*range(WINDOW - 2, WINDOW + PAGE + 3), *random.sample(range(60, 160), 3)]
         for length in lengths:
             prompt = random_prompt(length)
-            assert pair.finish(pair.submit(prompt, 6)) == [greedy(model, prompt, 6)]
+            assert pair.finish(pair.submit(prompt, 6)) == [Greedy(model, prompt, 6)]
         counters = pair.owner.counters()
         assert counters["fills_done"] == sum(length > PAGE for length in lengths)
         assert not counters["fills_failed"]
@@ -126,7 +132,7 @@ def test_a_shipped_prompt_takes_no_more_memory_than_a_local_one(
             used = [memory.counts().used for memory in owner.memories]
             assert used[0] == 51
             assert all(count <= -(-WINDOW // PAGE) + 2 for count in used[1:])
-            assert pair.finish(request) == [greedy(model, prompt, 40)]
+            assert pair.finish(request) == [Greedy(model, prompt, 40)]
             bytes_of[mode] = owner.counters()["accepted_bytes"]
             check(pair)
         finally:
@@ -150,7 +156,7 @@ def test_a_fill_in_pieces(model_dir: Path, model: torch.nn.Module, transport: st
     try:
         for length in random.sample(range(100, 250), 3):
             prompt = random_prompt(length)
-            assert pair.finish(pair.submit(prompt, 5)) == [greedy(model, prompt, 5)]
+            assert pair.finish(pair.submit(prompt, 5)) == [Greedy(model, prompt, 5)]
         counters = pair.owner.counters()
         assert counters["fills_done"] > 6
         assert not counters["fills_failed"]
@@ -177,13 +183,13 @@ def test_prompts_that_part_from_a_filled_one_anywhere(
     pair = make_pair(model_dir, max_running_requests=2, **tight)
     try:
         base = random_prompt(150)
-        assert pair.finish(pair.submit(base, 3)) == [greedy(model, base, 3)]
+        assert pair.finish(pair.submit(base, 3)) == [Greedy(model, base, 3)]
         for length in random.sample(range(1, 151), 12 if not tight else 4):
             if tight:
                 lose_windows(pair)
             begin = pair.owner.counters()
             prompt = base[:length] + random_prompt(random.randint(1, 40))
-            assert pair.finish(pair.submit(prompt, 3)) == [greedy(model, prompt, 3)]
+            assert pair.finish(pair.submit(prompt, 3)) == [Greedy(model, prompt, 3)]
             end = pair.owner.counters()
             if end["fills_done"] > begin["fills_done"] and not tight:
                 first, last = length // PAGE, (len(prompt) - 1) // PAGE
@@ -213,7 +219,7 @@ def test_a_window_longer_than_the_share_of_fills_is_sent_at_once(tmp_path: Path,
         assert owner.counters()["accepted_bytes"] == (50 + most) * kept
         lose_windows(pair)
         prompt = base[:300] + random_prompt(60)
-        assert pair.finish(pair.submit(prompt, 2)) == [greedy(model, prompt, 2)]
+        assert pair.finish(pair.submit(prompt, 2)) == [Greedy(model, prompt, 2)]
         assert owner.counters()["fills_done"] == 2
         assert owner.counters()["accepted_bytes"] == (50 + most + 44 - 37 + most) * kept
         check(pair)
@@ -237,12 +243,12 @@ def test_a_fill_that_breaks_anywhere(
 
     try:
         base = random_prompt(8 * PAGE)
-        assert pair.finish(pair.submit(base, 3)) == [greedy(model, base, 3)]
+        assert pair.finish(pair.submit(base, 3)) == [Greedy(model, base, 3)]
         for num_before in random.sample(range(10), 3):
             prompt = base[: random.randint(1, len(base))] + random_prompt(12 * PAGE)
             most = pair.owner.counters()["accepted_pages"] + num_before
             pair.on_event = cut
-            assert pair.finish(pair.submit(prompt, 6)) == [greedy(model, prompt, 6)]
+            assert pair.finish(pair.submit(prompt, 6)) == [Greedy(model, prompt, 6)]
         assert pair.owner.counters()["fills_failed"] == 3
         check(pair)
     finally:
@@ -279,7 +285,7 @@ def test_a_failed_fill_behind_shared_pages_where_memory_is_taken(
         failed = FillEvent(kind="failed", message="cut", is_stopped=True)
         pair.send(filler_events=[FillerEvent(lease_id=starts[0].lease_id, event=failed)])
         pair.on_command = lambda command: [command]
-        expected = [greedy(model, *of) for of in zip(prompts, (40, 4, 2), strict=True)]
+        expected = [Greedy(model, *of) for of in zip(prompts, (40, 4, 2), strict=True)]
         assert pair.finish(*requests) == expected
         assert owner.counters()["fills_failed"] == 1
         check(pair)

@@ -16,7 +16,7 @@ from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample, to_error
 from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.protocol.messages import Inbox
-from weft.testing.models.choices import Choices, check_choices
+from weft.testing.models.choices import Choices, check_choices, where_experts_are_sure
 from weft.testing.models.tiny_adapters import peft_model
 
 BASE = b""
@@ -75,7 +75,9 @@ class PeftModels:
     @torch.inference_mode()
     def greedy(self, digest: bytes, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The most likely tokens after a prompt."""
-        return Choices(lambda tokens: self.logits(digest, tokens), prompt, num_tokens)
+        return Choices(
+            lambda tokens: self.logits(digest, tokens), prompt, num_tokens, self._models[digest]
+        )
 
     @torch.inference_mode()
     def clear_greedy(
@@ -98,9 +100,14 @@ class PeftModels:
         found: torch.Tensor = self._models[digest](input_ids=torch.tensor([list(tokens)])).logits[0]
         return found
 
-    @torch.inference_mode()
     def check(self, digest: bytes, prompt: Sequence[int], sample: GeneratedSample) -> None:
         """Tokens are PEFT's greedy ones; log-probabilities are within 1e-4 of the logits' size."""
+        text = [*prompt, *sample.token_ids]
+        with where_experts_are_sure(lambda: self._models[digest], text):
+            self._check(digest, prompt, sample)
+
+    @torch.inference_mode()
+    def _check(self, digest: bytes, prompt: Sequence[int], sample: GeneratedSample) -> None:
         tokens = torch.tensor([[*prompt, *sample.token_ids]])
         logits = self._models[digest](input_ids=tokens).logits[0, len(prompt) - 1 : -1]
         check_choices(logits, sample.token_ids)

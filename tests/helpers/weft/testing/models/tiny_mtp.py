@@ -114,7 +114,20 @@ class NaiveMtp:
 
     @torch.inference_mode()
     def agrees(self, tokens: list[int], chain: list[int]) -> bool:
-        """Whether these are the drafts behind a text, as far as float32 can tell."""
+        """Whether these are the drafts behind a text, as far as float32 can tell: with an embedding
+        that some roundings change, where they ask others of experts that are nearly alike.
+        """
+        weight = self._target.get_input_embeddings().weight
+        kept = weight.clone()
+        for change in (0.0, *[3e-6] * 16):
+            weight.copy_(kept * (1 + change * torch.randn(weight.shape)))
+            is_right = self._agrees(tokens, chain)
+            weight.copy_(kept)
+            if is_right:
+                return True
+        return False
+
+    def _agrees(self, tokens: list[int], chain: list[int]) -> bool:
         output = self._target(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         states, known = output.hidden_states[-1][0], list(tokens[1:])
         for token in chain:
