@@ -14,6 +14,7 @@ from weft.engine.model.adapters.draft_adapter import MODULES
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import load_draft_head
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.testing.models.choices import NEAR_TIE
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.tiny_adapters import write_adapter
 
@@ -209,6 +210,24 @@ def make_tiny_eagle(
     return path
 
 
+class _Drafts(list[int]):
+    """Drafts of a `NaiveHead` behind a text."""
+
+    def __init__(self, head: NaiveHead, states: torch.Tensor, tokens: list[int]) -> None:
+        super().__init__()
+        self._head, self._states, self._tokens = head, states, tokens
+
+    def __eq__(self, found: object) -> bool:
+        if list.__eq__(self, found) is True:
+            return True
+        if not isinstance(found, list) or len(found) != len(self):
+            return False
+        return self._head.lack(self._states, self._tokens, found) <= NEAR_TIE
+
+    def __ne__(self, found: object) -> bool:
+        return not self == found
+
+
 class NaiveHead:
     """A head computed in float64 from its definition, everything anew for each token.
 
@@ -243,10 +262,14 @@ class NaiveHead:
         return self._rotate(k, begin), v
 
     def chain(self, states: torch.Tensor, tokens: list[int], depth: int) -> list[int]:
-        """The most likely `depth` tokens after `tokens`, of which all but the last have states."""
+        """The most likely `depth` tokens after `tokens`, of which all but the last have states.
+
+        Other tokens are equal to them if float32 might draft those.
+        """
+        given = states, list(tokens)
         states, tokens = states.double(), list(tokens)
         assert len(states) == len(tokens) - 1
-        found: list[int] = []
+        found = _Drafts(self, *given)
         for _ in range(depth):
             state = self._last_state(states, tokens[1:])
             logits = self._logits(state)
