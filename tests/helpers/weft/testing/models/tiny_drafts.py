@@ -293,25 +293,30 @@ class NaiveHead:
 
     def tree(
         self, states: torch.Tensor, tokens: list[int], width: int, depth: int
-    ) -> dict[tuple[int, ...], float]:
+    ) -> tuple[dict[tuple[int, ...], float], float]:
         """Paths that are grown behind `tokens`, of which all but the last have states, and the
-        logarithms of their probabilities."""
+        logarithms of their probabilities; and by how much at least the last ones that were grown,
+        or had children, were more likely than the next."""
         level: dict[tuple[int, ...], float] = {(): 0.0}
         texts = {(): states.double()}
         found: dict[tuple[int, ...], float] = {}
+        least = float("inf")
         for _ in range(depth):
-            best = sorted(level, key=level.__getitem__, reverse=True)[:width]
+            best = sorted(level, key=level.__getitem__, reverse=True)
+            for last, left in zip(best[width - 1 : width], best[width:], strict=False):
+                least = min(least, level[last] - level[left])
             children: dict[tuple[int, ...], float] = {}
-            for path in best:
+            for path in best[:width]:
                 state = self._last_state(texts[path], [*tokens[1:], *path])
-                chances = self._logits(state).log_softmax(-1).topk(width)
-                for value, index in zip(*chances, strict=True):
+                values, indices = self._logits(state).log_softmax(-1).topk(width + 1)
+                least = min(least, float(values[-2] - values[-1]))
+                for value, index in zip(values[:-1], indices[:-1], strict=True):
                     child = (*path, int(self.ids[int(index)]))
                     children[child] = level[path] + float(value)
                     texts[child] = torch.cat((texts[path], state[None]))
             found |= children
             level = children
-        return found
+        return found, least
 
     def taught(self, states: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
         """Logits [draft_vocab] of a chain that goes on with given tokens, whatever it would draft.
