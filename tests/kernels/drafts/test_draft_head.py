@@ -21,6 +21,7 @@ from weft.kernels.draft_head import (
 )
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed, mutated_native_cpu
+from weft.testing.kernels.near_ties import draw_clear
 from weft.testing.kernels.wide_pages import WidePages
 
 pytestmark = pytest.mark.needs("cc")
@@ -125,9 +126,12 @@ def test_entries_of_a_ragged_step(geometry: Geometry, dtype: torch.dtype) -> Non
         check_entries(w, make_step(geometry, lengths, dtype), dtype)
 
 
+Drawn = tuple[torch.Tensor, torch.Tensor, DraftChains, torch.Tensor]
+
+
 def make_chains(
     geometry: Geometry, starts: list[int], wanted: list[int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, DraftChains, torch.Tensor]:
+) -> Drawn:
     """State, last tokens, chains and a pool with entries from position 1 up to each start."""
     depth, requests = max(wanted), len(starts)
     ends = [start + count for start, count in zip(starts, wanted, strict=True)]
@@ -165,7 +169,14 @@ def test_chains(geometry: Geometry, wanted: list[int]) -> None:
     fresh_seed()
     w = make_head(geometry, torch.float32)
     starts = [1, 2, 40, 1030, 63][: len(wanted)]
-    state, tokens, chains, pool = make_chains(geometry, starts, wanted, torch.float32)
+
+    def follow(drawn: Drawn) -> None:
+        state, tokens, chains, pool = drawn
+        draft_chain_reference(state, tokens, w, chains, pool.clone(), LAYER)
+
+    state, tokens, chains, pool = draw_clear(
+        lambda: make_chains(geometry, starts, wanted, torch.float32), follow
+    )
     peer_pool = pool.clone()
     peer = draft_chain_reference(state.clone(), tokens, w, chains, peer_pool, LAYER)
     ours = draft_chain(state.clone(), tokens, w, chains, pool, LAYER)

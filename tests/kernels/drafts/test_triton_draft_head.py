@@ -25,6 +25,7 @@ from weft.kernels.gpu import activation, attention, draft_rows, greedy, norm, ro
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
+from weft.testing.kernels.near_ties import draw_clear
 from weft.testing.kernels.tree_cases import random_parents, words_of
 from weft.testing.kernels.wide_pages import WidePages
 
@@ -155,24 +156,6 @@ def test_entries_and_chains() -> None:
         one_row_each=torch.arange(requests + 2, dtype=torch.int32),
         max_kv_len=MAX_POSITIONS,
     )
-    last = torch.randint(0, VOCAB, (requests + 1,))
-
-    def run(
-        pool: torch.Tensor, kept: torch.Tensor, chains: DraftChains
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        g = draft_entries_reference(aux, w, rows, kept, pool, LAYER)
-        count = chains.positions.shape[1]
-        state, tokens = kept[:count].clone(), last[:count]
-        return g, draft_chain_reference(state, tokens, w, chains, pool, LAYER)
-
-    found_pool, found_kept = pool.clone(), kept.clone()
-    wide, wide_kept = WidePages(pool), kept.clone()
-    with gpu_kernels():
-        found_g, found = run(found_pool, found_kept, chains)
-        # In pages that lie apart: the same bits.
-        for one, other in zip(run(wide.pool, wide_kept, chains), (found_g, found), strict=True):
-            assert torch.equal(one, other)
-    wide.check(found_pool)
     alone = replace(
         chains,
         positions=chains.positions[:, :requests],
@@ -182,7 +165,29 @@ def test_entries_and_chains() -> None:
         page_table=table[:requests],
         one_row_each=chains.one_row_each[:-1],
     )
-    g, tokens = run(pool, kept, alone)
+
+    def run(
+        last: torch.Tensor, pool: torch.Tensor, kept: torch.Tensor, chains: DraftChains
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        g = draft_entries_reference(aux, w, rows, kept, pool, LAYER)
+        count = chains.positions.shape[1]
+        state, tokens = kept[:count].clone(), last[:count]
+        return g, draft_chain_reference(state, tokens, w, chains, pool, LAYER)
+
+    last = draw_clear(
+        lambda: torch.randint(0, VOCAB, (requests + 1,)),
+        lambda drawn: run(drawn, pool.clone(), kept.clone(), alone),
+    )
+    found_pool, found_kept = pool.clone(), kept.clone()
+    wide, wide_kept = WidePages(pool), kept.clone()
+    with gpu_kernels():
+        found_g, found = run(last, found_pool, found_kept, chains)
+        # In pages that lie apart: the same bits.
+        other_g, other = run(last, wide.pool, wide_kept, chains)
+    assert torch.equal(other_g, found_g)
+    assert torch.equal(other, found)
+    wide.check(found_pool)
+    g, tokens = run(last, pool, kept, alone)
     torch.testing.assert_close(found_g, g)
     torch.testing.assert_close(found_kept[:requests], kept[:requests])
     assert torch.equal(found[:, :requests], tokens)

@@ -49,6 +49,22 @@ def no_nodes(trees: DraftTrees) -> Nodes:
     )
 
 
+def draw_logits(parents: Expanded, requests: int, width: int, vocab_size: int) -> torch.Tensor:
+    """Logits of a level, one of them NaN at times, of which float32 can tell the order of a tree's
+    children and of the tokens that are almost children.
+    """
+    while True:
+        logits = torch.randn(len(parents.tokens), vocab_size) * random.choice([0.1, 3.0])
+        if random.random() < 0.3:
+            logits[random.randrange(len(logits)), random.randrange(vocab_size)] = float("nan")
+        chances = logits.double().nan_to_num(nan=-torch.inf).log_softmax(-1)
+        best = chances.topk(width + 1, -1).values
+        scores = (parents.scores[:, None] + best).view(requests, -1).sort(-1).values
+        gaps = scores.diff().nan_to_num(torch.inf)
+        if min(gaps.min(), best.diff().abs().min()) > 2e-5:
+            return logits
+
+
 @pytest.mark.parametrize(("width", "depth", "vocab_size"), [(4, 6, 5000), (3, 2, 40), (2, 4, 2049)])
 def test_levels_and_what_is_kept(width: int, depth: int, vocab_size: int) -> None:
     fresh_seed()
@@ -60,9 +76,7 @@ def test_levels_and_what_is_kept(width: int, depth: int, vocab_size: int) -> Non
     scores = torch.where(trees.max_depths >= 1, 0.0, -torch.inf)
     expanded = found = Expanded(begin, scores, begin, begin)
     for level in range(depth):
-        logits = torch.randn(len(expanded.tokens), vocab_size) * random.choice([0.1, 3.0])
-        if random.random() < 0.3:
-            logits[random.randrange(len(logits)), random.randrange(vocab_size)] = float("nan")
+        logits = draw_logits(expanded, requests, width, vocab_size)
         plain = logits.clone()
         plain[plain.isnan()] = -torch.inf
         expanded = grow_reference(nodes, plain, names, expanded, trees, level)

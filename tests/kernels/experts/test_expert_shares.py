@@ -19,6 +19,7 @@ from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
 from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case, share_of_adapters
+from weft.testing.kernels.near_ties import clear_logits
 
 SHARES = 2
 
@@ -39,7 +40,7 @@ def routed_case(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MoECas
     rows, _, _, experts, top_k = shape
     case = moe_case(*shape, dtype)
     case.residual.zero_()
-    logits = torch.randn(rows, experts)
+    logits = clear_logits(rows, experts, top_k)
     return replace(case, routing=route_reference(logits, top_k, renormalise=True)), logits
 
 

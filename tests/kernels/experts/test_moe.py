@@ -17,6 +17,7 @@ from weft.testing.kernels.kernel_checks import (
     mutated_native_cpu,
 )
 from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case
+from weft.testing.kernels.near_ties import clear_logits
 
 SHAPES = [
     (1, 72, 40, 8, 3),
@@ -209,7 +210,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 )
 def test_routing(rows: int, experts: int, top_k: int, renormalise: bool) -> None:
     fresh_seed()
-    logits = 3 * torch.randn(rows, experts)
+    logits = clear_logits(rows, experts, top_k, spread=3.0)
     ids, shares = route(logits, top_k, renormalise=renormalise)
     assert (ids.dtype, shares.dtype) == (torch.int32, torch.float32)
     for row in range(rows):

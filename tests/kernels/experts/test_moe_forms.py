@@ -24,6 +24,7 @@ from weft.kernels.moe import (
 from weft.kernels.stream import Combine, Normed
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+from weft.testing.kernels.near_ties import clear_logits, draw_clear
 
 GPT_OSS = Gating(alpha=1.702, limit=1.1, offset=1.0)
 LIMITED = Gating(limit=0.7, gate_limit=0.9)
@@ -91,7 +92,7 @@ def expected_routing(
 def test_routing(name: str, renormalise: bool) -> None:
     fresh_seed()
     experts, top_k, form = FORMS[name]
-    logits = 2 * torch.randn(40, experts)
+    logits = clear_logits(40, experts, top_k, form, spread=2.0)
     ids, shares = route(logits, top_k, renormalise=renormalise, form=form)
     expected = expected_routing(logits, top_k, form, renormalise=renormalise)
     assert torch.equal(ids, expected[0])
@@ -103,7 +104,7 @@ def test_routing(name: str, renormalise: bool) -> None:
 def test_routing_on_a_gpu(name: str, tmp_path: Path) -> None:
     fresh_seed()
     experts, top_k, form = FORMS[name]
-    logits = 2 * torch.randn(11, experts)
+    logits = clear_logits(11, experts, top_k, form, spread=2.0)
     with kernel_module("moe_route", tmp_path) as module:
         for renormalise in (False, True):
             expected = expected_routing(logits, top_k, form, renormalise=renormalise)
@@ -133,10 +134,14 @@ def test_shares_that_scale_the_input(top_k: int) -> None:
     fresh_seed()
     case = Experts(9, torch.float32, SILU)
     form = RouterForm(is_sigmoid=True, scales_input=True)
-    router = torch.randn(5, 40)
-    w = SparseMlpWeight(pack_linear(router), case.packed(), top_k, renormalise=False, form=form)
     residual = torch.randn(9, 40)
-    out = Combine(Normed(case.x), w, None, 0).added_to(residual)
+
+    def run(router: torch.Tensor) -> torch.Tensor:
+        w = SparseMlpWeight(pack_linear(router), case.packed(), top_k, renormalise=False, form=form)
+        return Combine(Normed(case.x), w, None, 0).added_to(residual.clone())
+
+    router = draw_clear(lambda: torch.randn(5, 40) / 4, run)
+    out = run(router)
     logits = case.x @ router.t()
     expected = residual.clone()
     for row, scores in enumerate(logits):

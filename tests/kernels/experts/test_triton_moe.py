@@ -18,6 +18,7 @@ from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
 from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case
+from weft.testing.kernels.near_ties import clear_logits
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -185,7 +186,7 @@ def test_additions_to_a_layer_with_the_norm_behind_it(
     """With ranks that are begun before the router, where there are some."""
     fresh_seed()
     case = moe_case(rows, 40, 24, 6, 3)
-    logits = torch.randn(rows, 6)
+    logits = clear_logits(rows, 6, 3)
     case = replace(case, routing=route_reference(logits, 3, renormalise=True))
     adapters = make_adapters(case, is_shared, (0, 8, 24))
     gain, stream = torch.randn(40), case.residual.clone()
@@ -427,7 +428,8 @@ def test_routing_with_sorting(
     rows: int, experts: int, top_k: int, block: int, renormalise: bool, tmp_path: Path
 ) -> None:
     fresh_seed()
-    logits = 3 * torch.randn(rows, experts) + torch.linspace(4, 0, experts)
+    shift = torch.linspace(4, 0, experts)
+    logits = clear_logits(rows, experts, top_k, spread=3.0, shift=shift)
     with kernel_module("moe_route", tmp_path) as module:
         assert module.is_sorted_at_once(rows, experts)
         ids, shares, blocks = module.route_and_sort(logits, top_k, block, renormalise=renormalise)
@@ -441,7 +443,7 @@ def test_routing_with_sorting(
 def test_a_layer_with_the_norm_behind_it(rows: int, tmp_path: Path) -> None:
     fresh_seed()
     case = moe_case(rows, 40, 24, 120, 3)
-    logits = torch.randn(rows, 120)
+    logits = clear_logits(rows, 120, 3)
     # Shares are rounded otherwise here than there.
     case = replace(case, routing=route_reference(logits, 3, renormalise=True))
     slack = 1e-5
@@ -478,7 +480,7 @@ def test_a_logit_that_is_no_number_is_not_hidden(tmp_path: Path) -> None:
 )
 def test_routing(rows: int, experts: int, top_k: int, renormalise: bool, tmp_path: Path) -> None:
     fresh_seed()
-    logits = 3 * torch.randn(rows, experts)
+    logits = clear_logits(rows, experts, top_k, spread=3.0)
     with kernel_module("moe_route", tmp_path) as module:
         ids, shares = module.route(logits, top_k, renormalise)
     expected = route_reference(logits, top_k, renormalise=renormalise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from weft.kernels.norm import Norm
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.layer_cases import HIDDEN, PAGE_SIZE, draw, make_cos_sin, make_step
+from weft.testing.kernels.near_ties import draw_clear
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -90,12 +92,11 @@ class Weights:
 @pytest.mark.parametrize("lengths", [[(1, 9)], [(1, 30), (12, 20)]])
 def test_layers_of_latent_attention(lengths: list[tuple[int, int]]) -> None:
     fresh_seed()
-    weights, rows = Weights(), sum(q for q, _ in lengths)
-    pages = len(lengths) * 4
+    rows, pages = sum(q for q, _ in lengths), len(lengths) * 4
     pool = torch.randn(pages, 1, 2, 1, PAGE_SIZE, SIZES.kv_rank + SIZES.rope_dim).half()
     hidden = torch.randn(rows, HIDDEN).half()
 
-    def run(dtype: torch.dtype, *, on_gpu: bool) -> torch.Tensor:
+    def run(weights: Weights, dtype: torch.dtype, *, on_gpu: bool) -> torch.Tensor:
         """The result beside what the pool has of the layers."""
         kv, given = pool.to(dtype, copy=True), hidden.to(dtype, copy=True)
         layers = [weights.layer(index, dtype, is_stacked=on_gpu) for index in range(2)]
@@ -104,8 +105,9 @@ def test_layers_of_latent_attention(lengths: list[tuple[int, int]]) -> None:
             out = run_all([Run(layers)], given, step, kv)
         return torch.cat([out.flatten(), kv.flatten()])
 
-    out, peer = (run(torch.float32, on_gpu=on_gpu) for on_gpu in (True, False))
-    exact = run(torch.float64, on_gpu=False)
+    weights = draw_clear(Weights, lambda drawn: run(drawn, torch.float64, on_gpu=False))
+    out, peer = (run(weights, torch.float32, on_gpu=on_gpu) for on_gpu in (True, False))
+    exact = run(weights, torch.float64, on_gpu=False)
     assert_as_exact(out, peer, exact, slack=1e-4)
 
 
@@ -126,11 +128,10 @@ def test_prompts_by_heads(
     fresh_seed()
     monkeypatch.setattr(latent, "own_attention", own_attention_reference)
     monkeypatch.setattr(latent, "earlier_attention", earlier_attention_reference)
-    weights, rows = Weights(), sum(q for q, _ in lengths)
     pool = torch.randn(len(lengths) * 4, 1, 2, 1, PAGE_SIZE, SIZES.kv_rank + SIZES.rope_dim)
-    hidden = torch.randn(rows, HIDDEN)
+    hidden = torch.randn(sum(q for q, _ in lengths), HIDDEN)
 
-    def run(dtype: torch.dtype, *, by_heads: bool, on_gpu: bool) -> torch.Tensor:
+    def run(weights: Weights, dtype: torch.dtype, *, by_heads: bool, on_gpu: bool) -> torch.Tensor:
         monkeypatch.setattr(latent, "suits_own_attention", lambda *_: by_heads)
         kv, given = pool.to(dtype, copy=True), hidden.to(dtype, copy=True)
         layers = [weights.layer(index, dtype, is_stacked=on_gpu) for index in range(2)]
@@ -147,10 +148,12 @@ def test_prompts_by_heads(
         with as_on_gpu() if on_gpu else contextlib.nullcontext():
             return run_all([Run(layers)], given, replace(step, groups=(more,)), kv)
 
-    exact = run(torch.float64, by_heads=False, on_gpu=False)
-    peer = run(torch.float32, by_heads=False, on_gpu=True)
+    in_latents = partial(run, by_heads=False)
+    weights = draw_clear(Weights, lambda drawn: in_latents(drawn, torch.float64, on_gpu=False))
+    exact = in_latents(weights, torch.float64, on_gpu=False)
+    peer = in_latents(weights, torch.float32, on_gpu=True)
     for on_gpu in (False, True):
-        out = run(torch.float32, by_heads=True, on_gpu=on_gpu)
+        out = run(weights, torch.float32, by_heads=True, on_gpu=on_gpu)
         assert_as_exact(out, peer, exact, slack=1e-4)
 
 

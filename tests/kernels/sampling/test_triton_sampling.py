@@ -243,21 +243,21 @@ def test_top_logits_equal_log_softmax(vocab: int, num_top: int) -> None:
             2100,
             NaiveParams(),
             ("(column < source.vocab) & (keys >= bound)\n            kept = kept",
-             "(column < source.vocab - 1500)\n            kept = kept"),
+             "(column < source.vocab - 2000)\n            kept = kept"),
         ),
         (2100, NaiveParams(), ("tl.load(source.positions + row), first, TILE)",
                                "tl.load(source.positions + row), 0, TILE)")),
         (900, NaiveParams(top_p=0.9), ("limit = top_p * tl.where(has_top_k",
                                        "limit = 0.1 * top_p * tl.where(has_top_k")),
         (2500, NaiveParams(top_k=700), ("below, best, top_k.to(tl.float64), largest",
-                                        "below, best, 3.0 * top_k.to(tl.float64), largest")),
+                                        "below, best, 0.1 * top_k.to(tl.float64), largest")),
     ],
-    ids=["dropped tail", "noise of another tile", "less than a nucleus", "more than top-k"],
+    ids=["dropped tail", "noise of another tile", "less than a nucleus", "less than top-k"],
 )  # fmt: skip
 def test_the_comparison_sees_a_wrong_kernel(
     vocab: int, params: NaiveParams, change: tuple[str, str], tmp_path: Path
 ) -> None:
-    num_rows = 8
+    num_rows = 14  # Of some rows, at most three in ten, a wrong kernel draws the right token.
     case = make_case(np.random.default_rng(), vocab, num_rows, num_rows, spread=0.3)
     case.params, case.is_masked[:] = [params] * num_rows, False
     with kernel_module("sampling", tmp_path, change) as module:

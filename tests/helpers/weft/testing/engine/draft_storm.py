@@ -83,7 +83,13 @@ def check_storm(storm: Storm, count: int) -> None:
         storm: That has not begun.
         count: Requests to send.
     """
-    ride_out(storm, count, MAX_OPEN)
+
+    def has_seen_all() -> bool:
+        seen = storm.owner.counters()
+        kinds = (storm.faults["cancel"], storm.faults["cancel of a sample"], seen["fills_done"])
+        return all(kinds) and storm.num_preempted > 0 and seen["accepted_tokens"] > count // 2
+
+    ride_out(storm, count, MAX_OPEN, has_seen_all)
     for engine in (storm.owner, *storm.fillers.values()):
         check_empty(engine)
     counters = storm.owner.counters()

@@ -128,8 +128,10 @@ class HeadReference:
         """Whether these are the drafts behind a text, as far as float32 can tell."""
         return self._naive.lack(self._states(tokens)[:-1], tokens, chain) <= NEAR_TIE
 
-    def tree(self, tokens: list[int], width: int, depth: int) -> dict[tuple[int, ...], float]:
-        """The paths that are grown behind a text, and the logarithms of their probabilities."""
+    def tree(
+        self, tokens: list[int], width: int, depth: int
+    ) -> tuple[dict[tuple[int, ...], float], float]:
+        """See `NaiveHead.tree`."""
         return self._naive.tree(self._states(tokens)[:-1], tokens, width, depth)
 
     def entries(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,8 +91,8 @@ def change_kernels(
                 patch.setattr(user, name, value)
 
 
-def notices(check: Callable[[], None], turns: int = 10) -> bool:
-    """Whether a check fails: some of its random cases may not show a fault."""
+def notices(check: Callable[[], None], turns: int = 200) -> bool:
+    """Whether a check fails: its random cases may not show a fault, some of them most times."""
     for _ in range(turns):
         try:
             check()

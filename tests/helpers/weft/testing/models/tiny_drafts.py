@@ -14,6 +14,7 @@ from weft.engine.model.adapters.draft_adapter import MODULES
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import load_draft_head
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.testing.models.choices import NEAR_TIE
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.tiny_adapters import write_adapter
 
@@ -209,6 +210,24 @@ def make_tiny_eagle(
     return path
 
 
+class _Drafts(list[int]):
+    """Drafts of a `NaiveHead` behind a text."""
+
+    def __init__(self, head: NaiveHead, states: torch.Tensor, tokens: list[int]) -> None:
+        super().__init__()
+        self._head, self._states, self._tokens = head, states, tokens
+
+    def __eq__(self, found: object) -> bool:
+        if list.__eq__(self, found) is True:
+            return True
+        if not isinstance(found, list) or len(found) != len(self):
+            return False
+        return self._head.lack(self._states, self._tokens, found) <= NEAR_TIE
+
+    def __ne__(self, found: object) -> bool:
+        return not self == found
+
+
 class NaiveHead:
     """A head computed in float64 from its definition, everything anew for each token.
 
@@ -243,10 +262,14 @@ class NaiveHead:
         return self._rotate(k, begin), v
 
     def chain(self, states: torch.Tensor, tokens: list[int], depth: int) -> list[int]:
-        """The most likely `depth` tokens after `tokens`, of which all but the last have states."""
+        """The most likely `depth` tokens after `tokens`, of which all but the last have states.
+
+        Other tokens are equal to them if float32 might draft those.
+        """
+        given = states, list(tokens)
         states, tokens = states.double(), list(tokens)
         assert len(states) == len(tokens) - 1
-        found: list[int] = []
+        found = _Drafts(self, *given)
         for _ in range(depth):
             state = self._last_state(states, tokens[1:])
             logits = self._logits(state)
@@ -270,25 +293,30 @@ class NaiveHead:
 
     def tree(
         self, states: torch.Tensor, tokens: list[int], width: int, depth: int
-    ) -> dict[tuple[int, ...], float]:
+    ) -> tuple[dict[tuple[int, ...], float], float]:
         """Paths that are grown behind `tokens`, of which all but the last have states, and the
-        logarithms of their probabilities."""
+        logarithms of their probabilities; and by how much at least the last ones that were grown,
+        or had children, were more likely than the next."""
         level: dict[tuple[int, ...], float] = {(): 0.0}
         texts = {(): states.double()}
         found: dict[tuple[int, ...], float] = {}
+        least = float("inf")
         for _ in range(depth):
-            best = sorted(level, key=level.__getitem__, reverse=True)[:width]
+            best = sorted(level, key=level.__getitem__, reverse=True)
+            for last, left in zip(best[width - 1 : width], best[width:], strict=False):
+                least = min(least, level[last] - level[left])
             children: dict[tuple[int, ...], float] = {}
-            for path in best:
+            for path in best[:width]:
                 state = self._last_state(texts[path], [*tokens[1:], *path])
-                chances = self._logits(state).log_softmax(-1).topk(width)
-                for value, index in zip(*chances, strict=True):
+                values, indices = self._logits(state).log_softmax(-1).topk(width + 1)
+                least = min(least, float(values[-2] - values[-1]))
+                for value, index in zip(values[:-1], indices[:-1], strict=True):
                     child = (*path, int(self.ids[int(index)]))
                     children[child] = level[path] + float(value)
                     texts[child] = torch.cat((texts[path], state[None]))
             found |= children
             level = children
-        return found
+        return found, least
 
     def taught(self, states: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
         """Logits [draft_vocab] of a chain that goes on with given tokens, whatever it would draft.
