@@ -155,6 +155,9 @@ async def test_what_is_served(edge: DialectEdge, client: ollama.AsyncClient) -> 
     with pytest.raises(ollama.ResponseError) as missing:
         await client.show("other")
     assert missing.value.status_code == 404
+    # Ollama's own client shows twelve characters of the digest, and looks for a server here first.
+    assert all(len(model.digest or "") == 64 for model in (await client.list()).models)
+    assert (await edge.http.head(edge.url)).status_code == 200
     version = await edge.http.get(f"{edge.url}/api/version")
     assert version.json().keys() == {"version"}
 

@@ -72,7 +72,12 @@ async def both(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Response, lis
             item = events[-1].response.output[event.output_index]
             assert item.to_dict() == event.item.to_dict()
     if whole.status == "completed":  # of others the SDK's helper raises
+        shown = ""
         async with client.responses.stream(**asked) as helped:
+            async for event in helped:
+                if event.type == "response.output_text.done":
+                    assert shown == event.text
+                shown = getattr(event, "snapshot", "")
             final = await helped.get_final_response()
         assert final.output_text == whole.output_text
     return whole, events

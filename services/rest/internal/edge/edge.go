@@ -82,8 +82,10 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 	if err := register(ctx, e.mux, config.Backend); err != nil {
 		return nil, fmt.Errorf("registering the REST routes: %w", err)
 	}
-	for _, path := range []string{"/healthz", "/health"} {
-		if err := e.mux.HandlePath(http.MethodGet, path, alive); err != nil {
+	for path, handle := range map[string]runtime.HandlerFunc{
+		"/healthz": alive, "/health": alive, "/": greet,
+	} {
+		if err := e.mux.HandlePath(http.MethodGet, path, handle); err != nil {
 			return nil, fmt.Errorf("registering %s: %w", path, err)
 		}
 	}
@@ -258,6 +260,12 @@ func recordRoute(next runtime.HandlerFunc) runtime.HandlerFunc {
 func alive(w http.ResponseWriter, _ *http.Request, _ map[string]string) {
 	w.Header().Set("Content-Type", "application/json")
 	_, _ = io.WriteString(w, `{"status":"ok"}`)
+}
+
+// greet answers clients that look for a server at its address, as Ollama's do before each command.
+func greet(w http.ResponseWriter, _ *http.Request, _ map[string]string) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	_, _ = io.WriteString(w, "Weft is running")
 }
 
 // incomingHeader lists the request headers that the gateway sees, those of all APIs on all paths.

@@ -128,8 +128,8 @@ func TestSlashesAtTheEndOfAPathDoNotMatter(t *testing.T) {
 			t.Errorf("%s: %d %s", path, got.status, got.body)
 		}
 	}
-	if got := do(t, "GET", url+"/", nil); got.status != http.StatusNotFound {
-		t.Errorf("/: %d", got.status)
+	if got := do(t, "GET", url+"/", nil); got.status != 200 || got.body != "Weft is running" {
+		t.Errorf("/: %d %s", got.status, got.body)
 	}
 }
 

@@ -12,7 +12,8 @@ import (
 )
 
 // shapes are the error shapes that services declare, by the fixed beginnings of their paths. So a
-// request without a route, or one that ends before it is routed, also gets its API's shape.
+// request without a route, or one that ends before it is routed, also gets its API's shape. What all
+// paths of a service begin with is its own.
 type shapes map[string]apierror.Shape
 
 func readShapes(file protoreflect.FileDescriptor) shapes {
@@ -29,16 +30,35 @@ func readShapes(file protoreflect.FileDescriptor) shapes {
 		for _, kind := range declared.GetTypes() {
 			shape.Types[int(kind.GetStatus())] = kind.GetType()
 		}
+		var paths []string
 		for j := range service.Methods().Len() {
 			options := service.Methods().Get(j).Options()
 			rule, _ := proto.GetExtension(options, annotations.E_Http).(*annotations.HttpRule)
 			if path := pathOf(rule); path != "" {
 				fixed, _, _ := strings.Cut(path, "/{")
 				found[fixed] = shape
+				paths = append(paths, fixed)
 			}
+		}
+		if common := commonFolder(paths); common != "" {
+			found[common] = shape
 		}
 	}
 	return found
+}
+
+// commonFolder is the longest beginning that all paths share, in whole parts.
+func commonFolder(paths []string) string {
+	if len(paths) == 0 {
+		return ""
+	}
+	common := paths[0]
+	for _, path := range paths[1:] {
+		for !strings.HasPrefix(path+"/", common+"/") {
+			common = common[:strings.LastIndexByte(common, '/')]
+		}
+	}
+	return common
 }
 
 func pathOf(rule *annotations.HttpRule) string {

@@ -129,6 +129,10 @@ func TestFailuresOfTheEdgeItselfHaveTheShapeOfThePath(t *testing.T) {
 	if got.body != `{"error":"GET is not allowed for /api/chat"}` {
 		t.Fatalf("%q", got.body)
 	}
+	got = do(t, http.MethodPost, url+"/api/pull", nil)
+	if got.body != `{"error":"Unknown URL: POST /api/pull"}` {
+		t.Fatalf("%q", got.body)
+	}
 	got = do(t, http.MethodPut, url+"/v1/responses/resp_1", nil)
 	if failure := got.failure(t); failure.Type != "invalid_request_error" {
 		t.Fatalf("%+v", failure)
@@ -138,7 +142,7 @@ func TestFailuresOfTheEdgeItselfHaveTheShapeOfThePath(t *testing.T) {
 func TestHeadIsAnsweredWhereGetIs(t *testing.T) {
 	url := start(t, &fakeGateway{})
 	for path, status := range map[string]int{
-		"/v1/models/m": http.StatusOK, "/healthz": http.StatusOK,
+		"/v1/models/m": http.StatusOK, "/healthz": http.StatusOK, "/": http.StatusOK,
 		"/v1/messages": http.StatusMethodNotAllowed, "/nowhere": http.StatusNotFound,
 	} {
 		got := do(t, http.MethodHead, url+path, nil)

@@ -17,7 +17,7 @@ import (
 // Probes come every few seconds and are not traced.
 var untraced = map[string]bool{
 	"/healthz": true, "/health": true, "/readyz": true, "/ping": true, "/health_generate": true,
-	"/metrics": true,
+	"/metrics": true, "/": true,
 }
 
 // Tracing makes one span of each request that a route takes; the gateway's is its child.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from hashlib import sha256
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
@@ -147,7 +148,9 @@ def _capabilities(card: ModelCard) -> list[str]:
 
 
 def _describe(resolved: ResolvedModel) -> dict[str, object]:
-    """A model as lists show it. The gateway does not know sizes and digests of weights."""
+    """A model as lists show it. The gateway does not know sizes and digests of weights; the digest
+    is of the name, since Ollama's own client ends with an error where there is none.
+    """
     served, entry = resolved.served, resolved.entry
     created = served.model.created if entry is None else int(entry.created)
     parent = "" if entry is None else served.model.name
@@ -156,7 +159,7 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
         "model": resolved.name,
         "modified_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "size": 0,
-        "digest": "" if entry is None else entry.digest,
+        "digest": sha256(resolved.name.encode()).hexdigest() if entry is None else entry.digest,
         "details": {
             "parent_model": parent,
             "format": "safetensors",

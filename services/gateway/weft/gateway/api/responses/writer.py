@@ -129,8 +129,10 @@ class ResponseWriter:
         part: dict[str, object] = {**where, "content_index": 0}
         kind = "output_text" if block.kind == "text" else "reasoning_text"
         if step.what == "begin":
+            # Clients append the deltas that follow, of which the block may have some by now.
+            empty = self._part(Block(block.number, block.kind))
             return self._added(block) + self._event(
-                "response.content_part.added", **part, part=self._part(block)
+                "response.content_part.added", **part, part=empty
             )
         is_text = block.kind == "text"
         if step.what == "add":
