@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from weft.engine.base import faults
 from weft.engine.base.clock import Clock, monotonic
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
@@ -18,20 +19,18 @@ from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawer, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.adapters import EngineAdapters
-from weft.engine.loop.arrivals import take_transfers
 from weft.engine.loop.build import make_store
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.drafting import Drafting
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.flight import FlightRecorder
-from weft.engine.loop.groups import RequestGroups
+from weft.engine.loop.groups import RequestGroups, first_to_run
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.parts import EngineParts
 from weft.engine.loop.pipeline import StepPipeline
 from weft.engine.loop.recurrent import BlocksInPages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
-from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.tiers import make_tiers
@@ -54,6 +53,8 @@ from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.write_through import write_through
+from weft.engine.transfer.chunks import ChunkPosted, ShipResult
+from weft.engine.transfer.nixl_wire import Notification
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +328,7 @@ class Engine:
             self._take_inbox(inbox)
         if self.tiers is not None:
             self.tiers.take()
-        take_transfers(self.parts.transport, self.fills, self.filler, self.store)
+        self._take_transfers()
         self._groups.take_compiled()
         self.adapters.turn()
         now = self._clock()
@@ -434,6 +435,29 @@ class Engine:
         for query_id, max_entries in inbox.dump_state:
             state = json.dumps(self.snapshot(max_entries))
             self._out.outbox.state_replies.append((query_id, state))
+
+    def _take_transfers(self) -> None:
+        """Takes fillers' notifications, requested digests, and the outcomes of shipping."""
+        transport = self.parts.transport
+        if self.fills.num_open:
+            for notification in transport.notifications():
+                arrived: Sequence[Notification] = (notification,)
+                if faults.FILL_NOTIFY.is_armed:
+                    arrived = faults.FILL_NOTIFY.repeat(notification)
+                for found in arrived:
+                    self.fills.on_notification(found)
+        for tag, digests, pages in transport.port.take():
+            if isinstance(tag, tuple):
+                self.fills.on_digested(*tag, digests)
+            elif self.store is not None:
+                self.store.on_digested(tag, digests, pages)
+        for item in transport.shipper.take():
+            if isinstance(item, ShipResult):
+                self.filler.on_shipped(item)
+            elif isinstance(item, ChunkPosted):
+                self.filler.on_posted(item)
+            else:
+                self.filler.on_data(*item)
 
     def _flush(self) -> int:
         if self.sessions is not None:

@@ -24,7 +24,7 @@ from weft.engine.scheduler.adapters import AdapterWaitlist
 from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate
 from weft.engine.scheduler.events import SchedulerEvents
-from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
@@ -32,7 +32,6 @@ from weft.engine.scheduler.ports import AdapterResidency, Fills
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
-from weft.engine.scheduler.step_sizes import fitting_budget
 from weft.engine.scheduler.victims import Victims
 
 LAST_PIECES = 4
