@@ -64,7 +64,7 @@ class DraftHeadWeight:
     eps: float
     """Epsilon of all norms."""
     native: cpu.DraftHeadStruct | None
-    """The same for the native operations; None if some part is not in native form."""
+    """The head as the native operations read it; None if some part is not in native form."""
     peers: Peers | None = None
     """Ranks that have the other shares of the layer's heads and of its MLP; None: there are none.
     """

@@ -36,7 +36,7 @@ class PinnedBuffer(NamedTuple):
     tensor: torch.Tensor
     """[bytes] uint8."""
     host: npt.NDArray[np.uint8]
-    """The same memory."""
+    """The memory of `tensor`, as numpy sees it."""
 
 
 class PinnedBuffers:

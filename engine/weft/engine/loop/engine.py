@@ -63,7 +63,7 @@ REPORT_INTERVAL_S = 0.1
 IDLE_S = 0.1
 """Longest time between two turns."""
 STANDSTILL_S = 0.001
-"""The same while requests wait for something that no message announces."""
+"""Longest time between two turns while requests wait for what no message announces."""
 ARRIVAL_POLL_S = 2e-4
 """Interval between two looks for notifications of NIXL, which do not wake this process, while one
 is due; on a worker whose device computes beside this process, while any may come.
@@ -71,7 +71,7 @@ is due; on a worker whose device computes beside this process, while any may com
 MOVE_POLL_S = 5e-5
 """Interval between two looks whether pages have moved into the pool, a matter of microseconds."""
 DISTANT_POLL_S = 1e-3
-"""As `ARRIVAL_POLL_S` while one may come at any time, where looking takes time from computing."""
+"""Interval between looks for notifications on a CPU, where looking takes time from computing."""
 
 
 class Engine:

@@ -475,7 +475,7 @@ def _xielu(weights: Weights) -> XIELU:
         return weights.read([TensorSlice(f"act_fn.{name}", (1,))], dtype=torch.float32)
 
     def constant(name: str, usual: float) -> float:
-        """What newer files have too, as a single number."""
+        """A number that newer files have, or the usual one."""
         if not weights.has(f"act_fn.{name}"):
             return usual
         return float(weights.tensor(TensorSlice(f"act_fn.{name}", ()), torch.float32))

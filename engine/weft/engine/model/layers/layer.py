@@ -120,7 +120,7 @@ class Layer(NamedTuple):
     """
 
     number: int
-    """Its index in the stack."""
+    """The layer's index in the stack."""
     input_norm: AnyNorm | None
     """None: the mixer reads the stream as it is."""
     mixer: Mixer

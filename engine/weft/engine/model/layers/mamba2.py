@@ -93,7 +93,7 @@ class Mamba2(RecurrentMixer):
             return weights.tensor(TensorSlice(name, (count,)), torch.float32)
 
         def of_channels(whole: torch.Tensor) -> torch.Tensor:
-            """Of x, B and C."""
+            """This rank's channels of x, B and C."""
             kinds = torch.split(whole, list(widths[1:4]))
             return torch.cat([of_rank(kind) for kind in kinds])
 

@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
 
     path: Path
     begin: int
-    """Its first byte."""
+    """Offset of its first byte."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -50,7 +50,7 @@ class _Rows(NamedTuple):
     """Of a row in the file."""
     dtype: torch.dtype
     part: tuple[int | slice, ...]
-    """Of each row; empty: all of it."""
+    """The part of each row to read; empty: all of it."""
 
     @classmethod
     def of(cls, stored: StoredTensor, slices: Sequence[int | slice]) -> _Rows:

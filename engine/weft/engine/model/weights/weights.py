@@ -23,7 +23,7 @@ class Scheme(Protocol):
         """Reads, fuses and packs the shard of a product whose parameters lie below `weights`."""
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
-        """The same for experts, one after another."""
+        """Reads, fuses and packs the experts' products, one expert after another."""
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """Packs an LM head, [vocab, hidden] of the model's dtype, which is called `lm_head` below
