@@ -511,7 +511,7 @@ def added(
     """state + x @ w^T, [T, H], where each rank has a part of x."""
     if peers is None:
         return linear(x, w, state, lora=lora)
-    dtype = None if x.is_cuda else torch.float32  # As layers add up: see `Peers.add_sum`.
+    dtype = None if x.is_cuda else torch.float32  # See `Peers.add_sum`.
     return peers.add_sum(linear(x, w, out_dtype=dtype, lora=lora), state)
 
 

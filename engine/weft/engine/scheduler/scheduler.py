@@ -419,7 +419,7 @@ class Scheduler:
         if self.pages.states is not None:
             self.pages.states.committed(request)
         if request.is_fill and known == request.num_published_pages:
-            self.progressed.append(request)  # Its states were computed, for pages that are cached.
+            self.progressed.append(request)  # Its pages were cached; it computed states.
 
     def publish(self, request: Request) -> None:
         """Puts the request's full pages into the prefix cache."""

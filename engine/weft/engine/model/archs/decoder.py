@@ -180,7 +180,7 @@ def _layer(
     between = norm(names.feed_norm, of_feed) if has_between else before
     feed = _feed(config, parts, index, of_feed)
     if isinstance(feed, ExpertsBesideMLP):
-        between = None  # It has norms of its own.
+        between = None  # Such a block has norms of its own.
     is_behind = order in ("after", "around")
     last, last_post = _per_layer_part(config, parts, index, own)
     form = Form(

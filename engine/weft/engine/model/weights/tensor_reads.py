@@ -97,7 +97,7 @@ class _Buffer:
             self._copied.synchronize()
         if self._memory.numel() < size:
             most = max(size, _MAX_PIECE_BYTES)
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Not both at once.
+            self._memory = torch.empty(0, dtype=torch.uint8)  # Never old and new at once.
             self._memory = torch.empty(most, dtype=torch.uint8, pin_memory=self._is_pinned)
         return self._memory[:size]
 

@@ -47,7 +47,7 @@ class _Scratch:
         """`count` numbers of any value; those taken before are not valid any more."""
         size = count * dtype.itemsize
         if size > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Not both at once.
+            self._memory = torch.empty(0, dtype=torch.uint8)  # Never old and new at once.
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory[:size].view(dtype)
 
