@@ -45,6 +45,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import LaterVectors, Plan, Run
 from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
@@ -95,12 +96,7 @@ class Engine:
         self.info = parts.info
         self._out = Outgoing()
         self._kv_events = KvEvents(config.page_size)
-        stored, removed = self._kv_events.stored, self._kv_events.removed
-        if parts.states is not None:
-            parts.states.watch(stored, removed)
-        else:
-            parts.memory.on_published.append(lambda _, key, parent: stored(key, parent))
-            parts.memory.on_evicted.append(removed)
+        self._watch_pages()
         self.costs = FillCosts(
             config.local_prefill_max_tokens, config.page_size, config.first_token_weight
         )
@@ -130,12 +126,6 @@ class Engine:
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages, self._prefill_rate, clock
         )
-        waiting = make_queue(
-            config.scheduling_policy,
-            config.ageing_s,
-            pages.num_cached_tokens,
-            config.max_step_tokens,
-        )
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
         self._prompt_budget = PromptBudget(
@@ -144,22 +134,7 @@ class Engine:
             config.first_token_weight,
             config.max_step_tokens,
         )
-        self.scheduler = Scheduler(
-            SchedulerLimits.of(
-                config,
-                parts.executor.step_sizes,
-                parts.whole_prompt_tokens,
-                parts.transport.last_piece_tokens,
-            ),
-            pages,
-            waiting,
-            fills,
-            self._on_finish,
-            self._on_slot_free,
-            self.adapters.places,
-            events=events,
-            prompt_budget=self._prompt_budget.tokens,
-        )
+        self.scheduler = self._make_scheduler(pages, fills, events)
         self.costs.local_load = self._local_load
         self._groups = RequestGroups(
             parts.intake, self.scheduler, parts.constraints, self._out, clock
@@ -191,22 +166,62 @@ class Engine:
             config, parts.drafter, parts.gate, draws_on_device=sampler.is_on_device
         )
         self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
-        self.pipeline = StepPipeline(
-            parts.executor,
-            self._drawer,
-            self.scheduler,
-            self,
-            clock,
-            is_overlapped=config.is_overlapped,
-            drafter=self.drafting.drafter,
-            host=parts.host,
-            lead_s=config.step_lead_s,
-        )
+        self.pipeline = self._make_pipeline()
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
         """Whether the last turn began or completed a step."""
         self._expire_at = self._report_at = 0.0
+
+    def _watch_pages(self) -> None:
+        """Lets gateways know of the pages that are cached or evicted."""
+        stored, removed = self._kv_events.stored, self._kv_events.removed
+        if self.parts.states is not None:
+            self.parts.states.watch(stored, removed)
+        else:
+            self.memory.on_published.append(lambda _, key, parent: stored(key, parent))
+            self.memory.on_evicted.append(removed)
+
+    def _make_scheduler(
+        self, pages: RequestPages, fills: Fills, events: SchedulerEvents
+    ) -> Scheduler:
+        config, parts = self.config, self.parts
+        waiting = make_queue(
+            config.scheduling_policy,
+            config.ageing_s,
+            pages.num_cached_tokens,
+            config.max_step_tokens,
+        )
+        limits = SchedulerLimits.of(
+            config,
+            parts.executor.step_sizes,
+            parts.whole_prompt_tokens,
+            parts.transport.last_piece_tokens,
+        )
+        return Scheduler(
+            limits,
+            pages,
+            waiting,
+            fills,
+            self._on_finish,
+            self._on_slot_free,
+            self.adapters.places,
+            events=events,
+            prompt_budget=self._prompt_budget.tokens,
+        )
+
+    def _make_pipeline(self) -> StepPipeline:
+        return StepPipeline(
+            self._executor,
+            self._drawer,
+            self.scheduler,
+            self,
+            self._clock,
+            is_overlapped=self.config.is_overlapped,
+            drafter=self.drafting.drafter,
+            host=self.parts.host,
+            lead_s=self.config.step_lead_s,
+        )
 
     def _make_filler(self) -> Filler:
         """The side of this worker that fills pages of others."""

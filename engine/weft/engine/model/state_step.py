@@ -10,7 +10,7 @@ request's slot, then the new ones. Blocks are written at some of the borders tha
                                           a block is written here
 
 A block is never written over while anything may read it, and the inputs of a position are written
-once. So drafts that are not accepted need no undoing: the next step's `start` leaves them out.
+once. So rows that are not accepted need no undoing: the next step's `start` leaves them out.
 """
 
 from __future__ import annotations
