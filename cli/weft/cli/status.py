@@ -69,7 +69,7 @@ class StateUsage:
     prefix_pages: int
     """KV pages in the prefix cache, in use or not."""
     continuable_pages: int
-    """Those of them that have a block behind them or behind a later page."""
+    """Pages among them from which a request can go on: a block lies behind them or a later page."""
 
 
 @dataclass(slots=True, kw_only=True)

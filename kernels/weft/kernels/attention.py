@@ -96,7 +96,7 @@ class GroupStep(NamedTuple):
     prompts: PromptRows | None = None
     """In a settled step, the rows that FlashAttention-3 computes."""
     latents: LatentPlan | None = None
-    """Of latents in pages: how FlashMLA computes the rows; None: it does not."""
+    """How FlashMLA attends to latents in pages; None: it does not."""
     earlier: EarlierLatents | None = None
     """For latents: the places in the pool of those `num_earlier` positions; None: their keys and
     values by head are not computed.

@@ -50,7 +50,7 @@ class DenseLayer:
     """[max_positions, D] float32, shared by all layers."""
     spec: AttentionSpec
     group: int = 0
-    """Its page group."""
+    """Number of the layer's page group."""
     pool_shift: int = 0
     """From its number to its index in the group's pool."""
 
@@ -67,7 +67,7 @@ class _Pools(NamedTuple):
     first: int
     """Number of the run's first layer."""
     described: tuple[cpu.PoolStruct, ...]
-    """Of each group."""
+    """The description of each page group's pool."""
 
     def are_of(self, groups: Sequence[torch.Tensor], first: int) -> bool:
         """Whether these are the pools of some groups, for a run that begins at this layer."""

@@ -64,7 +64,7 @@ class DraftHeadWeight:
     eps: float
     """Epsilon of all norms."""
     native: cpu.DraftHeadStruct | None
-    """The same for the native operations; None if some part is not in native form."""
+    """The head as the native operations read it; None if some part is not in native form."""
     peers: Peers | None = None
     """Ranks that have the other shares of the layer's heads and of its MLP; None: there are none.
     """
@@ -511,7 +511,7 @@ def added(
     """state + x @ w^T, [T, H], where each rank has a part of x."""
     if peers is None:
         return linear(x, w, state, lora=lora)
-    dtype = None if x.is_cuda else torch.float32  # As layers add up: see `Peers.add_sum`.
+    dtype = None if x.is_cuda else torch.float32  # See `Peers.add_sum`.
     return peers.add_sum(linear(x, w, out_dtype=dtype, lora=lora), state)
 
 

@@ -53,7 +53,7 @@ class DraftTrees:
     root_lora: LoraStep | None = None
     """Additions of adapters to the head's layer, number 0, for the R rows of the first turn."""
     lora: LoraStep | None = None
-    """The same for the R * width rows of the later turns, request by request."""
+    """Additions of adapters for the R * width rows of the later turns, request by request."""
 
     @property
     def num_grown(self) -> int:

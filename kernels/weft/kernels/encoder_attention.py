@@ -19,11 +19,11 @@ class Bounds(NamedTuple):
     on_device: torch.Tensor
     """[R + 1] int32 on the batch's device."""
     on_host: Sequence[int] = ()
-    """The same; empty on a GPU, where no host waits for them."""
+    """The bounds on the host; empty on a GPU, where the host does not wait for them."""
 
     @classmethod
     def of(cls, cu_lens: torch.Tensor) -> Bounds:
-        """Those of a batch, [R + 1] int32 on its device."""
+        """Makes the bounds of a batch from [R + 1] int32 on its device."""
         return cls(cu_lens, () if cu_lens.is_cuda else cu_lens.tolist())
 
 
@@ -149,7 +149,7 @@ def _attend_natively(
 def _mask(
     length: int, reach: int | None, slopes: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """What is added to the scores of a sequence, or which of them count; None: all, as they are."""
+    """Numbers added to a sequence's scores, or a mask of those that count; None: neither."""
     if reach is not None and length <= reach + 1:
         reach = None
     if reach is None and slopes is None:

@@ -9,7 +9,7 @@ from weft.kernels.sequences import Sequences
 
 
 class HeadRows(NamedTuple):
-    """What ragged sequences of rows read and write in their states."""
+    """Queries, keys, values and gates of ragged sequences of rows."""
 
     q: torch.Tensor
     """[T, Hk, Dk]."""

@@ -44,7 +44,7 @@ class IntGroups:
     scales: torch.Tensor
     """[N, K / group rounded up] float32 or float16, finite."""
     offsets: torch.Tensor | None
-    """The same shape and dtype; None: 0."""
+    """Offsets of the groups, of the scales' shape and dtype; None: all are 0."""
     columns: int
     """K."""
     group: int

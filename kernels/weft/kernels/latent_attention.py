@@ -263,7 +263,7 @@ def latent_attention_reference(
             continue
         pages = step.page_table[request, : -(-kv_len // page_size)].long()
         keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].to(wide)
-        keys[: spec.first_position] = 0.0  # Nobody may have written these.
+        keys[: spec.first_position] = 0.0  # These rows may never have been written.
         root = kv_len if sums_before is not None else kv_len - (end - first)
         at_once = max(1, _MAX_SCORES // (spec.heads * max(1, kv_len)))
         for begin in range(first, end, at_once):

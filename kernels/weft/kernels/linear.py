@@ -23,7 +23,7 @@ _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
 _MIN_BLOCK_ROWS = 16
 _INT8_UNIT = 16
-"""Of rows and columns of int8 weights that tensor cores multiply."""
+"""Rows and columns of int8 weights come in multiples of this for tensor cores."""
 _FP8_CAPABILITY = (9, 0)
 """Compute capability of GPUs whose FP8 kernels were measured."""
 

@@ -315,7 +315,7 @@ class LoraStep:
     gate_up: tuple[LoraWeights, ...] = ()
     down: tuple[LoraWeights, ...] = ()
     state_in: tuple[LoraWeights, ...] = ()
-    """Of recurrent layers: the projection of the inputs of states, or of all."""
+    """Of recurrent layers: the projection of the states' inputs, or of all inputs."""
     state_z: tuple[LoraWeights, ...] = ()
     """Of the gate on their results, where it is one of its own."""
     state_gates: tuple[LoraWeights, ...] = ()

@@ -33,7 +33,7 @@ class PackedGroups:
     exponents of 2 with a bias of 127, for the numbers as they are.
     """
     offsets: torch.Tensor | None
-    """The same shape and dtype; None: 0."""
+    """Offsets of the groups, of the scales' shape and dtype; None: all are 0."""
     rows: int
     """N."""
     columns: int
@@ -41,7 +41,7 @@ class PackedGroups:
     unit: int
     """Columns of a group: 32, 64 or 128."""
     is_e2m1: bool
-    """As of `IntGroups`."""
+    """See `IntGroups.is_e2m1`."""
 
     @property
     def half(self) -> int:
@@ -54,7 +54,7 @@ class PackedGroups:
         return self.rows, self.columns
 
     def unpacked(self) -> IntGroups:
-        """The same matrix in the form that is independent of devices."""
+        """The matrix in the form that is independent of devices."""
         return _unpacked(self, self.data, *self._kinds())
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -62,7 +62,7 @@ class PackedGroups:
         return self.unpacked().dequantised(dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same of some of the rows ([L] int64)."""
+        """`dequantised` of some of the rows ([L] int64)."""
         scales, offsets = self._kinds()
         own = None if offsets is None else offsets[:, rows]
         return _unpacked(self, self.data[rows], scales[:, rows], own).dequantised(dtype)
@@ -167,7 +167,7 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Of powers of 2 for doubled numbers, uint8; exact."""
+    """Biased exponents of scales that are powers of 2, for doubled numbers: uint8, exact."""
     return (torch.frexp(scales.float()).exponent + _BIAS).to(torch.uint8)
 
 

@@ -73,7 +73,7 @@ class Fp8Channels:
         return self.data.float().mul_(self.scales[:, None]).to(dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same of some of the rows ([L] int64)."""
+        """`dequantised` of some of the rows ([L] int64)."""
         return Fp8Channels(_rows_of(self.data, rows), self.scales[rows]).dequantised(dtype)
 
 
@@ -109,7 +109,7 @@ class Fp8Blocks:
         return self._dequantised(self.data, self.scales.repeat_interleave(self.rows, 0), dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same of some of the rows ([L] int64)."""
+        """`dequantised` of some of the rows ([L] int64)."""
         return self._dequantised(_rows_of(self.data, rows), self.scales[rows // self.rows], dtype)
 
     def _dequantised(

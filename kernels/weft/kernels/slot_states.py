@@ -30,7 +30,7 @@ class SlotRows(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """What one layer keeps of requests."""
+    """The memory in which one layer keeps the states of requests."""
 
     blocks: tuple[torch.Tensor, ...]
     """[num_blocks, *shape] of each part; contiguous within a block."""

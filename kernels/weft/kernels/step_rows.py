@@ -130,7 +130,7 @@ def keep_tokens(drawn: torch.Tensor, slots: torch.Tensor, known: SlotTokens) -> 
         slots: [L] int64.
         known: Changed.
     """
-    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    # A missing token is negative. What follows it is dropped, but needs an id of the vocabulary.
     if drawn.is_cuda:
         known.tokens[0].index_copy_(0, slots, drawn.clamp(min=0))
     else:
@@ -163,7 +163,7 @@ def accept_drafts(
     num_accepted = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1)
     last_rows = np.maximum(rows[np.arange(len(rows)), num_accepted], 0)
     slots = np.where(rows[:, 0] < 0, len(known.starts) - 1, verified.slots.numpy()[rows[:, 0]])
-    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    # A missing token is negative. What follows it is dropped, but needs an id of the vocabulary.
     known.tokens.numpy()[0, slots] = np.maximum(tokens[last_rows], 0)
     known.starts.numpy()[slots] = step.positions.numpy()[last_rows] + 1
     return torch.from_numpy(last_rows), torch.from_numpy(slots)

@@ -73,7 +73,7 @@ class GatedSum(NamedTuple):
     to_down: LoraAddition | None
 
     def inner(self) -> Sum:
-        """The same with silu(gate(x)) * up(x) computed."""
+        """The sum that remains once silu(gate(x)) * up(x) is computed."""
         return Sum(self.x.gate_up_silu(self.gate_up, self.to_gate_up), self.down, self.to_down)
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Combine(NamedTuple):
     layer: int
     """The layer's index, for `lora`."""
     router_x: Normed | None = None
-    """What the router reads, if not `x`."""
+    """Input of the router, if it is not `x`."""
 
     def router_logits(self) -> torch.Tensor:
         """[T, E] float32."""
@@ -178,7 +178,7 @@ class Computed(NamedTuple):
 
 
 Pending = Sum | GatedSum | Combine | SharedCombine | Computed
-"""What a layer adds to the stream, as far as it has computed it."""
+"""An addition to the stream, as far as a layer has computed it."""
 
 
 class Stream:
@@ -346,7 +346,7 @@ class Taps:
         return self._follower if first <= ends[0] and ends[1] < first + count else None
 
     def native(self, hidden: torch.Tensor) -> cpu.TapsStruct:
-        """The same for the native operation on `hidden`; valid as long as this lives."""
+        """The taps as the native operation on `hidden` reads them; valid as long as this lives."""
         rows, width = hidden.shape
         count = len(self._layers)
         if self._out.shape != (rows, count * width) or self._out.dtype != hidden.dtype:

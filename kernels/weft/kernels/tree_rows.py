@@ -61,7 +61,7 @@ def accept_trees(
     last_rows = paths.gather(1, (lengths - 1).clamp(min=0))[:, 0].clamp(min=0)
     firsts, dummy = verified.rows[:, 0], len(known.starts) - 1
     slots = verified.slots[firsts].where(firsts >= 0, dummy)
-    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    # A missing token is negative. What follows it is dropped, but needs an id of the vocabulary.
     known.tokens[0, slots] = drawn[last_rows].clamp(min=0)
     known.starts[slots] = step.positions[last_rows] + 1
     return last_rows, slots, paths

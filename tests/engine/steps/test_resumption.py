@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.loop.groups import first_to_run
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.outgoing import Outgoing
-from weft.engine.loop.resumption import first_to_run
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.submits import Finished, Ping, SampleProgress, Submit
 from weft.engine.protocol.timeline import FillCandidate

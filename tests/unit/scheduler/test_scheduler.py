@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from weft.engine.base.config import PolicyName
 from weft.engine.base.errors import DeadlineExceeded
 from weft.engine.features.speculative.fixed_gate import FixedGate
-from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
-from weft.engine.scheduler.step_sizes import fitting_budget
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)

@@ -16,7 +16,7 @@ LATE_S = 4.0
 """Seconds after its deadline from which a request counts as late; machines that run chaos are busy.
 """
 AFFLICTED_LATE_S = 14.0
-"""The same if the request's gateway stood still in between."""
+"""The same limit for requests whose gateway stood still meanwhile."""
 TIMEOUT_S = 20.0
 RESUME_S = 12.0
 """Seconds within which any request must end once a decode worker is healthy."""

@@ -97,7 +97,7 @@ class ChaosMesh:
         self.logs = logs
         self._metadata = (("authorization", f"Bearer {token}"),)
         self.absences: list[Absence] = []
-        """Of all services, intended or not."""
+        """When services were away, whether that was intended or not."""
 
     @classmethod
     @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from weft.engine.base.faults import FaultSpec
 FaultClass = Literal["kill", "stop", "link", "point"]
 WEIGHTS: Mapping[FaultClass, float] = {"kill": 0.5, "stop": 2, "link": 3, "point": 6}
 RANK_WEIGHTS: Mapping[FaultClass, float] = {"kill": 1, "stop": 1}
-"""The same where only ranks are attacked."""
+"""Weights of the kinds of faults in runs that attack ranks alone."""
 GATEWAY_STOP = 4.0
 """Factor on the length of a gateway's stops, so that some outlast the silence that workers
 tolerate.
@@ -63,7 +63,7 @@ TRANSFER_POINTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "prefill": _FILLS_MADE,
     "kvstore": POINTS["kvstore"],
 }
-"""Those that the hand-over of pages passes."""
+"""The fault points that a hand-over of pages passes, by role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

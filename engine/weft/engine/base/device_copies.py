@@ -18,10 +18,8 @@ _GROUP = 4
 """Number of buffers that share one event, recorded after the last of their copies. The host needs
 more time to record an event than to enqueue a copy."""
 _NUM_BUFFERS = MAX_WAITING + _GROUP
-"""Number of pinned buffers: enough for the copies of two steps, since a copy waits for the step
-before its own. A step makes up to five copies: requests to draft for, their adapters, columns, rows
-that the device completes, and adapters of the LM head. With fewer buffers the host would wait in
-the middle of a step.
+"""Number of pinned buffers: enough for the copies of two steps, of up to five each, since a copy
+waits for the step before its own. With fewer buffers the host would wait in the middle of a step.
 """
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
@@ -36,7 +34,7 @@ class PinnedBuffer(NamedTuple):
     tensor: torch.Tensor
     """[bytes] uint8."""
     host: npt.NDArray[np.uint8]
-    """The same memory."""
+    """The memory of `tensor`, as numpy sees it."""
 
 
 class PinnedBuffers:

@@ -2,7 +2,7 @@
 
 Python runs one thread at a time. A step of a GPU engine calls torch some dozens of times, and each
 call may hand Python's lock (the GIL) to another thread, which returns it late: a thread that reads
-an adapter makes single steps several milliseconds longer. Therefore background threads work in
+a large file makes single steps several milliseconds longer. Therefore background threads work in
 slices. Between slices a background thread waits while the engine thread plans, launches and
 commits; it works while the engine thread waits for the device, which is most of the time. No torch.
 """

@@ -23,8 +23,8 @@ class StateRows(NamedTuple):
     request, positions rising.
     """
     num_few: int = 0
-    """Number of leading requests, decodes and those whose drafts are verified, which a device can
-    take through by itself, since it knows where they begin.
+    """Number of leading requests, those without prompts, which a device can take through by itself,
+    since it knows where they begin.
     """
     table: Int64Array = NO_TABLE
     """[R, 3]: each request's block at border b in column b / page_size mod 3."""

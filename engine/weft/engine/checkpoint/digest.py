@@ -188,7 +188,7 @@ class _Record(NamedTuple):
         return cls(_record_folder() / f"{name}.json", known, stat.st_size)
 
     def digest(self) -> bytes | None:
-        """What was stored of the same file; None: nothing."""
+        """The digest stored for this very file; None: there is none."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             stored = json.loads(self.path.read_bytes())
             if stored["key"] == self.key and len(known := bytes.fromhex(stored["digest"])) == 32:

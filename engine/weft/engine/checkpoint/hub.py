@@ -28,7 +28,7 @@ _ALLOWED = [
     "*.tiktoken",
 ]
 _IGNORED = [
-    # The same weights in forms that are not read.
+    # Copies of the weights in formats that are not read.
     "consolidated*",
     *(f"{folder}/*" for folder in ("original", "metal", "onnx", "openvino", "coreml", "gguf")),
     # Runs of the training.

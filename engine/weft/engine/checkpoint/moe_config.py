@@ -58,10 +58,10 @@ class MoENamesConfig:
     correction_axes: int = 0
     """Axes that its tensor has before that of the experts, each of size 1."""
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
-    """Of each expert."""
+    """Names of an expert's own gate and up projection."""
     down: str = "down_proj"
     stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
-    """Of all experts, in checkpoints that keep them so; gate and up may be two tensors."""
+    """Names of tensors of all experts, where files have such; gate and up may be two of them."""
     is_transposed: bool = False
     """Stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False
@@ -102,20 +102,20 @@ class MoEConfig:
     has_shared_gate: bool = False
     """Whether the shared experts' result is weighed by the sigmoid of a projection."""
     gating: GatingConfig | None = None
-    """Of each expert; None: silu(gate) * up."""
+    """How an expert joins gate and up; None: silu(gate) * up."""
     has_expert_bias: bool = False
     is_gated: bool = True
     """Whether experts have a gate; else they are MLPs with squared ReLU."""
     latent_size: int | None = None
     """Width that the stream is projected to for the experts; None: it is not."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of each expert's gate, without `gating`."""
+    """Activation of an expert's gate where `gating` is None."""
     limits: tuple[float, ...] = ()
     """By layer the largest activated gate of its experts, and the largest magnitude of what it
     gates; 0 or no entry: any.
     """
     shared_limits: tuple[float, ...] = ()
-    """The same of shared experts."""
+    """`limits` of the shared experts."""
     is_beside_mlp: bool = False
     """Whether sparse layers also have their MLP, each of both with norms of its own: Gemma 4's."""
 

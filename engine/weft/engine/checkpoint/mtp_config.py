@@ -23,13 +23,13 @@ class MtpConfig:
     state_norm: str
     """Norm of the model's hidden state at the position before."""
     projection: str
-    """Of both, side by side, to the stream's width."""
+    """Projection of both norms' results, side by side, to the stream's width."""
     last_norm: str | None
     """Norm of the layer's result; None: there is none."""
     embedding: str | None = None
     """Copy of the model's embedding that some files have."""
     lm_head: str | None = None
-    """The same of the LM head."""
+    """Copy of the model's LM head that some files have."""
     is_state_first: bool = False
     """Whether the projection takes the state before the embedding."""
     is_sparse: bool = True

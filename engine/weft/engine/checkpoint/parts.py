@@ -104,7 +104,7 @@ class AttentionConfig:
     heads: int | None = None
     """Query heads, if not as many as the model's."""
     kv_heads: int | None = None
-    """The same of K and V heads."""
+    """K and V heads, if not as many as the model's."""
     head_dim: int | None = None
     """Elements of a head, if not as many as the model's."""
     value_dim: int | None = None
@@ -275,7 +275,7 @@ class NamesConfig:
     bodies: tuple[str, ...] = ("model",)
     """Prefixes of embedding, layers and last norm; the first that there is counts."""
     heads: tuple[str, ...] = ("lm_head",)
-    """The same of the LM head."""
+    """Names of the LM head; the first that there is counts."""
     left_out: tuple[str, ...] = ()
     """Prefixes of tensors that have no part in text: towers of images, further predictions."""
     constants: tuple[str, ...] = ()

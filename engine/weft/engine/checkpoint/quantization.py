@@ -43,7 +43,7 @@ GGUF = "gguf"
 ROUTERS = r"re:.*\.gate$"
 """Pattern of routers, which stay in floats: they are small, and results depend on them strongly."""
 _OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
-"""What other families call them, and the gate of a shared expert."""
+"""Ends of the names of other families' routers, and of a shared expert's gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

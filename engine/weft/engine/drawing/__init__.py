@@ -1,1 +1,1 @@
-"""The host's half of a step: its input from the plan, sampler rows, masks, accepted drafts."""
+"""The host's half of a step: its input from the plan, sampler rows, masks, accepted tokens."""

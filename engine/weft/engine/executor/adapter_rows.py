@@ -335,7 +335,7 @@ class LoraPool:
         return self._drafts is not None
 
     def draft_step(self, segments: LoraSegments) -> LoraStep:
-        """The same inputs for the draft head's layer, number 0."""
+        """The LoRA inputs of the draft head's layer, number 0, for these segments."""
         return LoraStep(segments=segments, **self._draft_groups)
 
     def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:

@@ -77,7 +77,7 @@ def promise_determinism(
 
 
 def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
-    """Describes deterministic mode on a GPU; see `_promise_determinism`."""
+    """Describes deterministic mode on a GPU; see `promise_determinism`."""
     capability = torch.cuda.get_device_capability(device)
     if loaded.dtype == "float32":
         reason = "products in float32 are cuBLAS's, which cuts them by their rows; take bfloat16"

@@ -24,7 +24,7 @@ class HostInputs:
     Args:
         table: The first page group's page table.
         page_size: Token positions a page.
-        known: Last tokens, positions and drafts of each slot.
+        known: Last tokens and positions of each slot.
         lora: Adapters; None: steps have none.
         windows: Page table and pool of each further page group.
         states: Of recurrent layers; None: the model has none.

@@ -63,7 +63,7 @@ class RankPool(NamedTuple):
     """A pool that the ranks of an engine have together."""
 
     whole: torch.Tensor
-    """Its pages, all heads."""
+    """The pages with the heads of all ranks."""
     own: torch.Tensor
     """This rank's heads of them."""
     pages: DevicePages | None = None
@@ -202,7 +202,7 @@ class LocalExecutor:
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
 
     def _device_states(self, max_requests: int) -> DeviceStates | None:
-        """What steps on a GPU do with recurrent layers' states, if there are any."""
+        """Makes the states of recurrent layers ready for steps on a GPU; None: there are none."""
         if self.states is None:
             return None
         return DeviceStates(self.states, self.page_size, max_requests, self.device)
@@ -523,7 +523,7 @@ class LocalExecutor:
             pool.index_fill_(0, page_index(pages, self.device), nothing)
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:
-        """The same for blocks of recurrent layers."""
+        """Fills free blocks of recurrent layers with NaN, so that reading one is noticed."""
         assert self.states is not None
         self.states.poison(blocks)
 

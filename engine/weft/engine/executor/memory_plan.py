@@ -203,7 +203,7 @@ def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
 
 
 def describe_windows(layout: CacheLayout, counts: Sequence[int]) -> list[str]:
-    """What each group keeps, in one line, where there are several."""
+    """One line on how many positions each page group keeps; none where there is one group."""
     if len(counts) == 1:
         return []
     told = [

@@ -186,7 +186,7 @@ class PooledStates:
     def of_rows(
         cls, pieces: Sequence[PooledRows], rows: Sequence[torch.Tensor] | torch.Tensor
     ) -> PooledStates:
-        """Those of pieces that have one vector each."""
+        """The vectors of pieces that have one each."""
         flat = rows.reshape(-1) if isinstance(rows, torch.Tensor) else None
         return cls(list(zip(pieces, rows, strict=True)), flat)
 

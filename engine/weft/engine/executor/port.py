@@ -64,7 +64,7 @@ class Executor(Protocol):
 
     @property
     def window_tables(self) -> Sequence[PageTable]:
-        """The same of each further page group."""
+        """The host's page table of each further page group."""
         ...
 
     @property
@@ -117,7 +117,7 @@ class Executor(Protocol):
         ...
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:
-        """The same for blocks of recurrent layers."""
+        """Fills free blocks of recurrent layers with NaN, so that reading one is noticed."""
         ...
 
     def pack_block(self, block: int, pages: Sequence[int]) -> None:

@@ -407,7 +407,7 @@ def _rounds(
 
 
 def _as_range(numbers: Int64Array) -> _HostRows:
-    """The same as a range if they follow one another."""
+    """The numbers as a range if they follow one another."""
     if not len(numbers):
         return _NO_ROWS
     first, end = int(numbers[0]), int(numbers[-1]) + 1

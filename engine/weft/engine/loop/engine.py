@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from weft.engine.base import faults
 from weft.engine.base.clock import Clock, monotonic
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
@@ -18,20 +19,18 @@ from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawer, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.adapters import EngineAdapters
-from weft.engine.loop.arrivals import take_transfers
 from weft.engine.loop.build import make_store
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.drafting import Drafting
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.flight import FlightRecorder
-from weft.engine.loop.groups import RequestGroups
+from weft.engine.loop.groups import RequestGroups, first_to_run
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.parts import EngineParts
 from weft.engine.loop.pipeline import StepPipeline
 from weft.engine.loop.recurrent import BlocksInPages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
-from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.tiers import make_tiers
@@ -46,6 +45,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import LaterVectors, Plan, Run
 from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
@@ -54,6 +54,8 @@ from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.write_through import write_through
+from weft.engine.transfer.chunks import ChunkPosted, ShipResult
+from weft.engine.transfer.nixl_wire import Notification
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ REPORT_INTERVAL_S = 0.1
 IDLE_S = 0.1
 """Longest time between two turns."""
 STANDSTILL_S = 0.001
-"""The same while requests wait for something that no message announces."""
+"""Longest time between two turns while requests wait for what no message announces."""
 ARRIVAL_POLL_S = 2e-4
 """Interval between two looks for notifications of NIXL, which do not wake this process, while one
 is due; on a worker whose device computes beside this process, while any may come.
@@ -70,7 +72,7 @@ is due; on a worker whose device computes beside this process, while any may com
 MOVE_POLL_S = 5e-5
 """Interval between two looks whether pages have moved into the pool, a matter of microseconds."""
 DISTANT_POLL_S = 1e-3
-"""As `ARRIVAL_POLL_S` while one may come at any time, where looking takes time from computing."""
+"""Interval between looks for notifications on a CPU, where looking takes time from computing."""
 
 
 class Engine:
@@ -94,12 +96,7 @@ class Engine:
         self.info = parts.info
         self._out = Outgoing()
         self._kv_events = KvEvents(config.page_size)
-        stored, removed = self._kv_events.stored, self._kv_events.removed
-        if parts.states is not None:
-            parts.states.watch(stored, removed)
-        else:
-            parts.memory.on_published.append(lambda _, key, parent: stored(key, parent))
-            parts.memory.on_evicted.append(removed)
+        self._watch_pages()
         self.costs = FillCosts(
             config.local_prefill_max_tokens, config.page_size, config.first_token_weight
         )
@@ -129,12 +126,6 @@ class Engine:
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages, self._prefill_rate, clock
         )
-        waiting = make_queue(
-            config.scheduling_policy,
-            config.ageing_s,
-            pages.num_cached_tokens,
-            config.max_step_tokens,
-        )
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
         self._prompt_budget = PromptBudget(
@@ -143,22 +134,7 @@ class Engine:
             config.first_token_weight,
             config.max_step_tokens,
         )
-        self.scheduler = Scheduler(
-            SchedulerLimits.of(
-                config,
-                parts.executor.step_sizes,
-                parts.whole_prompt_tokens,
-                parts.transport.last_piece_tokens,
-            ),
-            pages,
-            waiting,
-            fills,
-            self._on_finish,
-            self._on_slot_free,
-            self.adapters.places,
-            events=events,
-            prompt_budget=self._prompt_budget.tokens,
-        )
+        self.scheduler = self._make_scheduler(pages, fills, events)
         self.costs.local_load = self._local_load
         self._groups = RequestGroups(
             parts.intake, self.scheduler, parts.constraints, self._out, clock
@@ -190,22 +166,62 @@ class Engine:
             config, parts.drafter, parts.gate, draws_on_device=sampler.is_on_device
         )
         self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
-        self.pipeline = StepPipeline(
-            parts.executor,
-            self._drawer,
-            self.scheduler,
-            self,
-            clock,
-            is_overlapped=config.is_overlapped,
-            drafter=self.drafting.drafter,
-            host=parts.host,
-            lead_s=config.step_lead_s,
-        )
+        self.pipeline = self._make_pipeline()
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
         """Whether the last turn began or completed a step."""
         self._expire_at = self._report_at = 0.0
+
+    def _watch_pages(self) -> None:
+        """Lets gateways know of the pages that are cached or evicted."""
+        stored, removed = self._kv_events.stored, self._kv_events.removed
+        if self.parts.states is not None:
+            self.parts.states.watch(stored, removed)
+        else:
+            self.memory.on_published.append(lambda _, key, parent: stored(key, parent))
+            self.memory.on_evicted.append(removed)
+
+    def _make_scheduler(
+        self, pages: RequestPages, fills: Fills, events: SchedulerEvents
+    ) -> Scheduler:
+        config, parts = self.config, self.parts
+        waiting = make_queue(
+            config.scheduling_policy,
+            config.ageing_s,
+            pages.num_cached_tokens,
+            config.max_step_tokens,
+        )
+        limits = SchedulerLimits.of(
+            config,
+            parts.executor.step_sizes,
+            parts.whole_prompt_tokens,
+            parts.transport.last_piece_tokens,
+        )
+        return Scheduler(
+            limits,
+            pages,
+            waiting,
+            fills,
+            self._on_finish,
+            self._on_slot_free,
+            self.adapters.places,
+            events=events,
+            prompt_budget=self._prompt_budget.tokens,
+        )
+
+    def _make_pipeline(self) -> StepPipeline:
+        return StepPipeline(
+            self._executor,
+            self._drawer,
+            self.scheduler,
+            self,
+            self._clock,
+            is_overlapped=self.config.is_overlapped,
+            drafter=self.drafting.drafter,
+            host=self.parts.host,
+            lead_s=self.config.step_lead_s,
+        )
 
     def _make_filler(self) -> Filler:
         """The side of this worker that fills pages of others."""
@@ -327,7 +343,7 @@ class Engine:
             self._take_inbox(inbox)
         if self.tiers is not None:
             self.tiers.take()
-        take_transfers(self.parts.transport, self.fills, self.filler, self.store)
+        self._take_transfers()
         self._groups.take_compiled()
         self.adapters.turn()
         now = self._clock()
@@ -434,6 +450,29 @@ class Engine:
         for query_id, max_entries in inbox.dump_state:
             state = json.dumps(self.snapshot(max_entries))
             self._out.outbox.state_replies.append((query_id, state))
+
+    def _take_transfers(self) -> None:
+        """Takes fillers' notifications, requested digests, and the outcomes of shipping."""
+        transport = self.parts.transport
+        if self.fills.num_open:
+            for notification in transport.notifications():
+                arrived: Sequence[Notification] = (notification,)
+                if faults.FILL_NOTIFY.is_armed:
+                    arrived = faults.FILL_NOTIFY.repeat(notification)
+                for found in arrived:
+                    self.fills.on_notification(found)
+        for tag, digests, pages in transport.port.take():
+            if isinstance(tag, tuple):
+                self.fills.on_digested(*tag, digests)
+            elif self.store is not None:
+                self.store.on_digested(tag, digests, pages)
+        for item in transport.shipper.take():
+            if isinstance(item, ShipResult):
+                self.filler.on_shipped(item)
+            elif isinstance(item, ChunkPosted):
+                self.filler.on_posted(item)
+            else:
+                self.filler.on_data(*item)
 
     def _flush(self) -> int:
         if self.sessions is not None:

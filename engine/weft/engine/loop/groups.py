@@ -8,7 +8,7 @@ from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.scheduler.ports import MaskSource
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request, RequestKey, State
+from weft.engine.scheduler.state import Request, RequestKey, State, end_of
 
 
 class RequestGroups:
@@ -161,3 +161,37 @@ class RequestGroups:
                 self._end_unforked(request, sample)
             if request.state is not State.FINISHED:
                 self.end_sample(request, "cancelled", None)
+
+
+def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> Request | None:
+    """Takes a request resumed from another owner: reports the samples that their last tokens had
+    ended before that one was lost.
+
+    Args:
+        first: A resumed request as `Intake.from_submit` made it.
+        intake: Makes its siblings.
+        out: Where ends are reported.
+        now: On the engine's clock.
+
+    Returns:
+        The first sample that still has to run; the rest will be forked from it. None: all had
+        ended.
+    """
+    unforked, first.unforked_samples = first.unforked_samples, {}
+    siblings = [intake.sibling(first, sample, ids, now) for sample, ids in unforked.items()]
+    running: list[Request] = []
+    for request in (first, *siblings):
+        count = request.num_generated
+        end = end_of(request, request.tokens[-1], count) if count else None
+        if end is None:
+            running.append(request)
+        else:
+            request.timeline.finish_s = 0.0
+            out.finished(request, *end)
+    if not running:
+        return None
+    leader, *others = running
+    leader.is_sibling = False
+    leader.candidates = first.candidates
+    leader.unforked_samples = {other.sample: unforked[other.sample] for other in others}
+    return leader

@@ -38,7 +38,7 @@ class GeneratedSample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of all tokens of the prompt but the first."""
+    """Log-probabilities of the prompt's tokens but the first."""
     vectors: list[Float32Array] = field(default_factory=list)
     """[n, width] each: of the prompt, where vectors were wanted."""
     finish_reason: str = ""

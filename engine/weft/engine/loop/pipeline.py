@@ -143,7 +143,7 @@ class StepPipeline:
         self._plain_s = 0.0
         """Expected duration of a step of decodes alone; 0: unknown."""
         self._token_s = 0.0
-        """The same of any other step, for each token."""
+        """Expected duration of any other step for each of its tokens; 0: unknown."""
         self._start_s = 0.0
         """Longest recent time that the host took to plan and start a step."""
         self._last_ended_at = 0.0

@@ -37,7 +37,7 @@ class Pools:
     num_pages: int
     """Pages of the pool, its null page included."""
     window_pages: tuple[int, ...]
-    """The same of each further page group."""
+    """Pages of each further page group's pool, its null page included."""
     num_blocks: int
     """Blocks of recurrent layers, the null block included; 0: there are no such layers."""
     num_draft_pages: int
@@ -151,7 +151,7 @@ def _measure(
     lora: LoraPool | None,
     page_bytes: int,
 ) -> tuple[MemoryNeeds, int]:
-    """What there is beside the pool on a GPU, and the number of blocks of recurrent layers."""
+    """Measures what a GPU holds beside the pool; returns also the blocks of recurrent layers."""
     needs = measure_needs(
         loaded.model,
         layout,

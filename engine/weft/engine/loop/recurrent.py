@@ -1,4 +1,4 @@
-"""What an engine does otherwise for models with recurrent layers."""
+"""The parts of an engine that models with recurrent layers need: checks, blocks, access to them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def make_states(
 
 
 def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:
-    """What tiers need of blocks; None: the model has none."""
+    """Access to blocks for the tiers; None: the model has no recurrent layers."""
     if parts.states is None:
         return None
     num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes

@@ -132,7 +132,7 @@ class StatePart(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of one layer at one position; heads or channels first."""
+    """Shape for one layer at one position; heads or channels come first."""
     dtype: str
     """float32, float16 or bfloat16."""
 
@@ -149,7 +149,7 @@ class StatePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePlane:
-    """What a model's recurrent layers, which are all of one shape, keep of a request."""
+    """The state that a model's recurrent layers, all of one shape, keep for a request."""
 
     name: str
     """Kind of the layers, such as `gated-delta`."""
@@ -184,7 +184,7 @@ class StatePlane:
 
     @property
     def found_row_bytes(self) -> int:
-        """What a position in a ring has in addition on a GPU."""
+        """Bytes that a GPU keeps for a position of a ring in addition."""
         return self.layers * sum(part.num_bytes for part in self.found)
 
     def over_ranks(self, size: int) -> StatePlane:

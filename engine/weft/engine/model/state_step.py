@@ -10,7 +10,7 @@ request's slot, then the new ones. Blocks are written at some of the borders tha
                                           a block is written here
 
 A block is never written over while anything may read it, and the inputs of a position are written
-once. So drafts that are not accepted need no undoing: the next step's `start` leaves them out.
+once. So rows that are not accepted need no undoing: the next step's `start` leaves them out.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class StatePools:
     row_blocks: tuple[torch.Tensor, ...] = ()
     """For each part of `StatePlane.rows`, [num_blocks, 1, *shape]."""
     row_rings: tuple[torch.Tensor, ...] = ()
-    """The same of rings, [slots + 1, ring_rows, 1, *shape]."""
+    """For each part of `StatePlane.rows` in rings, [slots + 1, ring_rows, 1, *shape]."""
     found: tuple[torch.Tensor, ...] = ()
     """On a GPU, for each part of `StatePlane.found`, like rings."""
 
     @cached_property
     def of_layers(self) -> tuple[LayerMemory, ...]:
-        """The same by layer."""
+        """The memory above, cut by layer."""
         return tuple(
             LayerMemory(
                 tuple(pool[:, layer] for pool in self.blocks),

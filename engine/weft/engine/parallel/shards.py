@@ -173,7 +173,7 @@ def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
 
 
 def _counts(config: ModelConfig, *, is_ep: bool) -> dict[str, int]:
-    """What each rank has an equal part of, except KV heads."""
+    """Numbers, by name, that the ranks divide equally; KV heads are not among them."""
     counts = {"query heads": config.num_heads, "columns of the MLPs": config.intermediate_size}
     moe = config.moe
     if moe is not None and is_ep:
@@ -201,7 +201,7 @@ def _divides(config: ModelConfig, size: int, *, is_ep: bool) -> bool:
 
 
 def _recurrent_counts(config: ModelConfig) -> dict[str, int]:
-    """What recurrent layers have that is divided among ranks; nothing of another model."""
+    """Numbers of recurrent layers that the ranks divide equally; empty for other models."""
     layer = None if config.decoder is None else config.decoder.recurrent
     if layer is None:
         return {}

@@ -40,7 +40,7 @@ _SUM_FLOATS = 1 << 18
 """Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
 _STOPPED, _LATE, _DIFFER = 1, 2, 1 << 20
-"""What native waits return, with a rank's number added to the last two (csrc/peers.h)."""
+"""Results of native waits; a rank's number is added to the last two (csrc/peers.h)."""
 
 
 def segment_bytes(size: int) -> int:

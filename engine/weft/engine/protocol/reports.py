@@ -48,7 +48,7 @@ class StateCounts:
     prefix_pages: int
     """Pages of KV in the prefix cache, in use or not."""
     continuable_pages: int
-    """Those of them that save a request anything: a block lies behind them or a later page."""
+    """Pages among them that save a request anything: a block lies behind them or a later page."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class RequestPages:
             *windows,
             *(() if states is None else (states,)),
         )
-        """What requests have beside pages of the first group."""
+        """Memory that requests hold beside pages of the first group."""
         self._cache = cache
         self._page_size = page_size
         self._copies: list[PageCopy] = []
@@ -109,7 +109,7 @@ class RequestPages:
         return len(self._cache.find(request.keys.namespace, data).path)
 
     def num_continuable_pages(self, request: Request, num_pages: int) -> int:
-        """The same of those behind which the request can go on."""
+        """Number of leading cached pages behind which the request can go on."""
         if self._cache is None:
             return 0
         data = request.keys.packed(request.tokens, 0, num_pages * self._page_size)

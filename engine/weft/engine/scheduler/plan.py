@@ -88,7 +88,7 @@ class Pooled(Protocol):
 
     @property
     def pool(self) -> Pool:
-        """What is wanted of them."""
+        """The vectors that are wanted of the rows."""
         ...
 
     @property

@@ -24,7 +24,7 @@ from weft.engine.scheduler.adapters import AdapterWaitlist
 from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate
 from weft.engine.scheduler.events import SchedulerEvents
-from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
@@ -32,7 +32,6 @@ from weft.engine.scheduler.ports import AdapterResidency, Fills
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
-from weft.engine.scheduler.step_sizes import fitting_budget
 from weft.engine.scheduler.victims import Victims
 
 LAST_PIECES = 4
@@ -420,7 +419,7 @@ class Scheduler:
         if self.pages.states is not None:
             self.pages.states.committed(request)
         if request.is_fill and known == request.num_published_pages:
-            self.progressed.append(request)  # Its states were computed, for pages that are cached.
+            self.progressed.append(request)  # Its pages were cached; it computed states.
 
     def publish(self, request: Request) -> None:
         """Puts the request's full pages into the prefix cache."""

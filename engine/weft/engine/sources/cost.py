@@ -68,7 +68,7 @@ class FillDecision(NamedTuple):
 
 
 class LocalLoad(NamedTuple):
-    """What this engine does already when a remainder comes."""
+    """The work that this engine has already when a remainder comes."""
 
     queued_tokens: int = 0
     """Queued prompt tokens that are computed before those of the remainder."""
@@ -158,7 +158,7 @@ class FillCosts:
         self._page_size = page_size
         self._worth = first_token_weight * NUM_BEHIND
         self.local_load: Callable[[], LocalLoad] = LocalLoad
-        """What this engine has to do before and beside a new remainder."""
+        """Returns the work that comes before and beside a new remainder."""
         self._bytes_per_s = 0.0
         self._step_bytes = 0
         """Most bytes that a filler shipped at once, from one step or from its cache."""

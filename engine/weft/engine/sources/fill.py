@@ -104,7 +104,7 @@ class Fill:
     num_block_pages: int = 0
     """Pages behind `end_token` for `BlockPages`; protocol and chunks count them as positions."""
     block_pages: list[int] = field(default_factory=list)
-    """Those of them that are accepted."""
+    """The accepted ones among these pages."""
     state: FillState = FillState.STARTING
     chunks: dict[int, Chunk] = field(default_factory=dict)
     next_chunk: int = 0

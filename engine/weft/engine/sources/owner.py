@@ -159,7 +159,7 @@ class OwnerFills:
         num_pages, least = min(wanted, free), min(most, self._landing.least_pages)
         has_more = self.block_pages is not None
         if has_more and request.candidates[0].kind == "kvstore" and num_pages < wanted:
-            request.candidates.pop(0)  # It has no block before the end.
+            request.candidates.pop(0)  # This source has no block before the end.
             return False
         if num_pages < self._line.enough_pages(request, wanted, most, least):
             self._line.waits(request)

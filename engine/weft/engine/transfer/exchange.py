@@ -60,7 +60,7 @@ class PageExchange(Protocol):
         ...
 
     def region(self) -> PoolRegion:
-        """The same memory, as described to NIXL."""
+        """The exchange's memory as described to NIXL."""
         ...
 
     @property

@@ -27,7 +27,7 @@ choice, the thread spins and takes a core. Each time it wakes, it takes a core f
 step for which the step's other threads wait.
 """
 DEVICE_PROGRESS_DELAY_US = 1000
-"""The same where a device computes beside this process, and cores are free."""
+"""The longest sleep where a device computes beside this process, so that cores are free."""
 
 _LANE_LINE = re.compile(r"UCX\s+INFO\s+(\S+) (intra-node|inter-node) cfg#\d+ (.*)$")
 _TRANSPORT = re.compile(r"[\w.]+/[\w.:]+")

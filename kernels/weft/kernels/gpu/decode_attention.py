@@ -139,7 +139,7 @@ def decode_attention(
     if splits == 1:
         partial, sums = out, out
     else:
-        # Not by tokens: prompts beside bring many, which leave no parts.
+        # The number of tokens does not decide: prompts beside bring many, which leave no parts.
         parts = (requests * max_rows, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)

@@ -155,7 +155,7 @@ def _encoder_kernel(
     query = tl.load(q + at[:, None] * q_stride + head * DIM + column[None, :], mask=mask, other=0.0)
     slope = 0.0
     if slopes is not None:
-        # Of scores that are not scaled yet; `scale` is one for exponents of 2.
+        # For scores that are not scaled yet; `scale` is one for exponents of 2.
         slope = tl.load(slopes + head) * 1.4426950408889634 / scale
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -157,7 +157,7 @@ def _latent_kernel(
         number = start + tl.arange(0, REQUESTS)
         end_row = tl.load(cu_q_lens + 1 + number, mask=number < requests, other=0x7FFFFFFF)
         request += tl.sum((end_row <= row).to(tl.int32), axis=0)
-    # Of rows that no request has the last one's pages are read.
+    # Rows of no request read the last request's pages.
     request = tl.minimum(request, requests - 1)
     first_row = tl.load(cu_q_lens + request)
     root = tl.load(kv_lens + request) - (tl.load(cu_q_lens + request + 1) - first_row)

@@ -233,7 +233,7 @@ def _bytes_of(values: tl.tensor, most: tl.tensor, IS_INT8: tl.constexpr) -> tl.t
     """Bytes of numbers in 8 bits; `most` is the largest magnitude of each row."""
     LARGEST: tl.constexpr = INT8_MOST if IS_INT8 else FP8_MOST
     inverse = tl.where(most > 1e-30, LARGEST / most, 0.0)
-    # What is rounded up beyond the largest number would be none.
+    # Rounding may exceed the largest number that the format has.
     scaled = tl.minimum(tl.maximum(values * inverse[:, None], -LARGEST), LARGEST)
     if IS_INT8:
         # 1.5 * 2^23: adding it rounds to an integer.

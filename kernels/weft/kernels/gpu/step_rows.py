@@ -142,7 +142,7 @@ def _resolve_kernel(
         known_position = tl.load(positions + row, mask=is_there, other=0)
         position = tl.where(is_late, start, known_position - behind) + depth
         tl.store(positions + row, position, mask=is_there)
-    # The same by all rows of a request.
+    # All rows of a request write the same value.
     length = tl.load(cu_q_lens + request + 1, mask=is_late, other=0)
     length -= tl.load(cu_q_lens + request, mask=is_late, other=0)
     tl.store(kv_lens + request, start.to(tl.int32) + length, mask=is_late)

@@ -116,7 +116,7 @@ def _accept_kernel(
     slot = tl.where(is_request, slot, dummy)
     tl.store(last_rows + request, last)
     tl.store(own_slots + request, slot)
-    # What follows a token that there is not is dropped, but it must be of the vocabulary.
+    # A missing token is negative. What follows it is dropped, but needs an id of the vocabulary.
     tl.store(known + slot, tl.maximum(tl.load(drawn + last), 0))
     tl.store(starts + slot, tl.load(positions + last) + 1)
 

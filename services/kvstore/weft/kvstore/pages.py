@@ -97,7 +97,7 @@ class PageStore:
         return len(self._cache.match(keys))
 
     def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the keys that are held. Changes nothing."""
+        """The keys among these that are held. Changes nothing."""
         return {key for key in keys if self._cache.get(key) is not None}
 
     def pin(self, keys: Sequence[bytes]) -> list[int]:

@@ -169,7 +169,7 @@ class KvStore:
         return 0
 
     async def _held_of(self, arena: PageArena, keys: list[bytes]) -> set[bytes]:
-        """Those of the keys that the arena or its back end holds; fetches none."""
+        """The keys among these that the arena or its back end holds; fetches none."""
         held = set(arena.pages.held_of(keys))
         lacking = [key for key in keys if key not in held]
         if lacking and arena.backend is not None:

@@ -69,7 +69,7 @@ def read_granite_swa(
 def read_granite_moe_swa(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """The same with experts; `shared_intermediate_size` 0: without shared ones."""
+    """Reads Granite with windows and experts; `shared_intermediate_size` 0: no shared experts."""
     family = Family(raw, generation, where)
     shared = family.fields.count("shared_intermediate_size", 0)
     moe = mixtral_experts(family.fields, shared_size=shared)

@@ -105,7 +105,7 @@ def read_ling3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
         is_low_rank=False,
         least_decay=_least_decay(family) if has_bound else None,
     )
-    # What a file says of a part of heads that is rotated is about heads of another kind.
+    # The file's fields on partial rotation are about heads of another kind.
     rope = family.rope(theta=6e6, partial=0.5, is_interleaved=True)
     if rope.scaling != "none":
         raise fields.error("rope_scaling", f"{rope.scaling} is not supported for this architecture")

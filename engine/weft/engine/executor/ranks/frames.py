@@ -91,7 +91,7 @@ class SharedTokens(NamedTuple):
     """The argument of `Executor.keep` comes from rank 0's device."""
 
     num_tokens: int
-    """Its length."""
+    """Length of that argument."""
 
 
 class Meet(NamedTuple):

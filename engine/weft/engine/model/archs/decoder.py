@@ -186,7 +186,7 @@ def _layer(
     between = norm(names.feed_norm, of_feed) if has_between else before
     feed = _feed(config, parts, index, of_feed)
     if isinstance(feed, ExpertsBesideMLP):
-        between = None  # It has norms of its own.
+        between = None  # Such a block has norms of its own.
     is_behind = order in ("after", "around")
     last, last_post = _per_layer_part(config, parts, index, own)
     form = Form(
@@ -484,7 +484,7 @@ def _xielu(weights: Weights) -> XIELU:
         return weights.read([TensorSlice(f"act_fn.{name}", (1,))], dtype=torch.float32)
 
     def constant(name: str, usual: float) -> float:
-        """What newer files have too, as a single number."""
+        """A number that newer files have, or the usual one."""
         if not weights.has(f"act_fn.{name}"):
             return usual
         return float(weights.tensor(TensorSlice(f"act_fn.{name}", ()), torch.float32))

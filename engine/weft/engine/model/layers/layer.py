@@ -144,7 +144,7 @@ class Layer(NamedTuple):
     """Two blocks, each normalised before and added to the residual stream after: a `StackLayer`."""
 
     number: int
-    """Its index in the stack."""
+    """The layer's index in the stack."""
     input_norm: AnyNorm | None
     """None: the mixer reads the stream as it is."""
     mixer: Mixer

@@ -50,7 +50,7 @@ class Mamba(RecurrentMixer):
     conv_bias: torch.Tensor | None
     """[channels], or None."""
     selection: _Selection
-    """Of dt, B and C."""
+    """Computes dt, B and C of a row."""
     rates: torch.Tensor
     """[N, channels] float32: negative rates of the decay."""
     skips: torch.Tensor

@@ -51,7 +51,7 @@ class Mamba2(RecurrentMixer):
         self._inner = config.heads * config.head_dim
         self._shared = config.groups * config.state_size
         size, shared = config.state_size, config.heads // config.groups
-        # Of each place in a block's tail, its channel.
+        # The channel of each place in a block's tail.
         channels = torch.arange(self.conv.shape[1], device=self.conv.device)
         kinds = torch.split(channels, [self._inner, self._shared, self._shared])
         by_group = torch.cat([kind.view(config.groups, -1) for kind in kinds], dim=1).flatten()
@@ -93,7 +93,7 @@ class Mamba2(RecurrentMixer):
             return weights.tensor(TensorSlice(name, (count,)), torch.float32)
 
         def of_channels(whole: torch.Tensor) -> torch.Tensor:
-            """Of x, B and C."""
+            """This rank's channels of x, B and C."""
             kinds = torch.split(whole, list(widths[1:4]))
             return torch.cat([of_rank(kind) for kind in kinds])
 

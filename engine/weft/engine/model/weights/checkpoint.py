@@ -35,7 +35,7 @@ class _Tensor(NamedTuple):
 
     path: Path
     begin: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: str
 
@@ -189,7 +189,7 @@ class Checkpoint:
         self._left.update(name for name in names if not self._unused(name))
 
     def _wanted(self, names: set[str]) -> list[str]:
-        """Those that no other rank reads."""
+        """The names among these that are not left to other ranks."""
         if not self._skipped:
             return list(names)
         return [name for name in names if self._skipped.isdisjoint(_prefixes(name))]

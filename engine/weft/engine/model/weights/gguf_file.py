@@ -26,7 +26,7 @@ class GgufGroups(NamedTuple):
     scales: torch.Tensor
     """[N, K / GROUP] float32."""
     offsets: torch.Tensor | None
-    """The same, or None."""
+    """[N, K / GROUP] float32, or None."""
     bits: int
     """4 or 8."""
 
@@ -212,4 +212,4 @@ def _q4_k(data: npt.NDArray[Any]) -> _Decoded:
 
 
 _DECODERS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k}
-"""Of llama.cpp's types (ggml-quants.c) those whose groups kernels take as they are."""
+"""Types of llama.cpp (ggml-quants.c) whose groups the kernels take as they are."""

@@ -225,7 +225,7 @@ class ExpertSpec:
         return len(self.numbers)
 
     def placed(self, shard: Shard) -> ExpertSpec:
-        """The same with whole experts, of which each rank has some (expert parallelism)."""
+        """The experts of one rank, where each rank has some whole ones (expert parallelism)."""
         gate_up, down = (replace(part, split="none") for part in (self.gate_up, self.down))
         return replace(self, gate_up=gate_up, down=down, shard=shard)
 

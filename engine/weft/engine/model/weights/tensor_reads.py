@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
 
     path: Path
     begin: int
-    """Its first byte."""
+    """Offset of its first byte."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -50,7 +50,7 @@ class _Rows(NamedTuple):
     """Of a row in the file."""
     dtype: torch.dtype
     part: tuple[int | slice, ...]
-    """Of each row; empty: all of it."""
+    """The part of each row to read; empty: all of it."""
 
     @classmethod
     def of(cls, stored: StoredTensor, slices: Sequence[int | slice]) -> _Rows:
@@ -97,7 +97,7 @@ class _Buffer:
             self._copied.synchronize()
         if self._memory.numel() < size:
             most = max(size, _MAX_PIECE_BYTES)
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Not both at once.
+            self._memory = torch.empty(0, dtype=torch.uint8)  # Never old and new at once.
             self._memory = torch.empty(most, dtype=torch.uint8, pin_memory=self._is_pinned)
         return self._memory[:size]
 

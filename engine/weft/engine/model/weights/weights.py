@@ -23,7 +23,7 @@ class Scheme(Protocol):
         """Reads, fuses and packs the shard of a product whose parameters lie below `weights`."""
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
-        """The same for experts, one after another."""
+        """Reads, fuses and packs the experts' products, one expert after another."""
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """Packs an LM head, [vocab, hidden] of the model's dtype, which is called `lm_head` below
@@ -47,7 +47,7 @@ class _Scratch:
         """`count` numbers of any value; those taken before are not valid any more."""
         size = count * dtype.itemsize
         if size > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Not both at once.
+            self._memory = torch.empty(0, dtype=torch.uint8)  # Never old and new at once.
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory[:size].view(dtype)
 

@@ -54,7 +54,7 @@ class KeptBlocks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAccess:
-    """What tiers need of a model with recurrent layers."""
+    """Access to the blocks of a model with recurrent layers, for tiers."""
 
     states: KeptBlocks
     """Owner of the blocks."""
@@ -110,12 +110,12 @@ class FoundBlock(NamedTuple):
     border: int
     """In pages."""
     keys: list[bytes]
-    """Of its pages."""
+    """Keys of the pages that carry the block."""
     tiers: list[Tier]
     """The tier of each."""
 
     def runs(self) -> list[TierRun]:
-        """Its pages, counted from 0, by tier."""
+        """The block's pages, counted from 0, in runs of one tier."""
         runs: list[TierRun] = []
         for index, tier in enumerate(self.tiers):
             if runs and runs[-1].tier is tier:

@@ -35,7 +35,7 @@ class Watched(Protocol):
     flight: FlightRecorder | None
 
     def snapshot(self, max_entries: int) -> dict[str, Any]:
-        """Its current state as JSON values."""
+        """The engine's current state as JSON values."""
         ...
 
 

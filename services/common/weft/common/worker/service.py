@@ -392,7 +392,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _state_planes(states: StatePlane) -> list[kv_pb2.Plane]:
-    """What blocks contain: of each layer, and of all together, if they contain such."""
+    """The planes of blocks: those of each layer, and those of all layers together, if any."""
     given = ((states.name, states.layers, states.parts), (f"{states.name}-rows", 1, states.rows))
     return [
         kv_pb2.Plane(

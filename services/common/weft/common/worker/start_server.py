@@ -82,5 +82,5 @@ class _Refusing(grpc.GenericRpcHandler):
         self._handler: Any = grpc.stream_stream_rpc_method_handler(refuse)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The same handler, whatever the method."""
+        """Returns the one handler, whatever the method."""
         return self._handler

@@ -89,7 +89,7 @@ class FleetWorker:
         self._load_time = 0.0
         self._adapters: dict[bytes, worker_pb2.AdapterStatus] = {}
         self.load = LoadEstimate()
-        """Its load, as far as this gateway can tell."""
+        """The worker's load, as far as this gateway can tell."""
         self.member: WorkerView | None = None
         """The routing view of its incarnation; None: not met yet."""
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s)
@@ -361,7 +361,7 @@ class FleetWorker:
         return self.health_problem(now) or self.breaker.problem(now)
 
     def health_problem(self, now: float) -> str:
-        """The same, regardless of the outcome of earlier requests."""
+        """Why the worker gets no requests, whatever became of earlier ones; empty if it may."""
         load = self._load
         if load is None:
             return self._failure

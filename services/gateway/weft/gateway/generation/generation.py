@@ -95,7 +95,7 @@ class Generation:
         """Tokens and limits of the prompt."""
         self._routing = routing
         self.wire_id = routing.request_id
-        """Its key on Sessions."""
+        """The key by which Sessions name this generation."""
         self._model = model
         self.seed = seed
         """Seed of all its attempts."""

@@ -38,7 +38,7 @@ class RequestRecord:
     targets: Targets = NO_TARGETS
     """Latency targets in force for it, once it has passed its checks."""
     ask: AdmissionRequest | None = None
-    """Its place in the latency gate; None: it has not passed the gate, or need not."""
+    """The request's place in the latency gate; None: it has not passed the gate, or need not."""
     charge: Charge | None = None
     """What it is charged for; None: it was refused before."""
     num_scores: int = 0
@@ -76,7 +76,7 @@ class RequestRecord:
 
     @property
     def generations(self) -> Sequence[Generation]:
-        """Its prompts; none: it was refused, or waits."""
+        """A generation for each prompt; empty: the request was refused, or waits."""
         return () if self.stream is None else self.stream.generations
 
     @property

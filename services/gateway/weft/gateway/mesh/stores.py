@@ -21,9 +21,9 @@ class StoreState(NamedTuple):
     """A KV store as it answered last."""
 
     info: kvstore_pb2.GetStoreInfoResponse | None
-    """Its facts; None: it has never answered."""
+    """The store's facts; None: it has never answered."""
     stats: kvstore_pb2.StatsResponse | None
-    """Its pages and counters; None: it does not answer now."""
+    """The store's pages and counters; None: it does not answer now."""
     problem: str = ""
 
 

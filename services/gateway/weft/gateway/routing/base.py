@@ -38,13 +38,13 @@ class PolicyOptions:
     balance_abs_threshold: int = 32
     """Approximate `cache_aware`: difference in requests up to which loads count as balanced."""
     balance_rel_threshold: float = 1.0001
-    """The same policy: most requests divided by least."""
+    """Approximate `cache_aware`: ratio of the most to the least requests that is balanced."""
     cache_threshold: float = 0.5
-    """The same policy: share of the prompt that a match must have to decide."""
+    """Approximate `cache_aware`: share of the prompt that a match must have to decide."""
     max_tree_pages: int = 1 << 16
-    """The same policy: pages remembered of each worker."""
+    """Approximate `cache_aware`: pages remembered of each worker."""
     eviction_interval_s: float = 60.0
-    """The same policy: seconds between evictions."""
+    """Approximate `cache_aware`: seconds between evictions."""
     load_factor: float = 1.25
     """`prefix_hash`: most requests of a worker, as a multiple of the mean."""
     prefix_tokens: int = 256

@@ -146,7 +146,7 @@ class LoadEstimate:
         self._own = (0, 0, 0)
         """The part of this gateway's requests now."""
         self._own_then = (0, 0, 0)
-        """The same at the last report."""
+        """The part of this gateway's requests at the last report."""
         self._others_queued = 0
         """Prompt tokens that other gateways' requests had still to compute, at the last report."""
         self._tokens_per_s = 0.0

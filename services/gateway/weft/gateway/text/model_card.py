@@ -70,7 +70,7 @@ class ModelCard:
     pooling_problem: str = ""
     """Why these files cannot be used, so that the model can only generate; empty: they can."""
     model_type: str = ""
-    """Of config.json."""
+    """`model_type` of config.json."""
     unweighted_ids: frozenset[int] = frozenset()
     """Special tokens that get no lexical weight."""
     labels: tuple[str, ...] = ()

@@ -76,7 +76,7 @@ class Preparer:
             ContextTooLong: A prompt and its output do not fit the context.
         """
         if all(isinstance(prompt, TokenPrompt) for prompt in prompts):
-            # Nothing to do that a thread would be worth: its words would wait in a busy loop.
+            # A thread is not worth it: there is hardly anything to do.
             tokenized = self._tokenize_all(model, prompts, wants)
         else:
             tokenized = await self._in_thread(

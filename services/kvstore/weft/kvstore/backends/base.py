@@ -30,7 +30,7 @@ class Backend(Protocol):
         ...
 
     async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the keys that the back end holds."""
+        """The keys among these that the back end holds."""
         ...
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
