@@ -10,7 +10,7 @@ import pytest_asyncio
 from weft.cli.chaos.command import mesh_settings
 from weft.cli.chaos.mesh import ChaosMesh
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
-from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine, in_peace
+from weft.testing.meshes.chaos_mesh import Chaos, for_tests, in_peace
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="package")
@@ -19,6 +19,6 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chaos
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
     model_dir = make_tiny_model(folder / TINY_NAME, seed)
-    settings = bear_quarantine(mesh_settings(folder / "state", is_tiny=True, gateways=2))
+    settings = for_tests(mesh_settings(folder / "state", is_tiny=True, gateways=2))
     async with ChaosMesh.running(settings, model_dir, TINY_NAME) as mesh:
         yield await in_peace(mesh, model_dir, seed)

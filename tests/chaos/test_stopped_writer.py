@@ -18,7 +18,7 @@ from weft.cli.chaos.mesh import ChaosMesh
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.engine.base.faults import FaultSpec
-from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine, in_peace
+from weft.testing.meshes.chaos_mesh import Chaos, for_tests, in_peace
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -149,7 +149,7 @@ async def tcp_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     seed = 5
     model_dir = make_tiny_model(tmp_path / TINY_NAME, seed)
-    settings = bear_quarantine(
+    settings = for_tests(
         mesh_settings(tmp_path / "state", is_tiny=True, transport="nixl", stores=0)
     )
     async with ChaosMesh.running(settings, model_dir, TINY_NAME) as mesh:

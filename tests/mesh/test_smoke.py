@@ -21,6 +21,7 @@ NUM_PROMPT, NUM_NEW = 100, 8
 def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
     mesh = TinyMesh(tmp_path, "--local-prefill-max-tokens", "0", "--decode-args", PATIENT)
     mesh.wait_ready()
+    mesh.wait_healthy()
     yield mesh
     assert mesh.stop() == 0, mesh.text
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer
+from weft.cli.chaos.tiny import EOS_TOKEN_ID
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_adapters import TIMEOUT_S, load, post, unload
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
@@ -26,7 +27,7 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(300)]
 
 END, NOTE = "<|end-of-note|>", "<note>"
-NUM_NEW = 12
+NUM_NEW, NUM_TRIES = 12, 20
 TEMPLATE = (
     "{% for m in messages %}" + NOTE + "{{ m['role'] }} {{ m['content'] }}" + END + "{% endfor %}"
 )
@@ -76,6 +77,15 @@ class Grown:
         settings = {"eos_token": END, "chat_template": TEMPLATE}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         self.folder = folder
+        self.ended = next(filter(self.has_end, texts_of(self, NUM_TRIES)), "")
+        """A text behind which comes its end of text, not at once and not the model's; empty: none
+        was found.
+        """
+
+    def has_end(self, text: str) -> bool:
+        prompt = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.ids(prompt)
+        return VOCAB in ids[1:] and EOS_TOKEN_ID not in ids
 
     def ids(self, prompt: list[int]) -> list[int]:
         """PEFT's greedy tokens, past any end of sequence."""
@@ -94,22 +104,25 @@ class Grown:
 
 @pytest.fixture(scope="module")
 def grown(mesh: TinyMesh, root: Path) -> Iterator[Grown]:
-    made = Grown(mesh, root / "grown")
+    for _ in range(NUM_TRIES):
+        made = Grown(mesh, root / "grown")
+        if made.ended:
+            break
     answer = load(mesh, "grown", "grown")
     assert answer.status_code == 200, answer.text
     yield made
     assert unload(mesh, "grown").status_code == 200
 
 
-def texts_of(grown: Grown, count: int = 4) -> list[str]:
+def texts_of(grown: Grown, count: int) -> Iterator[str]:
     """Prompts with added tokens in them."""
-    texts: list[str] = []
-    while len(texts) < count:
+    num_found = 0
+    while num_found < count:
         words = [grown.tokenizer.decode([random.randrange(40, VOCAB)]) for _ in range(20)]
         text = NOTE + "".join(words) + random.choice([END, "<verse>"])
         if grown.is_clear(text):
-            texts.append(text)
-    return texts
+            num_found += 1
+            yield text
 
 
 def complete(address: str, text: str, **stop: Any) -> gateway_pb2.Choice:
@@ -130,7 +143,7 @@ def test_texts_are_pefts_at_each_gateway(mesh: TinyMesh, grown: Grown) -> None:
     tokens are read back.
     """
     found = set()
-    for text in texts_of(grown):
+    for text in (*texts_of(grown, 3), grown.ended):
         prompt = grown.tokenizer.encode(text, add_special_tokens=False).ids
         assert prompt[0] == VOCAB + 1
         expected = grown.ids(prompt)
@@ -143,15 +156,9 @@ def test_texts_are_pefts_at_each_gateway(mesh: TinyMesh, grown: Grown) -> None:
 
 
 def test_its_end_of_text_ends_answers(mesh: TinyMesh, grown: Grown) -> None:
-    for _ in range(200):
-        (text,) = texts_of(grown, 1)
-        prompt = grown.tokenizer.encode(text, add_special_tokens=False).ids
-        expected = grown.ids(prompt)
-        if VOCAB in expected[1:]:
-            break
-    else:
-        pytest.fail("no answer with the end of text: nothing was shown")
-    choice = complete(mesh.grpc_address, text)
+    prompt = grown.tokenizer.encode(grown.ended, add_special_tokens=False).ids
+    expected = grown.ids(prompt)
+    choice = complete(mesh.grpc_address, grown.ended)
     assert choice.finish_reason == common_pb2.FINISH_REASON_STOP
     assert choice.text == grown.tokenizer.decode(expected[: expected.index(VOCAB)])
 

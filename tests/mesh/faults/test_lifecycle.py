@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,18 +29,15 @@ class Traces:
         self._shared_memory = shared_memory
         self._run = mesh.state / "run"
         self.family = mesh.family()
-        self._ports = {
-            connection.laddr.port
-            for process in self.family
-            for connection in process.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN
-        }
+        # A later process of another test may be given a port at once.
+        self._pids = set(psutil.pids())
+        self._ports = listening({process.pid for process in self.family})
 
     def left(self) -> dict[str, object]:
         """Processes and ports that are still there."""
         found = {
             "processes": [command for process in self.family if (command := command_of(process))],
-            "ports": [port for port in self._ports if is_taken(port)],
+            "ports": sorted(self._ports & listening(self._pids)),
         }
         return {name: left for name, left in found.items() if left}
 
@@ -64,9 +60,13 @@ def command_of(process: psutil.Process) -> str | None:
         return None
 
 
-def is_taken(port: int) -> bool:
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
+def listening(pids: set[int]) -> set[int]:
+    """Ports that some of these processes listen on."""
+    return {
+        connection.laddr.port
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.pid in pids
+    }
 
 
 Start = Callable[..., tuple[LocalMesh, set[str]]]

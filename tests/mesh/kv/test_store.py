@@ -40,6 +40,7 @@ def mesh(
         "--gateway-args=--decode-policy round_robin",
     )
     mesh.wait_ready()
+    mesh.wait_healthy()
     yield mesh
     assert mesh.stop() == 0, mesh.text
 

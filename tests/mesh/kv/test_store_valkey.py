@@ -45,6 +45,7 @@ def mesh(
         *("--prefill-args", "--load-back-threshold 0"),
     )
     mesh.wait_ready()
+    mesh.wait_healthy()
     yield mesh
     assert mesh.stop() == 0, mesh.text
 

@@ -36,6 +36,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         *("--prefill-args", "--load-back-threshold 0"),
     )
     mesh.wait_ready()
+    mesh.wait_healthy()
     yield mesh
     assert mesh.stop() == 0, mesh.text
 

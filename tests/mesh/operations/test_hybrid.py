@@ -44,6 +44,7 @@ def mesh(
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
     try:
         mesh.wait_ready()
+        mesh.wait_healthy()
         yield mesh
         assert mesh.stop() == 0, mesh.text
     finally:

@@ -123,6 +123,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         mesh = TracedMesh(tmp_path_factory.mktemp("trace"), spans)
         mesh.wait_ready()
+        mesh.wait_healthy()
         yield mesh
         assert mesh.stop() == 0, mesh.text
 

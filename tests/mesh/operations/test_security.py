@@ -59,9 +59,18 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
     mesh = SecureMesh(tmp_path_factory.mktemp("secure"))
     try:
         mesh.wait_ready()
+        wait_until(lambda: all(worker["healthy"] for worker in workers_of(mesh)), 60)
         yield mesh
     finally:
         assert mesh.stop() == 0, mesh.text
+
+
+def workers_of(mesh: SecureMesh) -> list[dict[str, Any]]:
+    """As operators see them."""
+    done = mesh.weft("status", "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["workers"]
+    return found
 
 
 def test_text_pages_and_store_travel_as_they_should(mesh: SecureMesh) -> None:
@@ -90,9 +99,7 @@ def test_text_pages_and_store_travel_as_they_should(mesh: SecureMesh) -> None:
 
 
 def test_operators_see_the_mesh(mesh: SecureMesh) -> None:
-    done = mesh.weft("status", "--json")
-    assert done.returncode == 0, done.stderr
-    workers = json.loads(done.stdout)["workers"]
+    workers = workers_of(mesh)
     assert {worker["role"] for worker in workers} == {"prefill", "decode", "kvstore"}
     assert all(worker["healthy"] for worker in workers), workers
     done = subprocess.run(

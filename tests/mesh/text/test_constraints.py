@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+from string import ascii_lowercase
 from typing import Any
 
 import grpc
@@ -13,14 +15,16 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
+from weft.cli.chaos.tiny import EOS_TOKEN_ID
 from weft.testing.engine.random_schemas import person
 from weft.testing.meshes.mesh_kinds import on
-from weft.testing.meshes.tiny_mesh import MODEL, TinyMesh
+from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 # Prompts are shipped there, so that constrained requests begin with filled pages.
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(400), on("pairs")]
 CLOSING = 12.0
+NUM_TRIES = 50
 
 
 def client(mesh: TinyMesh) -> openai.AsyncOpenAI:
@@ -207,20 +211,32 @@ async def test_a_bad_schema_is_a_400_that_says_where(mesh: TinyMesh) -> None:
             assert "at #/properties/a/uniqueItems" in str(caught.value)
 
 
-async def test_the_typed_api_gives_the_same_text(mesh: TinyMesh) -> None:
+async def test_the_typed_api_gives_the_same_text(mesh: TinyMesh, greedy: Greedy) -> None:
     constraint = common_pb2.Constraint(regex="[a-z]{12}!")
-    sampling = common_pb2.SamplingParams(seed=4, constraint=constraint)
-    request = gateway_pb2.CompleteRequest(model=MODEL, text="abc " * 20, sampling=sampling)
+    allowed = greedy.ids_of(ascii_lowercase + "!")
     async with grpc.aio.insecure_channel(mesh.grpc_address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        typed = [response async for response in stub.Complete(request)][-1].choices[0].text
+        for _ in range(NUM_TRIES):
+            prompt = [random.randrange(3, VOCAB) for _ in range(60)]
+            request = gateway_pb2.CompleteRequest(
+                model=MODEL,
+                token_ids=common_pb2.TokenIds(ids=prompt),
+                sampling=common_pb2.SamplingParams(seed=4, constraint=constraint),
+            )
+            typed = [response async for response in stub.Complete(request)][-1].choices[0]
+            # Behind the text only its end is allowed.
+            drawn = list(typed.token_ids)[: -1 if typed.token_ids[-1] == EOS_TOKEN_ID else None]
+            if greedy.is_clear_draw(prompt, drawn, temperature=1.0, seed=4, allowed=allowed):
+                break
+        else:
+            raise AssertionError("the mesh draws other tokens than its definition has")
     async with client(mesh) as sdk:
         rest = await sdk.completions.create(
             model=MODEL,
-            prompt="abc " * 20,
+            prompt=prompt,
             max_tokens=100,
             seed=4,
             extra_body={"guided_regex": "[a-z]{12}!"},
         )
-    assert re.fullmatch("[a-z]{12}!", typed)
-    assert rest.choices[0].text == typed
+    assert re.fullmatch("[a-z]{12}!", typed.text)
+    assert rest.choices[0].text == typed.text

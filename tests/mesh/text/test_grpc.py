@@ -89,8 +89,8 @@ async def test_chat_whole_and_streamed(caller: Caller, reference: TextReference)
     assert whole.usage.prompt_tokens == len(expected.prompt_ids)
 
     request.stream = True
+    # However few: a busy gateway passes on several tokens at once.
     messages = [message async for message in caller.stub.Chat(request)]
-    assert len(messages) > 3
     assert len({message.request_id for message in messages}) == 1
     parts = [choice for message in messages for choice in message.choices]
     assert "".join(part.text for part in parts) == whole.choices[0].text

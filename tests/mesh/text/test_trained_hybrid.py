@@ -42,6 +42,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
     )
     try:
         mesh.wait_ready()
+        mesh.wait_healthy()
         yield mesh
         assert mesh.stop() == 0, mesh.text
     finally:

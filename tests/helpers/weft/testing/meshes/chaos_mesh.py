@@ -17,7 +17,9 @@ from weft.cli.up.settings import UpSettings
 from weft.engine.drawing.sampler import derive_seed
 from weft.testing.meshes.tiny_mesh import Greedy
 
-_NUM_TRIES = 50
+_NUM_TRIES = 200
+_LONG = 24
+"""Tokens of an answer that repeats itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ async def in_peace(mesh: ChaosMesh, model_dir: Path, seed: int) -> Chaos:
     greedy, draw = await asyncio.to_thread(Greedy, model_dir), random.Random(seed)
     for _ in range(_NUM_TRIES):
         asks = make_asks(draw.randrange(1 << 31), 300, 48)[:12]
+        # One that repeats itself for long enough, so that drafts are right.
+        if not any(ask.choices and ask.max_tokens >= _LONG for ask in asks):
+            continue
         answers = await answers_in_peace(mesh, TINY_NAME, asks)
         if await asyncio.to_thread(are_clear, greedy, asks, answers):
             return Chaos(mesh, Known(TINY_NAME, asks, answers), seed, greedy)
@@ -59,7 +64,9 @@ def are_clear(greedy: Greedy, asks: Sequence[ChaosRequest], answers: Mapping[int
     )
 
 
-def bear_quarantine(settings: UpSettings) -> UpSettings:
-    """A mesh in which no owner ends for its quarantine while a test looks into it."""
-    args = f"{settings.decode_args} --max-quarantine-fraction 1"
+def for_tests(settings: UpSettings) -> UpSettings:
+    """A mesh in which no owner ends for its quarantine while a test looks into it, and whose drafts
+    are verified: a measured gate may find, in slow steps, that none pay.
+    """
+    args = f"{settings.decode_args} --max-quarantine-fraction 1 --draft-gate fixed"
     return settings.model_copy(update={"decode_args": args})
