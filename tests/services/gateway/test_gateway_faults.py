@@ -439,7 +439,12 @@ async def test_answer_does_not_wait_for_a_lost_report(tmp_path: Path) -> None:
 
 async def test_overload_and_drain(tmp_path: Path) -> None:
     async with gateway(
-        tmp_path, endless, step_s=0.01, max_running_requests=2, max_queued_requests=1
+        tmp_path,
+        endless,
+        step_s=0.01,
+        max_running_requests=2,
+        max_queued_requests=1,
+        drain_grace_s=60.0,
     ) as mesh:
         running = [chat(mesh), chat(mesh)]
         for call in running:

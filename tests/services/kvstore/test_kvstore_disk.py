@@ -125,7 +125,7 @@ async def test_another_page_size_takes_the_place_of_the_old_one(tmp_path: Path) 
         chain, content = Chain(2), random_pages(2, 2 * PAGE_BYTES)
         assert (await caller.put_data(chain, range(2), content)).stored_pages == 2
         await on_disk(store, 2)
-        assert len(files(tmp_path)) == 2
+        await until(lambda: len(files(tmp_path)) == 2)
         check(await caller.fill(chain), content, 2)
 
 
@@ -155,6 +155,7 @@ async def test_a_full_disk_is_counted_and_nothing_else(tmp_path: Path) -> None:
             await until(lambda: disk(store).counters.failed_saves > 0)
             check(await caller.fill(chain), content, 8)
             await caller.settled()
+            await until(lambda: not store._arena_pages.backend._saving)  # type: ignore[union-attr]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert disk(store).counts().cached == 0

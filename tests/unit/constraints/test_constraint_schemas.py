@@ -145,8 +145,9 @@ def test_two_hundred_random_walks_are_valid(overlap: bool) -> None:
 def test_random_walks_through_combinations_are_valid(schema: Any) -> None:
     fresh_seed()
     rng, grammar = random.Random(random.random()), compiled(schema)
-    # JSON Schema's \w is ASCII, Python's is not.
-    judged = json.loads(json.dumps(schema).replace("\\\\w", "0-9A-Za-z_"))
+    # JSON Schema's \w is ASCII, Python's is not; its $ is no place before a last line end.
+    text = json.dumps(schema).replace("\\\\w", "0-9A-Za-z_").replace('$"', '\\\\Z"')
+    judged = json.loads(text)
     for _ in range(5):
         Draft202012Validator(judged).validate(json.loads(random_text(grammar, rng)))
 

@@ -346,7 +346,7 @@ class _SilentDisk:
 
 
 def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(manager_module, "READ_STALL_S", 0.05)
+    patch.setattr(manager_module, "READ_STALL_S", 2.0)
     disk = _SilentDisk()
     manager = AdapterManager(limits(), disk, lambda: None)
     manager.attach(Bench(random.Random(), 100, SCHEDULER).scheduler.waitlist, disk)
@@ -377,6 +377,7 @@ def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatc
         assert states["good"] in ("host", "device")
         assert manager.sizes()["adapter_stalls"] == 1
         # No more threads than there may be, and nobody waits for one.
+        patch.setattr(manager_module, "READ_STALL_S", 0.05)
         numbers = range(10, 10 + 2 * manager_module.MAX_STALLED)
         for number in numbers:
             # The last one that has a thread stays when all others go on.

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import psutil
+
 
 class ServiceProcess:
     """A child process that writes a JSON ready file; a context manager that ends it.
@@ -101,3 +103,9 @@ class ServiceProcess:
                 self._process.kill()
                 self._process.wait()
         self._log.close()
+
+
+def listening_ports() -> set[int]:
+    """TCP ports that this process listens on."""
+    found = psutil.Process().net_connections("tcp")
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
