@@ -92,7 +92,8 @@ def accepted_lengths(
     found = Accepted()
     for start in range(0, len(texts), _BATCH):
         group = texts[start : start + _BATCH]
-        ids = pad(group, 1.0).ids.to(target.device)
+        batch = pad(group, 1.0)
+        ids, is_text = batch.ids.to(target.device), batch.weights.to(target.device) > 0
         states = target.states(ids)
         rope = target.rope(1, ids.shape[1])
         # Whether the text's token is the most likely one, and whether it is among the first ones.
@@ -102,6 +103,7 @@ def accepted_lengths(
                 drafted = head.token_ids[head.logits(state).topk(width).indices]
                 # Column c predicts token c + 2, and its chain began `step` positions before.
                 hits = drafted[:, step:-1] == ids[:, step + 2 :, None]
+                hits &= is_text[:, step + 2 :, None]  # Nothing is accepted behind the end.
                 is_right[0, step, :, 1 : 1 + hits.shape[1]] = hits[..., 0]
                 is_right[1, step, :, 1 : 1 + hits.shape[1]] = hits.any(-1)
         chain, full = is_right.int().cumprod(1).sum(1)

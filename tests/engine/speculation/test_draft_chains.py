@@ -63,7 +63,7 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
         [random.randrange(3, VOCAB) for _ in range(random.randint(1, 4 * PAGE))] for _ in range(7)
     ]
     greedy = SamplingParams(temperature=0.0)
-    stop = StopCriteria(max_tokens=3 * PAGE, stop_token_ids=tuple(range(0, VOCAB, 40)))
+    stop = StopCriteria(max_tokens=3 * PAGE, stop_token_ids=tuple(range(0, VOCAB, 80)))
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": MAX_REQUESTS}
     with LLM(target_dir, **settings) as plain:
         expected = plain.generate_all(prompts, greedy, stop)
@@ -71,15 +71,20 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
     with LLM(target_dir, poison_free_pages=True, overlap="on", **settings) as drafting:
         engine = drafting.engine
         graphs = KnownGraphs(engine, texts_of(prompts, expected, 0), VOCAB, chance)
-        num_accepted = 0
-        for _ in range(2):  # The second time on a warm cache.
+        num_accepted = num_rounds = 0
+
+        def has_seen_all() -> bool:
+            return graphs.num_late > 5 and engine.counters()["verified_runs"] > 20
+
+        # From the second time on with a warm cache; random texts may end soon.
+        while num_rounds < 2 or (not has_seen_all() and num_rounds < 12):
+            num_rounds += 1
             groups = drafting.generate_all(prompts, greedy, stop)
             for group, wanted in zip(groups, expected, strict=True):
                 assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
                 num_accepted += sum(s.timeline.num_accepted_tokens for s in group if s.timeline)
         counters = engine.counters()
-        assert graphs.num_late > 5
-        assert counters["verified_runs"] > 20
+        assert has_seen_all()
         if chance == 0.0:  # Behind the end of a text, any draft may be right.
             assert num_accepted == 0
         else:

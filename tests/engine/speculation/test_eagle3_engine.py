@@ -50,7 +50,7 @@ def llm(target_dir: Path, **settings: object) -> LLM:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("num_pages", [None, 24], ids=["room", "few-pages"])
+@pytest.mark.parametrize("num_pages", [None, 20], ids=["room", "few-pages"])
 def test_drafts_are_the_heads_whatever_happened_to_a_request(
     target_dir: Path, draft_dir: Path, overlap: str, num_pages: int | None
 ) -> None:
@@ -59,7 +59,7 @@ def test_drafts_are_the_heads_whatever_happened_to_a_request(
 
 
 def test_drafts_of_an_eagle_1_head(target_dir: Path, eagle_dir: Path) -> None:
-    overlap, num_pages = random.choice(["off", "on"]), random.choice([None, 24])
+    overlap, num_pages = random.choice(["off", "on"]), random.choice([None, 20])
     check_drafts(target_dir, eagle_dir, num_pages, drafter="eagle", overlap=overlap)
 
 

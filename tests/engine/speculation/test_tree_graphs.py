@@ -101,7 +101,7 @@ def test_steps_behind_trees_whose_outcome_the_host_does_not_know(
     between."""
     prompts = random_prompts(7)
     greedy = SamplingParams(temperature=0.0)
-    stop = StopCriteria(max_tokens=5 * PAGE, stop_token_ids=tuple(range(0, VOCAB, 40)))
+    stop = StopCriteria(max_tokens=5 * PAGE, stop_token_ids=tuple(range(0, VOCAB, 80)))
     with LLM(target_dir, **settings()) as plain:
         expected = plain.generate_all(prompts, greedy, stop)
     texts = texts_of(prompts, expected, 0)
@@ -112,16 +112,19 @@ def test_steps_behind_trees_whose_outcome_the_host_does_not_know(
         trees = KnownTreeGraphs(engine, texts, VOCAB, chance)
         choose(engine, (0, 2, 5, *SHAPES))
         num_accepted = num_rounds = 0
+
+        def has_seen_all() -> bool:
+            return trees.num_late > 4 and engine.counters()["verified_runs"] > 15
+
         # From the second time on with a warm cache; random texts may end soon.
-        while num_rounds < 2 or (trees.num_late <= 4 and num_rounds < 12):
+        while num_rounds < 2 or (not has_seen_all() and num_rounds < 12):
             num_rounds += 1
             groups = drafting.generate_all(prompts, greedy, stop)
             assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
             num_accepted += sum(
                 s.timeline.num_accepted_tokens for group in groups for s in group if s.timeline
             )
-        assert trees.num_late > 4
-        assert engine.counters()["verified_runs"] > 15
+        assert has_seen_all()
         assert (num_accepted > 0) == (chance > 0)
         while engine.pipeline.num_steps:  # The last step may be under way.
             engine.turn()
@@ -137,7 +140,9 @@ def test_trees_up_to_the_last_position_of_the_model(
     shape = {"vocab_size": VOCAB, "num_hidden_layers": 4, "max_position_embeddings": limit}
     target_dir = make_tiny("llama", tmp_path / "t", seed, **shape)
     draft_dir = make_tiny_draft(tmp_path / "d", target_dir, seed + 1)
-    prompts, greedy = random_prompts(3), SamplingParams(temperature=0.0)
+    # So short that all have many steps to go.
+    prompts = [prompt[:PAGE] for prompt in random_prompts(3)]
+    greedy = SamplingParams(temperature=0.0)
     stop = StopCriteria(max_tokens=limit, ignore_eos=True)
     with LLM(target_dir, **settings()) as plain:
         expected = plain.generate_all(prompts, greedy, stop)

@@ -16,8 +16,9 @@ from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.recurrent import check_recurrent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
-from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
+from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
+from weft.testing.models.choices import is_sure
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -58,6 +59,19 @@ def random_prompt(length: int) -> list[int]:
 def generate(llm: LLM, prompts: list[list[int]], num_new: int) -> list[list[int]]:
     stop = StopCriteria(max_tokens=num_new, ignore_eos=True)
     return [sample.token_ids for sample in llm.generate(prompts, stop=stop)]
+
+
+def make_sure_texts(
+    model_dir: Path, model: torch.nn.Module, clock: ManualClock, samplings: list[SamplingParams]
+) -> list[Text]:
+    """Of which each token is clearly the one to draw: states add up in the order of chunks."""
+
+    def is_clear(text: Text) -> bool:
+        samples = enumerate(text.samples)
+        return all(is_sure(model, text.prompt, one, text.sampling, i) for i, one in samples)
+
+    engine = make_engine(model_dir, "decode", clock, **ALONE)
+    return make_texts(engine, clock, samplings, NUM_NEW, is_clear)
 
 
 def check(engine: Engine) -> None:
@@ -153,7 +167,7 @@ def test_storms_on_a_device_that_is_late(
     print(f"seed {seed}")
     rng, clock = random.Random(seed), ManualClock()
     samplings = [SamplingParams(temperature=float(i % 2 == 0), seed=i, n=4) for i in range(6)]
-    texts = make_texts(make_engine(model_dir, "decode", clock, **ALONE), clock, samplings, NUM_NEW)
+    texts = make_sure_texts(model_dir, model, clock, samplings)
     for text in texts:
         if text.sampling.temperature == 0.0:
             assert list(text.samples[0]) == greedy(model, list(text.prompt), NUM_NEW)
@@ -190,13 +204,13 @@ def test_storms_on_a_device_that_is_late(
     ],
 )
 def test_drafts_and_faulty_prefill_workers_in_a_storm(
-    model_dir: Path, num_requests: int, way: dict[str, Any]
+    model_dir: Path, model: torch.nn.Module, num_requests: int, way: dict[str, Any]
 ) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng, clock = random.Random(seed), ManualClock()
     samplings = [SamplingParams(temperature=0.0, seed=i, n=4) for i in range(4)]
-    texts = make_texts(make_engine(model_dir, "decode", clock, **ALONE), clock, samplings, NUM_NEW)
+    texts = make_sure_texts(model_dir, model, clock, samplings)
     values = {**way, "num_pages": 90, "checkpoint_tokens": 4 * PAGE, "max_running_requests": 4}
     drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 12}
     owner = make_engine(model_dir, "decode", clock, **values, **drafts, max_step_tokens=64)

@@ -321,11 +321,17 @@ def test_a_new_incarnation_that_answers_is_proof(pair: EnginePair) -> None:
 
 
 def test_cancel_in_mid_fill_stops_the_filler(pair: EnginePair) -> None:
+    is_cancelled = threading.Event()
+    for filler in pair.fillers.values():  # Else all may be written before the first is told of.
+        filler.parts.transport.shipper.before_digest = lambda chunk: (
+            chunk.index == 0 or is_cancelled.wait(60)
+        )
     request_id = pair.submit(new_prompt(10))
     pair.run(lambda: any(event.kind == "written" for event in pair.events))
     pair.send(cancels=[Cancel(gateway=1, request_id=request_id, attempt=1)])
     pair.turn()
     assert pair.answers[request_id].finished[0].reason == "cancelled"  # at once
+    is_cancelled.set()
     pair.settle()
     assert any(command.action == "stop" for command in pair.commands)
     assert num_quarantined(pair.owner) == 0

@@ -268,7 +268,11 @@ class Storm(EnginePair):
 
 
 def make_texts(
-    engine: Engine, clock: ManualClock, samplings: Sequence[SamplingParams], num_new: int
+    engine: Engine,
+    clock: ManualClock,
+    samplings: Sequence[SamplingParams],
+    num_new: int,
+    is_sure: Callable[[Text], bool] = lambda text: True,
 ) -> list[Text]:
     """Prompts that share prefixes, and what a quiet engine makes of each; it is closed then.
 
@@ -277,6 +281,7 @@ def make_texts(
         clock: Its clock.
         samplings: Of each text, with as many samples as a storm may ask for.
         num_new: Tokens of each sample.
+        is_sure: Whether others make the same of a prompt, which is drawn anew if they do not.
     """
     page, vocab_size = engine.config.page_size, engine.info.vocab_size
 
@@ -285,14 +290,19 @@ def make_texts(
 
     stems = [tokens(12 * page) for _ in range(3)]
     pair, made = EnginePair(engine, [], clock), []
-    for sampling in samplings:
+    left = list(samplings)
+    while left:
+        sampling = left[0]
         stem = random.choice(stems)[: random.randint(0, 12 * page)]
         prompt = stem + tokens(random.randint(1, 3 * page))
         request_id = pair.submit(prompt, num_new, sampling=sampling)
         pair.finish(request_id, samples=sampling.n)
         answer = pair.answers[request_id].tokens
         samples = tuple(tuple(answer[i]) for i in range(sampling.n))
-        made.append(Text(tuple(prompt), sampling, samples))
+        text = Text(tuple(prompt), sampling, samples)
+        if is_sure(text):
+            made.append(text)
+            left.pop(0)
     pair.close()
     return made
 

@@ -240,6 +240,9 @@ class Operations:
         for thread in threads:
             thread.start()
         try:
+            deadline = time.monotonic() + 60  # Each round may be too short for a write to end.
+            while not outcomes["done"] and time.monotonic() < deadline:
+                time.sleep(0.001)
             for _ in range(rounds):
                 time.sleep(random.random() * 0.05)
                 self.send_agents.close_peer(("a", EPOCH))

@@ -11,7 +11,7 @@ import torch
 from weft.engine.base.request import SamplingParams
 from weft.engine.drawing.sampler import derive_seed
 from weft.kernels.noise import gumbel_noise
-from weft.testing.kernels.naive_sampling import NaiveParams, edited_logits, gumbel
+from weft.testing.kernels.naive_sampling import Float64Array, NaiveParams, edited_logits
 
 NEAR_TIE = 1e-5
 """Difference of logits, relative to the largest one, that roundings in float32 may turn over. Of a
@@ -147,19 +147,46 @@ def check_same(
     seed = derive_seed(params.seed, sample)
     with where_experts_are_sure(lambda: reference, [*prompt, *before]):
         logits = reference(torch.tensor([[*prompt, *before]]), use_cache=False).logits[0, -1]
-        lack = _lack(logits, params, seed, prompt, before, (found[at], expected[at]))
-        assert lack <= NEAR_TIE, f"token {at} of {found} differs from {expected} by {lack}"
+        scores = _scores(logits, params, seed, prompt, before)
+        lack = abs(scores[found[at]] - scores[expected[at]])
+        size = float(logits.abs().max())
+        assert lack <= NEAR_TIE * size, f"token {at} of {found} is none of {expected}: {lack}"
 
 
-def _lack(
+@torch.inference_mode()
+def is_sure(
+    reference: Any,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    params: SamplingParams,
+    sample: int = 0,
+) -> bool:
+    """Whether float32 can tell each token of a text, drawn from all tokens, from the next best.
+
+    Args:
+        reference: Of transformers.
+        prompt: What comes before the text.
+        tokens: The text.
+        params: How it was drawn.
+        sample: Which of the request's samples it is.
+    """
+    text, seed = [*prompt, *tokens], derive_seed(params.seed, sample)
+    rows = reference(torch.tensor([text]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    for at, logits in enumerate(rows):
+        scores = np.sort(_scores(logits, params, seed, prompt, tokens[:at]))
+        if scores[-1] - scores[-2] <= NEAR_TIE * float(logits.abs().max()):
+            return False
+    return True
+
+
+def _scores(
     logits: torch.Tensor,
     params: SamplingParams,
     seed: int,
     prompt: Sequence[int],
     before: Sequence[int],
-    tokens: tuple[int, int],
-) -> float:
-    """How far two tokens are apart where one is drawn, relative to the largest logit."""
+) -> Float64Array:
+    """Of all tokens [vocab], of which the one with the largest is drawn."""
     naive = NaiveParams(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
@@ -168,15 +195,11 @@ def _lack(
         prompt=tuple(prompt),
         output=tuple(before),
     )
-    edited = edited_logits(logits.numpy(), naive)
-    one, other = (float(edited[token]) for token in tokens)
+    scores = edited_logits(logits.numpy(), naive).astype(np.float64)
     if params.temperature:
         position = len(prompt) + len(before)
-        one, other = (
-            score + params.temperature * gumbel(seed, position, token)
-            for score, token in zip((one, other), tokens, strict=True)
-        )
-    return abs(one - other) / float(logits.abs().max())
+        scores += params.temperature * gumbel_noise(seed, position, np.arange(len(scores)))
+    return scores
 
 
 class Choices(list[int]):
