@@ -82,13 +82,16 @@ def test_products_are_those_of_the_dequantised_weights(
         assert_as_exact(linear(x, plain), peer.to(dtype), exact, slack=slack)
         out = linear(x, biased, residual)
         peer = (peer + bias.float() + residual.float()).to(dtype)
-        assert_as_exact(out, peer, exact + bias.double() + residual.double(), slack=slack)
+        exact += bias.double()
+        if path == "torch" and rows:
+            # So is the product with its bias, which the residual may cancel.
+            slack += torch.finfo(dtype).eps * exact.abs().max().item()
+        assert_as_exact(out, peer, exact + residual.double(), slack=slack)
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "k"), [(1, 8), (17, 72), (200, 577)])
-def test_a_gate_with_its_up_projection(inner: int, k: int, dtype: torch.dtype) -> None:
+def test_a_gate_with_its_up_projection(path: str, inner: int, k: int, dtype: torch.dtype) -> None:
     matrix = draw_matrix(2 * inner, k)
     matrix = Int8Channels(matrix.data, torch.full((2 * inner,), 1 / (70 * k**0.5)))
     packed, wide = pack_gate_up(matrix, dtype=dtype), matrix.dequantised(torch.float32)
@@ -101,6 +104,11 @@ def test_a_gate_with_its_up_projection(inner: int, k: int, dtype: torch.dtype) -
         # On some ways gate, up and silu are rounded before they are multiplied: half an eps each.
         slack = loose(dtype, torch.full((1,), 8.0))
         slack += 2 * torch.finfo(dtype).eps * max((gate * up).abs().flatten().tolist(), default=0)
+        if path == "torch" and rows:
+            # Weights are rounded, whose terms may cancel in the gate and in the up projection.
+            of_gate, of_up = (x.double().abs() @ wide.double().abs().T).chunk(2, dim=-1)
+            rounding = up.abs() * of_gate + F.silu(gate).abs() * of_up
+            slack += 1.2 * torch.finfo(dtype).eps * rounding.max().item()
         assert_as_exact(out, peer, F.silu(gate) * up, slack=slack)
 
 
