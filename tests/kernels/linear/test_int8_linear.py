@@ -82,13 +82,16 @@ def test_products_are_those_of_the_dequantised_weights(
         assert_as_exact(linear(x, plain), peer.to(dtype), exact, slack=slack)
         out = linear(x, biased, residual)
         peer = (peer + bias.float() + residual.float()).to(dtype)
-        assert_as_exact(out, peer, exact + bias.double() + residual.double(), slack=slack)
+        exact += bias.double()
+        if path == "torch" and rows:
+            # So is the product with its bias, which the residual may cancel.
+            slack += torch.finfo(dtype).eps * exact.abs().max().item()
+        assert_as_exact(out, peer, exact + residual.double(), slack=slack)
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "k"), [(1, 8), (17, 72), (200, 577)])
-def test_a_gate_with_its_up_projection(inner: int, k: int, dtype: torch.dtype) -> None:
+def test_a_gate_with_its_up_projection(path: str, inner: int, k: int, dtype: torch.dtype) -> None:
     matrix = draw_matrix(2 * inner, k)
     matrix = Int8Channels(matrix.data, torch.full((2 * inner,), 1 / (70 * k**0.5)))
     packed, wide = pack_gate_up(matrix, dtype=dtype), matrix.dequantised(torch.float32)
@@ -101,6 +104,11 @@ def test_a_gate_with_its_up_projection(inner: int, k: int, dtype: torch.dtype) -
         # On some ways gate, up and silu are rounded before they are multiplied: half an eps each.
         slack = loose(dtype, torch.full((1,), 8.0))
         slack += 2 * torch.finfo(dtype).eps * max((gate * up).abs().flatten().tolist(), default=0)
+        if path == "torch" and rows:
+            # Weights are rounded, whose terms may cancel in the gate and in the up projection.
+            of_gate, of_up = (x.double().abs() @ wide.double().abs().T).chunk(2, dim=-1)
+            rounding = up.abs() * of_gate + F.silu(gate).abs() * of_up
+            slack += 1.2 * torch.finfo(dtype).eps * rounding.max().item()
         assert_as_exact(out, peer, F.silu(gate) * up, slack=slack)
 
 
@@ -170,16 +178,20 @@ def test_experts(dtype: torch.dtype) -> None:
         for _ in range(count)
     ]
     packed = pack_experts(matrices, count, None, dtype)
-    for rows in (1, 7, 60):
-        x = draw(rows, hidden, dtype=dtype)
-        routing = route(torch.randn(rows, count), top_k, renormalise=True)
-        exact = torch.zeros(rows, hidden, dtype=torch.float64)
-        for row in range(rows):
-            for expert, share in zip(routing.ids[row], routing.weights[row], strict=True):
-                w13, w2 = (m.dequantised(torch.float32).double() for m in matrices[expert])
-                gate, up = (w13 @ x[row].double()).chunk(2)
-                exact[row] += share.double() * (w2 @ (F.silu(gate) * up))
-        out = moe(x, routing, packed, None)
+    x = draw(60, hidden, dtype=dtype)
+    routing = route(torch.randn(60, count), top_k, renormalise=True)
+    exact = torch.zeros(60, hidden, dtype=torch.float64)
+    for row in range(60):
+        for expert, share in zip(routing.ids[row], routing.weights[row], strict=True):
+            w13, w2 = (m.dequantised(torch.float32).double() for m in matrices[expert])
+            gate, up = (w13 @ x[row].double()).chunk(2)
+            exact[row] += share.double() * (w2 @ (F.silu(gate) * up))
+    # Of all rows together: the error of one varies by a factor of two.
+    for size in (1, 7, 60):
+        parts = zip(*(part.split(size) for part in (x, routing.ids, routing.weights)), strict=True)
+        out = torch.cat(
+            [moe(rows, type(routing)(ids, shares), packed) for rows, ids, shares in parts]
+        )
         error = (out.double() - exact).norm() / exact.norm()
         assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
