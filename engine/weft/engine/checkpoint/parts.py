@@ -212,6 +212,8 @@ class DecoderConfig:
     first_position_row: int | None = None
     """Row of the table of learned positions that is added to position 0; None: there is no table.
     """
+    has_sinusoids: bool = False
+    """Whether that table has sines and cosines, which the checkpoint lacks."""
 
     def values(self) -> Mapping[str, Any]:
         """The fields for a fingerprint."""
@@ -309,6 +311,10 @@ class NamesConfig:
     """Module of all rows of q, k and v; None: each is one of its own."""
     is_qkv_by_head: bool = False
     """Whether that module keeps the rows of each K and V head and its queries together."""
+    qkv_parts: int = 1
+    """Parts of that module's rows, each with an equal share of all heads, one after another."""
+    has_value_before_key: bool = False
+    """Whether V's rows are before those of K."""
     o: str = "o_proj"
     sinks: str = "sinks"
     gate_up: str | None = None
