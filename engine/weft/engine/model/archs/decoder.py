@@ -302,6 +302,7 @@ def _attention(
         changes += [] if change is None else [change]
     spec = _spec(config, index, layer, weights)
     gate = None if layer.gate is None else _gate(layer.gate, heads[0], value_dim, hidden, weights)
+    groups, order = names.qkv_rows(heads[1])
     qkv = qkv_spec(
         hidden,
         *heads,
@@ -310,8 +311,8 @@ def _attention(
         value_dim=value_dim,
         v_name="k_proj" if layer.is_value_key else "v_proj",
         has_gate=gate is not None and gate.proj is None,
-        groups=heads[1] if names.is_qkv_by_head else names.qkv_parts,
-        order=(0, 2, 1) if names.has_value_before_key else (),
+        groups=groups,
+        order=order,
     )
     return Attention(
         spec,
