@@ -109,6 +109,13 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("BailingMoeV3", "kda_lower_bound", {"kda_lower_bound": 1.0}),
         ("Falcon", "alibi", {"alibi": True}),
         ("Falcon", "num_ln_in_parallel_attn", {"num_ln_in_parallel_attn": 2}),
+        ("CodeGen", "n_head", {"rotary_dim": 4}),
+        ("XGLM", "add_cross_attention", {"ffn_dim": 72, "add_cross_attention": True}),
+        ("XGLM", "d_model", {"ffn_dim": 72, "d_model": 45, "attention_heads": 5}),
+        ("SarvamMoE", "use_qk_norm", {**EXPERTS, "use_qk_norm": False}),
+        ("Cohere2Moe", "expert_selection_fn", {**EXPERTS, "expert_selection_fn": "other"}),
+        ("Cohere2Moe", "shared_expert_combination_strategy",
+         {**EXPERTS, "num_shared_experts": 1, "shared_expert_combination_strategy": "max"}),
         ("GPTJ", "rotary_dim", {"hidden_size": 528, "rotary_dim": 30}),
         ("GPTNeo", "attention_types", {"attention_types": [[["global"], 3]]}),
         ("GPTNeo", "attention_types", {"attention_types": [["other", 4]]}),
@@ -127,6 +134,7 @@ def test_what_is_not_supported_is_refused_by_name(
         parse(architecture, **fields)
     assert field in str(caught.value.param)
     assert field in caught.value.message
+    assert field != "alibi" or "(missing: scores that fall" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -227,6 +235,36 @@ def test_both_layouts_of_gemma_4_say_the_same() -> None:
     listed = parse("Gemma4", **layers, per_layer_config={"0": heads, "3": heads})
     assert listed == parse("Gemma4", **layers, global_head_dim=24, num_global_key_value_heads=1)
     assert listed.page_planes == [(None, [(1, 24, [0, 3]), (2, 256, [1, 2])])]
+
+
+def test_both_layouts_of_sarvam_say_the_same() -> None:
+    """As transformers writes them, and as the hub has them."""
+    newer = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 16}  # fmt: skip
+    older = {"num_experts": 8, "num_shared_experts": 1, **newer}
+    del older["n_routed_experts"], older["n_shared_experts"]
+    assert parse("SarvamMoE", **newer) == parse("SarvamMoE", **older)
+    config = parse("Glm4Moe", **newer, model_type="sarvam_moe")
+    assert config.decoder == parse("SarvamMoE", **newer).decoder
+    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+              "head_dim": 24}  # fmt: skip
+    rope = {"factor": 8.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0}
+    yarn = parse("SarvamMLA", **newer, **latent, rope_parameters={"rope_type": "yarn", **rope})
+    given = {**older, **latent, "rope_scaling": {"type": "deepseek_yarn", **rope}}
+    assert yarn == parse("SarvamMLA", **given)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", None])
+def test_text_models_of_others_are_those_that_are_known(kind: str | None) -> None:
+    """Files of LLaVA leave out what is as in Llama 7B."""
+    raw = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": kind}}
+    if kind is not None:
+        with pytest.raises(ModelError, match=r"text_config\.model_type.*gemma2.*llama, mistral"):
+            ModelConfig.from_dict(raw)
+        return
+    config = ModelConfig.from_dict(raw)
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (32, 4096, 32_000)
+    assert not config.tie_word_embeddings
 
 
 def test_both_layouts_of_mimo_say_the_same() -> None:

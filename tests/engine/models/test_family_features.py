@@ -9,7 +9,7 @@ import pytest
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
-from weft.testing.models.families import FAMILIES, HYBRIDS, make_family
+from weft.testing.models.families import FAMILIES, HYBRIDS, HYBRIDS_WITH_IMAGES, make_family
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.tiny_drafts import make_tiny_draft
 
@@ -20,7 +20,7 @@ VOCAB = 259
 STOP = StopCriteria(max_tokens=10, ignore_eos=True)
 NO_TEXT = (
     *("gemma3-images", "mistral3", "internlm3", "qwen2_5_vl", "qwen3_vl", "mistral4", "step3"),
-    "qwen3_5-images",
+    *(*HYBRIDS_WITH_IMAGES, "llava", "internvl", "smolvlm"),
     *("qwen3_vl_moe", "kimi_k25"),
 )
 TEXT = [name for name in FAMILIES if name not in (*NO_TEXT, *HYBRIDS)]

@@ -259,9 +259,9 @@ def test_what_is_not_supported_is_refused_by_name(field: str, overrides: dict[st
 
 # What transformers writes of these: the language part is a section of its own.
 COMPOSITES = {
-    "Gemma3nForConditionalGeneration": {
-        "model_type": "gemma3",
-        "text_config": {"hidden_size": 2560, "model_type": "gemma3_text"},
+    "MllamaForConditionalGeneration": {
+        "model_type": "mllama",
+        "text_config": {"hidden_size": 2560, "model_type": "mllama_text_model"},
         "vision_config": {"hidden_size": 1152},
     },
     "PaliGemmaForConditionalGeneration": {

@@ -25,6 +25,7 @@ NUM_NEW = 16
 FULL = (
     *("exaone-moe", "hy3", "laguna", "solar", "olmoe"),
     *("ling2", "flex-olmo", "granite-shared", "cohere2-moe", "cohere2-moe-softmax"),
+    *("sarvam", "sarvam-mla", "flint"),
 )
 """Those whose parts others have too; they run behind --full."""
 

@@ -14,7 +14,7 @@ from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.loop.llm import LLM
 from weft.testing.models.every_family import EVERY_FAMILY, gaps_of, greedy_tokens, write_model
-from weft.testing.models.families import HYBRIDS
+from weft.testing.models.families import HYBRIDS, HYBRIDS_WITH_IMAGES
 from weft.testing.models.float32_reference import BFLOAT16_ULPS
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.usefixtures("few_threads")]
@@ -24,7 +24,7 @@ LENGTHS = (21, 70, 17)
 """Of prompts: of several chunks, longer than windows and their pages, and longer than what LongRoPE
 calls the original length.
 """
-NAMES = [name for name in EVERY_FAMILY if name not in (*HYBRIDS, "qwen3_5-images")]
+NAMES = [name for name in EVERY_FAMILY if name not in (*HYBRIDS, *HYBRIDS_WITH_IMAGES)]
 OTHERS = ("gpt-oss", "deepseek-v3", "gemma3", "gemma4", "llama4", "mimo", "cohere2", "glm4-moe")
 """Families that between them have every part, for what is long."""
 

@@ -16,7 +16,7 @@ from weft.engine.base.request import StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.loop.llm import LLM
 from weft.testing.models.every_family import load_reference
-from weft.testing.models.families import HYBRIDS, make_family
+from weft.testing.models.families import HYBRIDS, HYBRIDS_WITH_IMAGES, make_family
 from weft.testing.models.tiny_mtp import make_tiny_mtp
 
 pytestmark = pytest.mark.needs("cuda")
@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {"cuda_graphs": False, "drafter": "ngram", "max_draft_tokens": 3},
 }
 Record = Callable[[str, object], None]
-NAMES = ("qwen3_5-images", *(name for name in HYBRIDS if name != "jamba"))
+NAMES = (*HYBRIDS_WITH_IMAGES, *(name for name in HYBRIDS if name != "jamba"))
 WIDE = (
     *("qwen3_next", "qwen3_5", "qwen3_5-images", "qwen3_5_moe", "kimi_linear", "nemotron_h"),
     "nemotron_h-experts",

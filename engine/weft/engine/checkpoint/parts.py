@@ -212,6 +212,8 @@ class DecoderConfig:
     first_position_row: int | None = None
     """Row of the table of learned positions that is added to position 0; None: there is no table.
     """
+    has_sinusoids: bool = False
+    """Whether that table has sines and cosines, which the checkpoint lacks."""
 
     def values(self) -> Mapping[str, Any]:
         """The fields for a fingerprint."""
@@ -309,6 +311,10 @@ class NamesConfig:
     """Module of all rows of q, k and v; None: each is one of its own."""
     is_qkv_by_head: bool = False
     """Whether that module keeps the rows of each K and V head and its queries together."""
+    qkv_parts: int = 1
+    """Parts of that module's rows, each with an equal share of all heads, one after another."""
+    has_value_before_key: bool = False
+    """Whether V's rows are before those of K there."""
     o: str = "o_proj"
     sinks: str = "sinks"
     gate_up: str | None = None
@@ -328,6 +334,13 @@ class NamesConfig:
     """The second embedding, the projection of the first that is added, and its norm."""
     moe: MoENamesConfig = MoENamesConfig()  # noqa: RUF009 - frozen
     """Parameters of a mixture of experts."""
+
+    def qkv_rows(self, kv_heads: int) -> tuple[int, tuple[int, ...]]:
+        """How many groups the rows of a fused qkv are in, and the order of q, k and v (0, 1, 2) in
+        each.
+        """
+        order = (0, 2, 1) if self.has_value_before_key else (0, 1, 2)
+        return kv_heads if self.is_qkv_by_head else self.qkv_parts, order
 
     def is_left_out(self, name: str) -> bool:
         """Whether a tensor of the checkpoint has no part in text."""

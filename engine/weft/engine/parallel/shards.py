@@ -21,7 +21,11 @@ DIVIDED = frozenset(
     {
         "ArceeForCausalLM",
         "Cohere2ForCausalLM",
+        "CodeGenForCausalLM",
         "Cohere2MoeForCausalLM",
+        "FlintForCausalLM",
+        "SarvamMoEForCausalLM",
+        "XGLMForCausalLM",
         "CohereForCausalLM",
         "CwmForCausalLM",
         "DeepseekV2ForCausalLM",

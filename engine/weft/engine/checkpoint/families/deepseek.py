@@ -52,6 +52,20 @@ def read_deepseek_v3(
     return _config(family, deepseek_v3_experts(family.fields, num_dense=3), eps=1e-6)
 
 
+def read_sarvam_mla(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Sarvam 105B: DeepSeek V3 with names of its own for some fields."""
+    usual = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    raw = {**{name: raw[own] for name, own in usual.items() if own in raw}, **raw}
+    rope = raw.get("rope_scaling")
+    if isinstance(rope, Mapping) and "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):
+        raw["rope_scaling"] = {**rope, "type": "yarn", "rope_type": "yarn"}
+    family = Family(raw, generation, where)
+    moe = deepseek_v3_experts(family.fields, num_dense=1, scale=2.5)
+    return _config(family, moe, eps=1e-6)
+
+
 def read_glm4_lite(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:

@@ -25,6 +25,20 @@ def qwen2_experts(config: Fields) -> MoEConfig:
     )
 
 
+def flint_experts(config: Fields) -> MoEConfig:
+    """Flint's: sigmoids, and a shared expert without a gate."""
+    dense = (0, 1) if config.get("mlp_only_layers") is None else config.indices("mlp_only_layers")
+    return MoEConfig(
+        **counts(config, "num_experts"),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        decoder_sparse_step=config.positive("decoder_sparse_step", 1),
+        mlp_only_layers=dense,
+        router=RouterConfig(scores="sigmoid", least_sum=0.0),
+        shared_size=config.positive("shared_expert_intermediate_size", 1024),
+    )
+
+
 def mixtral_experts(config: Fields, *, shared_size: int = 0) -> MoEConfig:
     """Mixtral's: the softmax is over the chosen experts. `shared_size`: see `MoEConfig`."""
     return MoEConfig(
@@ -307,6 +321,7 @@ def deepseek_v3_experts(
     num_dense: int,
     renormalises: bool = True,
     sparse: Sequence[bool] | None = None,
+    scale: float = 1.0,
 ) -> MoEConfig:
     """DeepSeek V3's, and those of GLM-4.5 and dots: sigmoids with a correction; a group's score is
     the sum of its two best experts' scores.
@@ -316,6 +331,7 @@ def deepseek_v3_experts(
         num_dense: Default number of first layers without experts.
         renormalises: Default of whether shares add up to 1.
         sparse: Which layers have experts, if the configuration has a list of its own for it.
+        scale: Default of the shares' factor.
     """
     method = config.text("topk_method", "noaux_tc")
     if method != "noaux_tc":
@@ -329,7 +345,7 @@ def deepseek_v3_experts(
         scores="sigmoid",
         has_correction=True,
         summed=2,
-        scale=config.number("routed_scaling_factor", 1.0),
+        scale=config.number("routed_scaling_factor", scale),
         **_groups(config),
     )
 

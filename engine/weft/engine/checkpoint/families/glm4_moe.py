@@ -23,6 +23,8 @@ from weft.engine.checkpoint.parts import (
 
 def read_glm4_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): half of each head is rotated."""
+    if raw.get("model_type") == "sarvam_moe":  # As transformers writes it.
+        return read_sarvam(raw, generation, where)
     family = Family(raw, generation, where)
     dim, norm = family.head_dim(), family.rms(eps=1e-5)
     has_norms = family.fields.flag("use_qk_norm", False)
@@ -63,7 +65,21 @@ def read_solar(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 
 def read_ling2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Ling and Ring 2.0 (arXiv 2510.22115): half of each normalised head is rotated."""
-    family = Family(raw, generation, where)
+    return _ling(Family(raw, generation, where), theta=600_000.0, partial=0.5)
+
+
+def read_sarvam(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Sarvam 30B: Ling's layers and names, with heads that are rotated whole."""
+    newer = {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "attention_bias": "use_qkv_bias",
+    }
+    usual = {own: raw[name] for name, own in newer.items() if name in raw}
+    return _ling(Family({**usual, **raw}, generation, where), theta=8e6, partial=1.0)
+
+
+def _ling(family: Family, theta: float, partial: float) -> ModelConfig:
     fields, dim, norm = family.fields, family.head_dim(), family.rms()
     for name, value in (
         ("use_qk_norm", True),
@@ -75,7 +91,7 @@ def read_ling2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     ):
         family.only(name, value)
     layer = AttentionConfig(
-        rope=family.rope(theta=600_000.0, partial=0.5),
+        rope=family.rope(theta=theta, partial=partial),
         scale=dim**-0.5,
         qkv_bias=fields.flag("use_qkv_bias", False),
         o_bias=fields.flag("use_bias", False),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
 from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, same
 from weft.engine.checkpoint.parts import (
@@ -73,6 +75,17 @@ def read_gptj(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
     return family.config(decoder, names=NamesConfig(**names), intermediate_size=_inner(family))
 
 
+def read_codegen(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """CodeGen (arXiv 2203.13474): GPT-J, whose fused rows are in four parts, each with its queries,
+    values and keys.
+    """
+    config = read_gptj({"rotary_dim": 64, **raw}, generation, where)
+    if config.num_heads % 4:
+        raise ModelError(f"{where}: n_head: {config.num_heads} is no multiple of 4", param="n_head")
+    names = replace(config.names, qkv="qkv_proj", qkv_parts=4, has_value_before_key=True)
+    return replace(config, names=names)
+
+
 def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """GPT-NeoX (arXiv 2204.06745), Pythia and Dolly: both blocks read the stream, by two norms."""
     family = _family(raw, generation, where)
@@ -124,7 +137,8 @@ def read_falcon(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     family = _family({"max_position_embeddings": 2048, **raw}, generation, where)
     fields, dim, bias = family.fields, family.head_dim(), family.fields.flag("bias", False)
     if fields.flag("alibi", False):
-        raise fields.error("alibi", "is not supported (rotated heads are)")
+        part = "scores that fall with the distance (ALiBi)"
+        raise fields.error("alibi", f"is not supported (missing: {part})")
     is_new, is_parallel = (
         fields.flag("new_decoder_architecture", False),
         fields.flag("parallel_attn", True),
@@ -183,20 +197,49 @@ def read_opt(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
         mlp=MlpConfig(activation=activation, is_gated=False, bias=bias),
         first_position_row=2,
     )
-    names = NamesConfig(
-        bodies=("model.decoder", "decoder"),
-        input_norm="self_attn_layer_norm",
-        feed_norm="final_layer_norm",
-        last_norm="final_layer_norm",
-        o="out_proj",
-        feeds=("",),
-        up="fc1",
-        down="fc2",
-    )
+    names = {**_OPT, "bodies": ("model.decoder", "decoder")}
     inner = fields.positive("ffn_dim")
-    return family.config(decoder, names=names, is_tied=True, intermediate_size=inner)
+    return family.config(decoder, names=NamesConfig(**names), is_tied=True, intermediate_size=inner)
 
 
+def read_xglm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """XGLM (arXiv 2112.10668): positions are sines and cosines, from the third row on."""
+    own = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "attention_heads",
+    }
+    usual = {name: raw[old] for name, old in own.items() if old in raw}
+    family = Family({**raw, **usual, "num_key_value_heads": None}, generation, where)
+    family.only("add_cross_attention", False)
+    if family.hidden_size % 2 or family.hidden_size < 4:
+        raise family.fields.error("d_model", "expected an even number from 4")
+    fields, scale = family.fields, family.head_dim() ** -0.5
+    layer = AttentionConfig(rope=None, scale=scale, qkv_bias=True, o_bias=True)
+    activation = family.activation("gelu", "activation_function")
+    has_factor = fields.flag("scale_embedding", True)
+    decoder = DecoderConfig(
+        norm=NormConfig(eps=1e-5, kind="layer", has_bias=True),
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=activation, is_gated=False, bias=True),
+        embedding_multiplier=family.hidden_size**0.5 if has_factor else 1.0,
+        first_position_row=2,
+        has_sinusoids=True,
+    )
+    names = {**_OPT, "last_norm": "layer_norm", "constants": ("embed_positions.weights",)}
+    inner = fields.positive("ffn_dim")
+    return family.config(decoder, names=NamesConfig(**names), is_tied=True, intermediate_size=inner)
+
+
+_OPT: Mapping[str, Any] = {
+    "input_norm": "self_attn_layer_norm",
+    "feed_norm": "final_layer_norm",
+    "last_norm": "final_layer_norm",
+    "o": "out_proj",
+    "feeds": ("",),
+    "up": "fc1",
+    "down": "fc2",
+}
 _TRANSFORMER: Mapping[str, Any] = {
     "bodies": ("transformer", ""),
     "embedding": "wte",

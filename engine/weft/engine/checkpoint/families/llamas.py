@@ -21,6 +21,38 @@ from weft.engine.checkpoint.parts import (
 from weft.engine.checkpoint.rope import RopeConfig
 
 
+def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Llama and Mistral as text models of others."""
+    family = Family(raw, generation, where)
+    fields, bias = family.fields, family.fields.flag("attention_bias", False)
+    kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
+    return _alike(
+        family,
+        family.head_dim(),
+        family.rope(),
+        {"qkv_bias": bias, "o_bias": bias},
+        mlp=_gated(family, fields.flag("mlp_bias", False)),
+        window=family.window(kinds),
+        kv_heads=8 if fields.get("model_type") == "mistral" else None,
+    )
+
+
+def read_qwen2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Qwen2 as the text model of others."""
+    family = Family(raw, generation, where)
+    family.only("use_sliding_window", False)
+    return _alike(family, family.head_dim(), family.rope(), {"qkv_bias": True})
+
+
+def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Qwen3 as the text model of others."""
+    family = Family(raw, generation, where)
+    family.only("use_sliding_window", False)
+    bias, norms = family.fields.flag("attention_bias", False), HeadNormConfig(norm=family.rms())
+    attention = {"qkv_bias": bias, "o_bias": bias, "head_norm": norms}
+    return _alike(family, family.head_dim(128), family.rope(), attention)
+
+
 def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Seed-OSS: biases of q, k and v alone."""
     family = Family(raw, generation, where)

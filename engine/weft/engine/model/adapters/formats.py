@@ -191,10 +191,11 @@ class _Reader:
         rows = [projection_shape(self.config, plan.module, kind)[1] for kind in plan.module.kinds]
         if len(rows) == 1:
             return [b.contiguous()]
-        if self.config.names.is_qkv_by_head and plan.module.kinds == ("q", "k", "v"):
-            heads = self.config.num_kv_heads
-            by_head = torch.split(b.view(heads, -1, b.shape[1]), [n // heads for n in rows], dim=1)
-            return [part.flatten(0, 1) for part in by_head]
+        if plan.module.kinds == ("q", "k", "v"):
+            groups, order = self.config.names.qkv_rows(self.config.num_kv_heads)
+            widths = [rows[kind] // groups for kind in order]
+            parts = torch.split(b.view(groups, -1, b.shape[1]), widths, dim=1)
+            return [parts[order.index(kind)].flatten(0, 1) for kind in range(len(rows))]
         return [part.contiguous() for part in torch.split(b, rows, dim=axis)]
 
     def _are_same(self, first: str, second: str) -> bool:

@@ -201,7 +201,7 @@ def _layer(
     spec = product(names.up, size, width, bias=config.mlp_bias)
     if names.activates_last:
         spec = replace(
-            spec, names=("gate", "up"), rows=(inner, inner), fused=names.up[0], is_reversed=True
+            spec, names=("gate", "up"), rows=(inner, inner), fused=names.up[0], order=(1, 0)
         )
     up = weights.linear(spec)
     down = weights.linear(product((names.down,), inner, size, bias=config.down_bias))

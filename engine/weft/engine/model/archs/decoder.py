@@ -55,6 +55,7 @@ from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.layers.rotary import Rotaries
 from weft.engine.model.layers.shared_attention import SharedAttention
 from weft.engine.model.layers.side_by_side import SideBySide
+from weft.engine.model.layers.sinusoids import sinusoids
 from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
@@ -160,6 +161,8 @@ def _read_positions(
     first, longest = parts.first_position_row, config.max_position_embeddings
     if first is None:
         return None
+    if parts.has_sinusoids:
+        return sinusoids(first, longest, config.hidden_size).to(weights.device, weights.dtype)
     shape = (first + longest, config.hidden_size)
     rows = slice(first, first + longest)
     return weights.read([TensorSlice(f"{config.names.positions}.weight", shape, (rows,))])
@@ -299,6 +302,7 @@ def _attention(
         changes += [] if change is None else [change]
     spec = _spec(config, index, layer, weights)
     gate = None if layer.gate is None else _gate(layer.gate, heads[0], value_dim, hidden, weights)
+    groups, order = names.qkv_rows(heads[1])
     qkv = qkv_spec(
         hidden,
         *heads,
@@ -307,7 +311,8 @@ def _attention(
         value_dim=value_dim,
         v_name="k_proj" if layer.is_value_key else "v_proj",
         has_gate=gate is not None and gate.proj is None,
-        groups=heads[1] if names.is_qkv_by_head else 1,
+        groups=groups,
+        order=order,
     )
     return Attention(
         spec,

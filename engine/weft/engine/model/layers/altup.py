@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from weft.engine.checkpoint.parts import AltUpConfig
 from weft.engine.model.layers.laurel import Laurel
 from weft.engine.model.layers.layer import Layer, Mixer, Query
@@ -16,7 +15,7 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.linear import LinearWeight, linear, pack_linear
 from weft.kernels.norm import AnyNorm, Norm
 from weft.kernels.stream import Normed, Stream, stream_of
 
@@ -71,8 +70,8 @@ class AltUp(NamedTuple):
 
     norm: Norm
     """Of rows before the router; its weight includes the router's 1 / H."""
-    router: torch.Tensor
-    """[C, H]."""
+    router: LinearWeight
+    """[H] -> [C]."""
     prediction: torch.Tensor
     """[C * C, C] float32: of router outputs, the coefficients of each copy in each prediction."""
     correction: torch.Tensor
@@ -90,10 +89,11 @@ class AltUp(NamedTuple):
             part = TensorSlice(f"{name}.weight", (rows, copies))
             return weights.read([part], dtype=torch.float32)
 
+        router = weights.read([TensorSlice("modality_router.weight", (copies, hidden))])
         gains = weights.read([TensorSlice("router_norm.weight", (hidden,))], dtype=torch.float32)
         return cls(
             Norm(gains / hidden, eps),
-            weights.read([TensorSlice("modality_router.weight", (copies, hidden))]),
+            pack_linear(router, None, weights.arena, weights.dtype),
             matrix("prediction_coefs", copies * copies),
             matrix("correction_coefs", copies),
             weights.read([TensorSlice("correct_output_scale", (hidden,))]),
@@ -102,7 +102,7 @@ class AltUp(NamedTuple):
     def predicted(self, copies: torch.Tensor) -> torch.Tensor:
         """[T, C, H] -> [T, C, H]: every copy plus a combination of all."""
         count = copies.shape[1]
-        coefficients = F.linear(self._routed(copies[:, 0].contiguous()), self.prediction)
+        coefficients = _of_each(self._routed(copies[:, 0].contiguous()), self.prediction)
         coefficients = coefficients.view(-1, count, count).to(copies.dtype)
         return torch.baddbmm(copies, coefficients, copies)
 
@@ -111,13 +111,18 @@ class AltUp(NamedTuple):
         [T, H].
         """
         change = computed - predicted[:, 0]
-        coefficients = F.linear(self._routed(computed), self.correction) + 1.0
+        coefficients = _of_each(self._routed(computed), self.correction) + 1.0
         coefficients = coefficients.to(change.dtype).unsqueeze(2)
         return torch.addcmul(predicted, coefficients, change.unsqueeze(1))
 
     def _routed(self, rows: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, C] float32."""
-        return torch.tanh(F.linear(self.norm(rows), self.router).float())
+        return torch.tanh(linear(self.norm(rows), self.router, out_dtype=torch.float32))
+
+
+def _of_each(routed: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """[T, C] and [N, C] -> [T, N]: their product, each row of which is computed alone."""
+    return (routed.unsqueeze(1) * matrix).sum(dim=2)
 
 
 class AltUpLayer:
@@ -184,7 +189,7 @@ class AltUpLayer:
 
     def _copies(self, stream: torch.Tensor) -> torch.Tensor:
         """[T, C * H] -> [T, C, H]."""
-        return stream.view(stream.shape[0], *self._altup.router.shape)
+        return stream.view(stream.shape[0], self._altup.router.out_features, -1)
 
     def _normed(self, predicted: torch.Tensor) -> torch.Tensor:
         """What the blocks and LAuReL read, [T, H]."""

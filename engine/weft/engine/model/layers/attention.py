@@ -34,9 +34,10 @@ def qkv_spec(
     v_name: str = "v_proj",
     has_gate: bool = False,
     groups: int = 1,
+    order: tuple[int, ...] = (),
 ) -> LinearSpec:
     """The projections of q, k and v of all heads; `has_gate`: each head's q is followed by a gate
-    of its result; `groups`: see `LinearSpec.groups`.
+    of its result; `groups`, `order`: see `LinearSpec`.
     """
     widths = ((2 if has_gate else 1) * head_dim, head_dim, value_dim or head_dim)
     counts = (num_heads, num_kv_heads, num_kv_heads)
@@ -50,6 +51,7 @@ def qkv_spec(
         bias=bias,
         fused=fused,
         groups=groups,
+        order=order,
     )
 
 

@@ -75,8 +75,8 @@ class LinearSpec:
     """Submodule that has the rows of all projections, one after another, if the checkpoint stores
     them fused.
     """
-    is_reversed: bool = False
-    """Whether the fused rows are those of the last projection first."""
+    order: tuple[int, ...] = ()
+    """The projections in the order of the fused rows; empty: that of `names`."""
     groups: int = 1
     """Consecutive parts of the fused rows, each of which has an equal share of every projection's:
     where the checkpoint keeps all rows of a head together.
@@ -139,18 +139,16 @@ class LinearSpec:
         shares = [self._rows(rows, shard) for rows in self.rows]
         if self.groups > 1:
             return self._stacked_groups(shares)
-        begins = list(accumulate(self.rows[:-1], initial=0))
-        if self.is_reversed:
-            begins = [sum(self.rows[number + 1 :]) for number in range(len(self.rows))]
+        begins = self._begins(self.rows)
         return [
             slice(at + own.start, at + own.stop) for at, own in zip(begins, shares, strict=True)
         ]
 
     def _stacked_groups(self, shares: Sequence[slice]) -> list[slice]:
         """A shard of each projection's rows, where each group has some of them."""
-        found, begin, stride = list[slice](), 0, sum(self.rows) // self.groups
-        for rows, own in zip(self.rows, shares, strict=True):
-            width = rows // self.groups
+        found, stride = list[slice](), sum(self.rows) // self.groups
+        widths = [rows // self.groups for rows in self.rows]
+        for width, begin, own in zip(widths, self._begins(widths), shares, strict=True):
             for group in range(own.start // width, -(-own.stop // width)):
                 # From the group's first row of this projection on.
                 first, last = (
@@ -159,8 +157,13 @@ class LinearSpec:
                 )
                 at = group * stride + begin
                 found.append(slice(at + first, at + last))
-            begin += width
         return found
+
+    def _begins(self, widths: Sequence[int]) -> list[int]:
+        """Where each projection's rows begin among fused ones, of these widths."""
+        order = self.order or tuple(range(len(widths)))
+        begins = dict(zip(order, accumulate((widths[n] for n in order), initial=0), strict=False))
+        return [begins[number] for number in range(len(widths))]
 
     def share_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """A shard of the product's matrix [all rows, columns]."""
@@ -168,7 +171,7 @@ class LinearSpec:
 
     def rows_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """A shard of the rows, [all rows, ...], of each projection."""
-        assert not self.is_reversed, "no divided product is"
+        assert not self.order, "only stacked rows have another order"
         assert self.groups == 1, "only stacked rows are in groups"
         parts = torch.split(whole, list(self.rows))
         return torch.cat([part[self._rows(part.shape[0], shard)] for part in parts])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from weft.testing.models.choices import Choices
-from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.families import FAMILIES, make_family, name_own_code
 from weft.testing.models.ling import is_ling, load_ling, to_ling
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.reference_models import make_reference
@@ -39,6 +39,7 @@ def write_model(name: str, path: Path, seed: int, **fields: Any) -> Any:
     if name in OF_REFERENCES:
         kind, overrides = OF_REFERENCES[name]
         reference = make_reference(kind, path, seed, **(overrides | fields))
+        name_own_code(name, path)
         if name == "ling2":
             to_ling(path)
         return reference

@@ -61,6 +61,8 @@ _GATED_DELTA = {
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 OWN_CODE: dict[str, dict[str, Any]] = {
     "internlm3": {"architectures": ["InternLM3ForCausalLM"]},
+    "sarvam": {"architectures": ["SarvamMoEForCausalLM"]},
+    "sarvam-mla": {"architectures": ["SarvamMLAForCausalLM"]},
     "minicpm": {
         "architectures": ["MiniCPMForCausalLM"],
         **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
@@ -109,6 +111,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "laurel_rank": 12,
             "activation_sparsity_pattern": [0.8, 0.0, 0.5, 0.0, 0.9],
             "final_logit_softcapping": 20.0,
+        },
+    ),
+    "llava": (
+        "llava",
+        {
+            "text_config": {**SIZES, "model_type": "llama"},
+            "vision_config": {**_PIXTRAL, "model_type": "clip_vision_model"},
+        },
+    ),
+    "internvl": (
+        "internvl",
+        {
+            "text_config": {**SIZES, "model_type": "qwen2"},
+            "vision_config": {**_PIXTRAL, "model_type": "internvl_vision", "image_size": [16, 16]},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "smolvlm": (
+        "smolvlm",
+        {
+            "text_config": {**SIZES, "model_type": "llama"},
+            "vision_config": {**_PIXTRAL, "model_type": "smolvlm_vision"},
+        },
+    ),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {
+            "text_config": {
+                **SIZES,
+                "model_type": "lfm2",
+                "layer_types": ["conv", "full_attention"] * 2,
+            },
+            "vision_config": {**_SIGLIP, "model_type": "siglip2_vision_model"},
         },
     ),
     "gemma4": (
@@ -606,6 +641,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {**GPT, "pad_token_id": None}),
     "gpt_bigcode-heads": ("gpt_bigcode", {**GPT, "multi_query": False, "pad_token_id": None}),
     "opt": ("opt", {"ffn_dim": 72, "pad_token_id": None}),
+    "codegen": (
+        "codegen",
+        {"num_attention_heads": 8, "hidden_size": 64, "n_inner": 72, "rotary_dim": 4},
+    ),
+    "xglm": (
+        "xglm",
+        {"ffn_dim": 72, "d_model": 48, "num_layers": 4, "attention_heads": 6, "pad_token_id": None},
+    ),
     "phimoe": (
         "phimoe",
         {
@@ -634,6 +677,8 @@ HYBRIDS = (
     *("nemotron_h-experts", "jamba", "ling3", "lfm3", "minimax"),
 )
 """Those with recurrent layers."""
+HYBRIDS_WITH_IMAGES = ("qwen3_5-images", "lfm2_vl")
+"""The same of those that also take images."""
 
 
 def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
@@ -692,8 +737,12 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
             n.replace("language_model.model.blocks.", _LAYERS): t for n, t in tensors.items()
         }
         save_file(renamed, path / "model.safetensors", {"format": "pt"})
+    name_own_code(name, path)
+    return path
+
+
+def name_own_code(name: str, path: Path) -> None:
+    """Names the class of a family's own code in a directory, as files of the hub do."""
     if name in OWN_CODE:
-        # Files of the hub name the class of their own code.
         written = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(written | OWN_CODE[name]))
-    return path

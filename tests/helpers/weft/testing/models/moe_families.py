@@ -119,6 +119,19 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
+    "sarvam": (
+        "sarvam_moe",
+        {**GLM, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "num_key_value_heads": 2},
+    ),
+    "sarvam-mla": ("sarvam_mla", {**DEEPSEEK, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128}}),
+    "flint": (
+        "flint",
+        {**MOE, "num_hidden_layers": 5, "sliding_window": 20, "mlp_only_layers": [0],
+         "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding") * 2][:5],
+         "shared_expert_intermediate_size": 60},
+    ),
     "ling2": (
         "glm4_moe",
         {**GLM, "use_qk_norm": True, "n_group": 3, "topk_group": 2, "num_key_value_heads": 2,
