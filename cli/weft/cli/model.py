@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("model", type=_hub_name, metavar="ORG/NAME[@REVISION]")
     verify = actions.add_parser(
         "verify",
-        help="read a model's files and show their digests; a downloaded one's are compared with "
-        "the hub's checksums",
+        help="read a model's files, check their forms and show digests; a downloaded one's are "
+        "compared with the hub's checksums",
     )
     verify.add_argument(
         "model", nargs="?", default=demo.DEMO_NAME, metavar="demo|DIR|ORG/NAME[@REVISION]"
@@ -171,6 +171,8 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     chosen = resolve_quantization(quantization, config.quantization)
     resolved = resolve_dtype(dtype, quantization=chosen)
     weights = weight_files(folder)
+    if not is_demo:  # whose changed files are named below
+        _check_forms(folder)
     others = {folder / name for name in expected} - set(weights)
     with progress_bar(err, "reading") as report:
         digests = _read_digests([*sorted(others), *weights], report)
@@ -187,6 +189,20 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
     return 0
+
+
+def _check_forms(folder: Path) -> None:
+    """Checks what gateway and workers read before any weight: the weights' headers, which tell the
+    files' sizes, the tokenizer, the chat template and the defaults of sampling.
+
+    Raises:
+        ModelError: A file is missing, truncated or malformed.
+    """
+    from weft.engine.model.loader import open_checkpoint
+    from weft.gateway.text.model_card import load_model_card
+
+    with open_checkpoint(folder):
+        load_model_card(folder)
 
 
 def _fingerprint(quantization: Quantization, dtype: str) -> bytes:

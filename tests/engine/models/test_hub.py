@@ -51,7 +51,7 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    source = make_tiny("llama", tmp_path / "source", shards=2)
+    source = make_tiny("llama", tmp_path / "source", shards=2, tokenizer=True)
     (source / "README.md").write_text("not needed")
     (source / "model.py").write_text("raise SystemExit")
     (source / "pytorch_model.bin").write_bytes(b"not read")

@@ -45,7 +45,8 @@ def single_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("int8") / "model", random.randrange(10**6))
+    folder = tmp_path_factory.mktemp("int8") / "model"
+    return make_tiny("llama", folder, random.randrange(10**6), tokenizer=True)
 
 
 def check_greedy(model: Any, floats: Path) -> None:

@@ -14,7 +14,7 @@ from weft.testing.models.tiny_models import make_tiny
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    return make_tiny("llama", tmp_path / "model", shards=2)
+    return make_tiny("llama", tmp_path / "model", shards=2, tokenizer=True)
 
 
 def fake_conversion(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
@@ -40,6 +40,31 @@ def test_verify_prints_the_digests_that_a_worker_has(
     assert load_model(model_dir, "float32").digest.hex() in out
     for path in model_dir.glob("*.safetensors"):
         assert f"{file_digest(path).hex()}  {path.name}" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("model-00001-of-00002.safetensors", None, "model-00001-of-00002.safetensors"),
+        ("model-00002-of-00002.safetensors", b"", "model-00002-of-00002.safetensors"),
+        ("tokenizer.json", b"{}", "tokenizer.json"),
+        ("tokenizer_config.json", b'{"chat_template": "{% for x in %}"}', "chat template"),
+        ("generation_config.json", b'{"temperature": "hot"}', "generation_config.json"),
+    ],
+)
+def test_verify_names_what_is_damaged(
+    model_dir: Path,
+    name: str,
+    content: bytes | None,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = model_dir / name
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    assert command.main(["verify", str(model_dir)]) == 1
+    captured = capsys.readouterr()
+    assert named in captured.err
+    assert captured.out == ""
 
 
 def test_verify_of_the_demo_model_names_the_changed_file(

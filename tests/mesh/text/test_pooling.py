@@ -286,6 +286,7 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
             "late_chunking",
         ),
         ("/v1/embeddings", {"model": "embedder", "input": "x", "task": "code"}, "task"),
+        ("/v1/rerank", {"query": "x", "documents": ["y"], "ttft_timeout": 1}, "ttft_timeout"),
         ("/v1/classify", {"model": "ranker", "input": "x", "activation": False}, "activation"),
         ("/v1/score", {"model": "ranker", "text_1": ["x", "y"], "text_2": ["z"]}, "text_1"),
     ],
@@ -305,6 +306,11 @@ def test_models_show_what_they_serve(mesh: ManyTasks) -> None:
         "embedder": "embed", "ranker": "classify", "judge": "score", "m3": "embed",
         "chat": "generate",
     }  # fmt: skip
+    able = {name: mesh.post("/api/show", model=name).json()["capabilities"] for name in tasks}
+    assert able == {
+        name: {"embed": ["embedding"], "generate": ["completion", "tools"]}.get(task, [])
+        for name, task in tasks.items()
+    }
 
 
 def test_a_model_that_says_yes_or_no_is_asked_in_its_template(mesh: ManyTasks) -> None:

@@ -32,7 +32,10 @@ def find_device(config: EngineConfig) -> torch.device:
     if device.type == "cpu":
         return device
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: there is no {config.device!r} here", param="device")
+        message = f"device: there is no {config.device!r} here"
+        if device.type == "cuda":
+            message += f"; GPUs that torch can use: {torch.cuda.device_count()}"
+        raise ConfigError(message, param="device")
     if device.index is not None:
         torch.cuda.set_device(device)  # Kernels are launched on the current device of the thread.
     return torch.device("cuda", torch.cuda.current_device())

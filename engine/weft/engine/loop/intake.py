@@ -172,7 +172,7 @@ class Intake:
             message = f"the output {pool.output} has one width"
             raise InvalidRequest(message, stage="validate", param="dimensions")
         if size is not None and not 0 < size <= self._embedding_size:
-            message = f"{size}, but embeddings of this model have {self._embedding_size} entries"
+            message = f"dimensions: must be from 1 to {self._embedding_size}, not {size}"
             raise InvalidRequest(message, stage="validate", param="dimensions")
         normalises = pool.normalises
         if normalises is None or pool.output == "sparse":

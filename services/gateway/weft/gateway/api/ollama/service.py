@@ -7,6 +7,7 @@ from hashlib import sha256
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
+from weft.engine.base.tasks import Task
 from weft.gateway.api.answer import LINES, field_names, json_body, run_answer
 from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, GenerationBody, ShowBody
@@ -121,7 +122,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
                     "weft.context_length": resolved.served.context_tokens,
                     "weft.vocab_size": card.vocabulary_size,
                 },
-                "capabilities": _capabilities(card),
+                "capabilities": _capabilities(resolved.served.task, card),
                 "modified_at": described["modified_at"],
             }
         )
@@ -138,7 +139,9 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         ]
 
 
-def _capabilities(card: ModelCard) -> list[str]:
+def _capabilities(task: Task, card: ModelCard) -> list[str]:
+    if task != "generate":
+        return ["embedding"] if task == "embed" else []
     found = ["completion"]
     if card.template is not None:
         found.append("tools")

@@ -33,6 +33,7 @@ _REFUSED = {
     "images": Refused("inputs other than texts"),
     "mm_processor_kwargs": Refused("inputs other than texts"),
     "lora_path": Refused("an adapter is named by model"),
+    "ttft_timeout": Refused("without tokens there is no first one; timeout limits the request"),
 }
 """Fields of other servers that would change the answer; bodies that set them are refused."""
 _NOT_COHERES = {
