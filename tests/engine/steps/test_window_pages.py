@@ -261,7 +261,6 @@ def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path)
             "it may free its own",
         ),
         ({**ALONE, "host_cache_bytes": 1 << 20}, "there are tiers"),
-        ({**ALONE, "drafter": "ngram"}, "tokens are drafted"),
         ({**ALONE, "window_pages": "keep"}, "window_pages is keep"),
     ):
         engine = make_engine(model_dir, "decode", ManualClock(), **settings)
@@ -270,7 +269,7 @@ def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path)
         engine.close()
     for settings, why in (
         ({"host_cache_bytes": 1 << 20}, "there are tiers"),
-        ({"drafter": "ngram"}, "tokens are drafted"),
+        ({"drafter": "eagle3", "draft_dir": model_dir, "draft_width": 4}, "drafts form trees"),
         ({"has_store": True}, "the KV store takes pages of one group"),
     ):
         with pytest.raises(ConfigError, match=f"window_pages = free: must be .*{why}"):

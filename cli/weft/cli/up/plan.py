@@ -27,7 +27,7 @@ FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
 _KEEPERS = frozenset(
     (
-        *("drafter", "draft-dir", "mtp-head", "tp", "host-cache-bytes", "disk-cache-dir"),
+        *("draft-width", "tp", "host-cache-bytes", "disk-cache-dir"),
         *("kvstore", "window-pages", "config"),
     )
 )
@@ -287,9 +287,8 @@ def _frees_windows(settings: UpSettings) -> bool:
     that one of them does, as its flags and environment tell, needs all pages. Without prefill
     workers each decides for itself.
     """
-    drafts = settings.draft_dir is not None or settings.drafter not in (None, "none")
     has_tiers = bool(settings.host_cache_bytes) or settings.disk_cache_dir is not None
-    if drafts or has_tiers or settings.tp > 1 or settings.kvstore or not settings.prefill:
+    if has_tiers or settings.tp > 1 or settings.kvstore or not settings.prefill:
         return False
     words = shlex.split(settings.decode_args) + shlex.split(settings.prefill_args)
     names = [keeper.upper().replace("-", "_") for keeper in _KEEPERS]

@@ -502,7 +502,7 @@ class EngineConfig:
                 "them it may free its own",
             ),
             (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
-            (self.drafter != "none" or self.has_head, "tokens are drafted"),
+            (self.draft_width > 1, "drafts form trees"),
         )
         return next((text for is_so, text in reasons if is_so), "")
 

@@ -471,7 +471,7 @@ def _size_pools(
         if device.type == "cuda":
             check_pool_fits(num_pages * page_bytes + draft_bytes, device)
     plan: list[str] = []
-    limits = config.max_running_requests, config.max_step_tokens, context
+    limits = config.max_running_requests, config.max_step_tokens, context, config.most_drafts
     is_fixed = config.num_pages is not None
     num_pages, *of_windows = divide_pages(layout, num_pages, *limits, is_fixed=is_fixed)
     if needs is not None:
@@ -498,7 +498,7 @@ def _windows(
         if prefixes is not None:
             index = WindowIndex(prefixes, group.reach, config.page_size)
         memory = PageMemory(num_pages, index, tracks_freed=config.poison_free_pages)
-        sizes = group.reach, config.page_size, config.max_step_tokens
+        sizes = group.reach, config.page_size, config.max_step_tokens, config.most_drafts
         windows.append(WindowPages(memory, index, *sizes))
     return tuple(windows)
 
