@@ -501,7 +501,6 @@ class EngineConfig:
                 "this worker may exchange pages with others; with window_pages = free on all of "
                 "them it may free its own",
             ),
-            (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
             (self.draft_width > 1, "drafts form trees"),
         )
         return next((text for is_so, text in reasons if is_so), "")
@@ -512,9 +511,14 @@ class EngineConfig:
         return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether there are tiers of the engine's own."""
+        return bool(self.host_cache_bytes) or self.disk_cache_dir is not None
+
+    @property
     def moves_pages(self) -> bool:
         """Whether pages leave the pool or come into it: from other workers, a store or tiers."""
-        return self.ships_pages or bool(self.host_cache_bytes) or self.disk_cache_dir is not None
+        return self.ships_pages or self.has_tiers
 
     @property
     def ships_pages(self) -> bool:

@@ -67,6 +67,7 @@ from weft.engine.loop.recurrent import (
     num_block_pages,
 )
 from weft.engine.loop.stats import UNKNOWN_STEP_S
+from weft.engine.loop.windows import num_pages_of_window_page
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
@@ -305,7 +306,7 @@ def _load_parts(
         loaded.embedding_size,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
-    sizes = layout.page_bytes, num_block_pages(layout)
+    sizes = layout.page_bytes, num_block_pages(layout) or num_pages_of_window_page(layout)
     tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *shards),

@@ -168,6 +168,8 @@ class Engine:
             self.tiers.listener = self.scheduler
             if self._block_pages is not None:
                 self._block_pages.on_allocated = self.tiers.write_back
+            if self._window_pages is not None:
+                self._window_pages.on_allocated = self.tiers.write_back
         self.filler = self._make_filler()
         self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
         held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
@@ -544,10 +546,10 @@ class Engine:
         self._note_progress()
         if self.tiers is not None:
             self.tiers.write_back()
-        for group, memory in enumerate(self.memories[1:], 1):
-            self._executor.zero(memory.take_wipes(), group)
-        if wipes := self.memory.take_wipes():
-            self._executor.zero(wipes)
+        wiped = [memory.take_wipes() for memory in self.memories]
+        for group, wipes in enumerate(wiped):
+            self._executor.zero(wipes, group)
+        if any(wiped):
             is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
                 # From now on fills and loads may write to these pages, so the device must have

@@ -118,13 +118,11 @@ def make_states(
     return StateBlocks(memory, index, *sizes, config.most_drafts)
 
 
-def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:
-    """What tiers need of blocks; None: the model has none."""
-    if parts.states is None:
-        return None
+def block_access(parts: EngineParts, states: StateBlocks, pages: RequestPages) -> BlockAccess:
+    """What tiers need of blocks."""
     num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes
     return BlockAccess(
-        states=parts.states,
+        states=states,
         num_pages=num_pages,
         make_pool=lambda: parts.executor.block_pool(num_pages, page_bytes),
         num_continuable_pages=pages.num_continuable_pages,

@@ -1,14 +1,41 @@
-"""Window pages in leases: a fill brings as much of a window group as its owner needs to go on."""
+"""Window pages in leases and tiers: these bring as much of a window group as a request needs."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from weft.engine.executor.port import Executor
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.handle import KvHandle
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.lease import FillJob
+from weft.engine.sources.tiers.blocks import WindowAccess
+
+if TYPE_CHECKING:
+    from weft.engine.loop.build import EngineParts
+
+
+def num_pages_of_window_page(layout: CacheLayout) -> int:
+    """Pages of a tier that one page of a window group takes; 0: there is no such group."""
+    if len(layout.groups) == 1:
+        return 0
+    own, other = (group.page_bytes(layout.page_size) for group in layout.groups)
+    return -(-other // own)
+
+
+def window_access(parts: EngineParts, windows: WindowPages, pages: RequestPages) -> WindowAccess:
+    """What tiers need of the window group."""
+    num_pages, page_bytes = num_pages_of_window_page(parts.layout), parts.layout.page_bytes
+    return WindowAccess(
+        windows=windows,
+        num_pages=num_pages,
+        make_pool=lambda: parts.executor.window_pool(num_pages, page_bytes),
+        num_continuable_pages=pages.num_continuable_pages,
+    )
 
 
 class WindowsInPages:
@@ -34,6 +61,10 @@ class WindowsInPages:
         self._memory = memory
         self._executor = executor
         self._most = windows.num_needed(0, memory.num_usable_pages * layout.page_size)
+        self.on_allocated: Callable[[], None] | None = None
+        """Called before pages are written to that may have been taken from the prefix cache; None:
+        no tiers copy what is taken.
+        """
 
     @property
     def num_pages(self) -> int:
@@ -55,6 +86,8 @@ class WindowsInPages:
             return None
         job.num_promised_pages -= job.num_more_pages
         into = self._memory.allocate(job.num_more_pages, job.namespace, promised=True)
+        if self.on_allocated is not None:
+            self.on_allocated()
         # Otherwise the next step would zero them.
         self._executor.zero(self._memory.take_wipes())
         if count:
@@ -71,6 +104,9 @@ class WindowsInPages:
         self._executor.zero(self._windows.memory.take_wipes(), 1)
         if new:
             self._executor.unpack_pages(new[::-1], 1, pages)
+        if self.on_allocated is not None:
+            # Threads of tiers read these pages without waiting for steps.
+            self._executor.mark().wait()
 
     def _carriers(self, count: int) -> int:
         """Pages of the first group that have room for so many window pages."""
