@@ -42,11 +42,10 @@ def test_workers_that_have_nobody_to_ask_are_told(
         (["--prefill", "0"], False),
         (["--kvstore", "1"], False),
         (["--drafter", "ngram"], True),
-        (["--host-cache-bytes", "1000000"], False),
-        (["--disk-cache-dir", "pages"], False),
+        (["--host-cache-bytes", "1000000", "--disk-cache-dir", "pages"], True),
         (["--tp", "2"], False),
         (["--decode-args", "--draft-width=4"], False),
-        (["--prefill-args", "--host-cache-bytes 1000000"], False),
+        (["--prefill-args", "--tp 2"], False),
         (["--decode-args", "--window-pages keep"], False),
         (["--prefill-args", "--config x.toml"], False),
     ],
@@ -60,7 +59,7 @@ def test_all_workers_free_pages_behind_windows_or_none(
 
 
 @pytest.mark.parametrize(
-    "variable", ["WEFT_DECODE_DRAFT_WIDTH", "WEFT_DECODE_HOST_CACHE_BYTES", "WEFT_PREFILL_TP"]
+    "variable", ["WEFT_DECODE_DRAFT_WIDTH", "WEFT_PREFILL_WINDOW_PAGES", "WEFT_PREFILL_TP"]
 )
 def test_what_workers_find_in_their_environment_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str

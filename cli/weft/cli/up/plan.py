@@ -25,12 +25,7 @@ from weft.engine.checkpoint.eagle_config import head_kind
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
-_KEEPERS = frozenset(
-    (
-        *("draft-width", "tp", "host-cache-bytes", "disk-cache-dir"),
-        *("kvstore", "window-pages", "config"),
-    )
-)
+_KEEPERS = frozenset((*("draft-width", "tp", "kvstore", "window-pages", "config"),))
 """Flags of workers with which they may keep all pages behind sliding windows."""
 
 
@@ -287,8 +282,7 @@ def _frees_windows(settings: UpSettings) -> bool:
     that one of them does, as its flags and environment tell, needs all pages. Without prefill
     workers each decides for itself.
     """
-    has_tiers = bool(settings.host_cache_bytes) or settings.disk_cache_dir is not None
-    if has_tiers or settings.tp > 1 or settings.kvstore or not settings.prefill:
+    if settings.tp > 1 or settings.kvstore or not settings.prefill:
         return False
     words = shlex.split(settings.decode_args) + shlex.split(settings.prefill_args)
     names = [keeper.upper().replace("-", "_") for keeper in _KEEPERS]

@@ -606,7 +606,7 @@ class Tiers:
         self.listener.fill_completed(request)
 
     def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
-        """Gives a request the pages that were loaded, if all that is needed beside them has come."""
+        """Gives a request the pages that were loaded, if what is needed beside them has come."""
         if load.pages or block.num_missing:
             load.pages = block.pages + load.pages
             self._give_back(block)
