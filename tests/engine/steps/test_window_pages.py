@@ -268,7 +268,6 @@ def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path)
         engine.close()
     for settings, why in (
         ({"drafter": "eagle3", "draft_dir": model_dir, "draft_width": 4}, "drafts form trees"),
-        ({"has_store": True}, "the KV store takes pages of one group"),
     ):
         with pytest.raises(ConfigError, match=f"window_pages = free: must be .*{why}"):
             make_engine(model_dir, "decode", ManualClock(), window_pages="free", **settings)

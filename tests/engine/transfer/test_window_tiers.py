@@ -255,7 +255,8 @@ def test_a_storm(
     if disk:
         shared |= {"disk_cache_dir": tmp_path, "disk_cache_bytes": 4 << 20}
     print(shared)
-    owner = make_engine(model_dir, "decode", clock, num_pages=36, drafter=drafter, **shared)
+    own = {"num_pages": 36, "drafter": drafter, "has_store": random.random() < 0.7}
+    owner = make_engine(model_dir, "decode", clock, **own, **shared)
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
         for name in ("p0", "p1")

@@ -495,9 +495,9 @@ class EngineConfig:
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
             (self.tp > 1, "ranks divide one page group"),
-            (self.has_store, "the KV store takes pages of one group"),
             (
-                self.window_pages == "auto" and (self.role == "prefill" or not self.never_fills),
+                self.window_pages == "auto"
+                and (self.role == "prefill" or self.has_store or not self.never_fills),
                 "this worker may exchange pages with others; with window_pages = free on all of "
                 "them it may free its own",
             ),

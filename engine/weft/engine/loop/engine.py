@@ -33,7 +33,7 @@ from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.tiers import make_tiers
-from weft.engine.loop.windows import WindowsInPages
+from weft.engine.loop.windows import StoredWindows, WindowsInPages
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import LeaseReply, StagingCounts
@@ -51,6 +51,7 @@ from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.store import StoredBlocks
 from weft.engine.sources.tiers.write_through import write_through
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Engine:
         elif parts.windows and config.ships_pages:
             (windows,) = parts.windows
             self._window_pages = self.fills.block_pages = WindowsInPages(
-                parts.layout, windows, parts.memory, parts.executor
+                parts.layout, windows, parts.memory, parts.executor, has_store=config.has_store
             )
         pages = RequestPages(
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
@@ -173,7 +174,17 @@ class Engine:
         self.filler = self._make_filler()
         self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
         held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
-        self.store = make_store(config, parts, held, self._out.store, clock, self._block_pages)
+        blocks: StoredBlocks | None = self._block_pages
+        if config.has_store and parts.windows:
+            (windows,) = parts.windows
+            blocks = StoredWindows(
+                parts.layout,
+                windows,
+                parts.memory,
+                parts.executor,
+                (lambda: None) if self.tiers is None else self.tiers.write_back,
+            )
+        self.store = make_store(config, parts, held, self._out.store, clock, blocks)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:

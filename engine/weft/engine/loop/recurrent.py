@@ -143,6 +143,7 @@ class BlocksInPages:
         self, layout: CacheLayout, states: StateBlocks, memory: PageMemory, executor: Executor
     ) -> None:
         self.num_pages = num_block_pages(layout)
+        self.window_pages = 0
         self._page_size = layout.page_size
         self._states = states
         self._memory = memory
@@ -150,7 +151,12 @@ class BlocksInPages:
         self.on_allocated: Callable[[], None] = lambda: None
         """Called before pages are written to that may have been taken from the prefix cache."""
 
-    def num_pages_of(self, asked: KvHandle | Request, end_token: int = 0) -> int:
+    stored_block_pages = 0
+    """See `BlockPages.stored_block_pages`: there is one block."""
+
+    def num_pages_of(
+        self, asked: KvHandle | Request, end_token: int = 0, *, is_stored: bool = False
+    ) -> int:
         """See `BlockSource.num_pages_of` and `BlockPages.num_pages_of`."""
         return self.num_pages
 
@@ -183,7 +189,12 @@ class BlocksInPages:
         self._executor.mark().wait()
         return pages
 
-    def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
+    def settle(self) -> None:
+        """See `StoredBlocks.settle`."""
+
+    def unpack(
+        self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
+    ) -> None:
         """See `BlockPages.unpack`."""
         block = self._states.adopt(request, end_token // self._page_size)
         self._executor.unpack_block(block, pages)

@@ -576,7 +576,10 @@ class Scheduler:
         if self._fills is None:
             return State.PREFILLING
         if request.candidates or self._limits.has_tiers:
-            self.pages.take_uncontinuable(request)
+            end_token = request.num_reusable_tokens
+            if request.candidates and request.candidates[0].kind == "kvstore":
+                end_token = request.candidates[0].match_tokens
+            self.pages.take_uncontinuable(request, end_token)
             if request.candidates and not self._fills.has_room(request):
                 # Without these pages the fill can be cut into pieces that do have room.
                 self.pages.untake_uncontinuable(request)

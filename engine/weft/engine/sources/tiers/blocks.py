@@ -30,12 +30,20 @@ class Beside(Protocol):
     window group, have numbers.
     """
 
-    num_pages: int
-    """Pages of a tier that a piece takes."""
-    make_pool: Callable[[], PagePool]
-    """Access to pieces for one thread; page i of piece p is number p * num_pages + i."""
-    num_continuable_pages: Callable[[Request, int], int]
-    """How many of a request's first n pages are in the pool, up to where it can go on."""
+    @property
+    def num_pages(self) -> int:
+        """Pages of a tier that a piece takes."""
+        ...
+
+    @property
+    def make_pool(self) -> Callable[[], PagePool]:
+        """Makes access to pieces for one thread; page i of piece p is number p * num_pages + i."""
+        ...
+
+    @property
+    def num_continuable_pages(self) -> Callable[[Request, int], int]:
+        """Returns how many of a request's first n pages are in the pool, up to where it can go on."""
+        ...
 
     def watch(
         self,
@@ -125,7 +133,7 @@ class KeptBlocks(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAccess:
     """Implements `Beside` for a model with recurrent layers."""
 
@@ -182,7 +190,7 @@ class BlockAccess:
         self.states.committed(request)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowAccess:
     """Implements `Beside` for a model whose pages are freed behind windows."""
 
