@@ -42,7 +42,7 @@ class Beside(Protocol):
 
     @property
     def num_continuable_pages(self) -> Callable[[Request, int], int]:
-        """Returns how many of a request's first n pages are in the pool, up to where it can go on."""
+        """Returns how many of a request's first n pages are in the pool and can be continued."""
         ...
 
     def watch(
