@@ -157,7 +157,7 @@ class EngineConfig:
     window_pages: Literal["auto", "free", "keep"] = "auto"
     """Pages of sliding-window layers. auto: the engine frees pages behind the window unless a
     feature needs all of them (`keeps_windows`). free: it also does so where it exchanges pages with
-    other workers, which must have the same setting. keep: the engine keeps all of them.
+    a KV store or other workers, which must have the same setting. keep: the engine keeps all.
     """
     checkpoint_tokens: int = 1024
     """Models with recurrent layers: tokens from one state that the prefix cache keeps of a prompt
