@@ -102,23 +102,26 @@ def group_places(
     cu_q_lens: torch.Tensor,
     page_tables: torch.Tensor,
     page_size: int,
+    places: torch.Tensor,
 ) -> torch.Tensor:
-    """Where K and V of a step's rows go in a page group.
+    """Where K and V of a step's rows go in a further page group.
 
     Args:
         positions: [T] int64, complete.
         cu_q_lens: [R + 1] int32; rows behind the last are padding.
         page_tables: [R, max_pages] int32: the group's; the null page is page 0.
         page_size: Token positions a page.
+        places: [T] int64: where they go in the first group. Rows that write nothing, whose places
+            are in its null page, write nothing here either.
 
     Returns:
-        [T] int64: page * page_size + offset; of padding in the null page.
+        [T] int64: page * page_size + offset.
     """
     rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
     requests = torch.searchsorted(cu_q_lens, rows, right=True) - 1
-    is_padding = requests >= page_tables.shape[0]
     requests = requests.clamp(max=page_tables.shape[0] - 1)
-    pages = page_tables[requests, positions // page_size].long().masked_fill(is_padding, 0)
+    pages = page_tables[requests, positions // page_size].long()
+    pages = pages.masked_fill(places < page_size, 0)
     return pages * page_size + positions % page_size
 
 

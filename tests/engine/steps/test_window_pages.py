@@ -264,8 +264,6 @@ def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path)
             "this worker may exchange pages with others; with window_pages = free on all of them "
             "it may free its own",
         ),
-        ({**ALONE, "host_cache_bytes": 1 << 20}, "there are tiers"),
-        ({**ALONE, "drafter": "ngram"}, "tokens are drafted"),
         ({**ALONE, "window_pages": "keep"}, "window_pages is keep"),
     ):
         engine = make_engine(model_dir, "decode", ManualClock(), **settings)
@@ -273,9 +271,7 @@ def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path)
         assert f"pages are kept behind sliding windows: {why}" in engine.info.notices
         engine.close()
     for settings, why in (
-        ({"host_cache_bytes": 1 << 20}, "there are tiers"),
-        ({"drafter": "ngram"}, "tokens are drafted"),
-        ({"has_store": True}, "the KV store takes pages of one group"),
+        ({"drafter": "eagle3", "draft_dir": model_dir, "draft_width": 4}, "drafts form trees"),
     ):
         with pytest.raises(ConfigError, match=f"window_pages = free: must be .*{why}"):
             make_engine(model_dir, "decode", ManualClock(), window_pages="free", **settings)

@@ -204,7 +204,7 @@ def test_layers_of_two_page_groups_are_one_run(dtype: torch.dtype) -> None:
     first, of_second = pool[:, :, [0, 2]].contiguous(), pool[order][:, :, [1]].contiguous()
     (group,) = step.groups
     table = order.argsort()[group.page_table.long()].int()
-    places = group_places(step.positions, group.cu_q_lens, table, PAGE_SIZE)
+    places = group_places(step.positions, group.cu_q_lens, table, PAGE_SIZE, group.places)
     second = group._replace(page_table=table, places=places, pool=of_second)
     expected = run_all(runs_of(layers), hidden.clone(), step, pool)
     for number, (of_group, in_pool) in enumerate(((0, 0), (1, 0), (0, 1))):
@@ -229,10 +229,13 @@ def test_places_in_a_page_group() -> None:
     table = torch.randint(1, 50, (3, 6), dtype=torch.int32)
     bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)  # Two rows behind are padding.
     positions = torch.tensor([7, 8, 0, 1, 46, 0, 3])
-    found = group_places(positions, bounds, table, PAGE_SIZE).tolist()
+    of_first = PAGE_SIZE + torch.randint(0, 300, (7,))
+    of_first[2], of_first[5:] = positions[2] % PAGE_SIZE, positions[5:] % PAGE_SIZE
+    found = group_places(positions, bounds, table, PAGE_SIZE, of_first).tolist()
     requests = [0, 0, 2, 2, 2]
     wanted = [
         int(table[request, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
         for request, position in zip(requests, positions.tolist(), strict=False)
     ]
+    wanted[2] = 0  # A row that writes nothing.
     assert found == [*wanted, 0, 3]

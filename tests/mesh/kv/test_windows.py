@@ -15,6 +15,7 @@ from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_calls import Ask, Caller, new_salt
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import VOCAB, Greedy, TinyMesh
+from weft.v1.common_pb2 import FILL_SOURCE_KVSTORE
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
@@ -37,6 +38,28 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
     try:
         mesh.wait_ready()
         mesh.wait_healthy()
+        yield mesh
+        assert mesh.stop() == 0, mesh.text
+    finally:
+        mesh.process.kill()
+        mesh.process.wait()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[TinyMesh]:
+    """With a KV store, drafts on decode workers and tiers on all."""
+    args = "--load-back-threshold 0 --prefill-chunk-tokens 64"
+    mesh = TinyMesh(
+        tmp_path_factory.mktemp("stored"),
+        *("--decode", "2", "--kvstore", "1", "--local-prefill-max-tokens", "0"),
+        *("--drafter", "ngram", "--host-cache-bytes", "2000000"),
+        *(f"--decode-args={args} {PATIENT}", f"--prefill-args={args}"),
+        "--gateway-args=--decode-policy round_robin",
+        kind="qwen2",
+        shape={**SHAPE, "sliding_window": WINDOW},
+    )
+    try:
+        mesh.wait_ready()
         yield mesh
         assert mesh.stop() == 0, mesh.text
     finally:
@@ -90,3 +113,42 @@ async def test_a_prefill_worker_is_killed_within_a_fill(mesh: TinyMesh) -> None:
     assert (first.worker_id, second.worker_id) == (filler, other)
     assert first.failure
     assert not second.failure
+
+
+async def test_a_store_brings_the_last_window(stored: TinyMesh) -> None:
+    """What one worker computed, another finds, up to where prompts part."""
+    greedy, stem = Greedy(stored.model_dir), random_prompt(600)
+    workers = (*stored.names("prefill"), *stored.names("decode"))
+    found: list[int] = []
+
+    def num_stored() -> int:
+        return sum(stored.counters(name)["store_stored_pages"] for name in workers)
+
+    async with Caller(stored) as caller:
+
+        async def ask(prompt: list[int]) -> list[int]:
+            """Tokens that came from the store."""
+            answer = await caller.grpc(Ask(prompt, NUM_NEW, "", ignore_eos=True))
+            greedy.check(prompt, answer.token_ids or [], NUM_NEW)
+            fills = [f for f in answer.timeline.fills if f.source == FILL_SOURCE_KVSTORE]
+            assert not any(fill.failure for fill in fills)
+            return [fill.end_token for fill in fills]
+
+        await ask(stem)
+        # A page of the first group, and its page of the window group in two.
+        await asyncio.to_thread(wait_until, lambda: num_stored() >= 3 * (600 // PAGE), 60)
+        for cut in (600, 410, 123):
+            async with asyncio.timeout(120):
+                # The store may miss its time on a busy machine.
+                while True:
+                    for name in workers:
+                        stored.flush(name)
+                    ends = await ask(stem[:cut] + random_prompt(random.randint(1, 20)))
+                    if ends:
+                        break
+            assert ends[0] == cut // PAGE * PAGE
+            found.append(ends[0])
+    assert len(found) == 3
+    for name in workers:
+        (counts,) = stored.dump(name)["engine"]["window_pages"]
+        assert counts["used"] == 0

@@ -1,4 +1,6 @@
-"""Blocks of recurrent layers in the store: pages count up to the last one with a whole block."""
+"""Blocks of recurrent layers in the store, and window pages, which are blocks of their own: pages
+count up to the last one where all blocks that a request needs are whole.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +77,59 @@ async def check_fills(caller: StoreCaller, chain: Chain, expected: list[Any]) ->
     declined = await caller.fill(chain, 2, 7, pages=range(5 + BLOCK))
     assert declined.kinds == ["declined"]
     await caller.settled()
+
+
+async def test_pages_count_up_to_the_last_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition; a fill brings the blocks of the last pages, the last one first."""
+    monkeypatch.setattr("weft.kvstore.store.CONTINUABLE_KEYS", random.randint(1, NUM_PAGES))
+    chain, content = Chain(NUM_PAGES), random_pages(NUM_PAGES, PAGE_BYTES)
+    blocks = [random_pages(BLOCK, PAGE_BYTES) for _ in range(NUM_PAGES)]
+    whole: set[int] = set()
+    async with (
+        store_here(memory_bytes=(2 + BLOCK) * NUM_PAGES * PAGE_BYTES) as (_, address),
+        StoreCaller(address) as caller,
+    ):
+        await caller.put_data(chain, range(NUM_PAGES), content)
+        for index in random.sample(range(NUM_PAGES), NUM_PAGES):
+            # One page of the block is put last.
+            last, found = random.randrange(BLOCK), block_behind(chain, index + 1)
+            others = [number for number in range(BLOCK) if number != last]
+            await caller.put_data(found, others, blocks[index][others])
+            for _ in range(2):
+                for window in range(1, NUM_PAGES + 2):
+                    right = max(
+                        end
+                        for end in range(NUM_PAGES + 1)
+                        if whole.issuperset(range(max(0, end - window), end))
+                    )
+                    request = kvstore_pb2.LookupRequest(
+                        namespace=chain.namespace,
+                        keys=chain.keys,
+                        block_pages=BLOCK,
+                        window_pages=window,
+                    )
+                    answer = await caller.stub.Lookup(request, timeout=10)
+                    assert answer.num_pages == right, (whole, window)
+                if index not in whole:
+                    await caller.put_data(found, [last], blocks[index][[last]])
+                    whole.add(index)
+        end = random.randint(2, NUM_PAGES)
+        start, count = random.randrange(end - 1), random.randint(1, end)
+        pages = range(end - start + count * BLOCK)
+        filled = await caller.fill(chain, start, end, pages=pages, block_pages=BLOCK)
+        assert filled.kinds[-1] == "done"
+        expected = [*content[start:end]]
+        for index in range(end - 1, end - 1 - count, -1):
+            expected += [*blocks[index]]
+        assert [bytes(filled.pages[start + i]) for i in pages] == [p.tobytes() for p in expected]
+        for size in (BLOCK + 1, 2**31):
+            if count * BLOCK % size:
+                declined = await caller.fill(chain, start, end, pages=pages, block_pages=size)
+                assert declined.last.declined.reason == kv_pb2.DECLINE_REASON_INVALID
+        pages = range(end - start + (end + 1) * BLOCK)
+        declined = await caller.fill(chain, start, end, pages=pages, block_pages=BLOCK)
+        assert declined.last.declined.reason == kv_pb2.DECLINE_REASON_INVALID
+        await caller.settled()
 
 
 async def test_blocks_of_malformed_handles_are_not_looked_for() -> None:

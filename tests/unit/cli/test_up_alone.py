@@ -40,13 +40,13 @@ def test_workers_that_have_nobody_to_ask_are_told(
         ([], True),
         (["--drafter", "none", "--decode-args", "--num-pages 60"], True),
         (["--prefill", "0"], False),
-        (["--kvstore", "1"], False),
-        (["--drafter", "ngram"], False),
-        (["--host-cache-bytes", "1000000"], False),
-        (["--disk-cache-dir", "pages"], False),
+        (["--kvstore", "1"], True),
+        (["--prefill", "0", "--kvstore", "1"], True),
+        (["--drafter", "ngram"], True),
+        (["--host-cache-bytes", "1000000", "--disk-cache-dir", "pages"], True),
         (["--tp", "2"], False),
-        (["--decode-args", "--drafter=ngram"], False),
-        (["--prefill-args", "--host-cache-bytes 1000000"], False),
+        (["--decode-args", "--draft-width=4"], False),
+        (["--prefill-args", "--tp 2"], False),
         (["--decode-args", "--window-pages keep"], False),
         (["--prefill-args", "--config x.toml"], False),
     ],
@@ -60,7 +60,7 @@ def test_all_workers_free_pages_behind_windows_or_none(
 
 
 @pytest.mark.parametrize(
-    "variable", ["WEFT_DECODE_DRAFTER", "WEFT_DECODE_HOST_CACHE_BYTES", "WEFT_PREFILL_TP"]
+    "variable", ["WEFT_DECODE_DRAFT_WIDTH", "WEFT_PREFILL_WINDOW_PAGES", "WEFT_PREFILL_TP"]
 )
 def test_what_workers_find_in_their_environment_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str

@@ -46,7 +46,9 @@ def test_rows_find_their_window_whatever_the_load(
     policy: PolicyName,
     is_overlapped: bool,
 ) -> None:
-    """Prompts that begin alike, fills, ends that nobody foresees, cancels and preemptions."""
+    """Prompts that begin alike, fills, loads and copies to tiers, ends that nobody foresees,
+    cancels and preemptions.
+    """
     rng = random.Random(seed)
     max_step_tokens = max_running + rng.choice([1, 16])
     limits = SchedulerLimits(
@@ -88,11 +90,14 @@ def test_rows_find_their_window_whatever_the_load(
             bench.memory.flush_cache()
         if rng.random() < 0.6:  # Others take what is cached.
             of_window.release(of_window.allocate(of_window.num_available_pages))
+        bench.window.hold_some(rng)
+    bench.window.let_go()
     bench.run(*requests)
     for memory in (bench.memory, of_window):
         counts = memory.counts()
         assert counts.free + counts.cached == counts.total
     assert not len(bench.window.pages)
+    assert bench.window.pages._reserved == (0, 0)
     assert not any(bench.scheduler.sizes().values())
 
 

@@ -35,6 +35,7 @@ HANDLE = KvHandle(
     ),
     priority=-12,
     tenant="acme",
+    block_pages=5,
 )
 
 

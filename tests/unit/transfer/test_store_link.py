@@ -120,9 +120,14 @@ class Bench:
 class OneBlock:
     """Blocks of recurrent layers, of which one is kept, behind a prompt's last page."""
 
+    window_pages = 0
+
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.bench = Bench(self)
+
+    def settle(self) -> None:
+        """The copies are made at once."""
 
     def copy(self, block: int, namespace: bytes) -> list[int]:
         return self.bench.memory.allocate(self.num_pages, namespace)

@@ -25,12 +25,7 @@ from weft.engine.checkpoint.eagle_config import head_kind
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
-_KEEPERS = frozenset(
-    (
-        *("drafter", "draft-dir", "mtp-head", "tp", "host-cache-bytes", "disk-cache-dir"),
-        *("kvstore", "window-pages", "config"),
-    )
-)
+_KEEPERS = frozenset(("draft-width", "tp", "window-pages", "config"))
 """Flags of workers with which they may keep all pages behind sliding windows."""
 
 
@@ -285,11 +280,9 @@ def _worker(
 def _frees_windows(settings: UpSettings) -> bool:
     """Whether all workers free pages behind sliding windows although they exchange pages: nothing
     that one of them does, as its flags and environment tell, needs all pages. Without prefill
-    workers each decides for itself.
+    workers and KV stores each decides for itself.
     """
-    drafts = settings.draft_dir is not None or settings.drafter not in (None, "none")
-    has_tiers = bool(settings.host_cache_bytes) or settings.disk_cache_dir is not None
-    if drafts or has_tiers or settings.tp > 1 or settings.kvstore or not settings.prefill:
+    if settings.tp > 1 or not (settings.prefill or settings.kvstore):
         return False
     words = shlex.split(settings.decode_args) + shlex.split(settings.prefill_args)
     names = [keeper.upper().replace("-", "_") for keeper in _KEEPERS]

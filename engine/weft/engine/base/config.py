@@ -157,7 +157,7 @@ class EngineConfig:
     window_pages: Literal["auto", "free", "keep"] = "auto"
     """Pages of sliding-window layers. auto: the engine frees pages behind the window unless a
     feature needs all of them (`keeps_windows`). free: it also does so where it exchanges pages with
-    other workers, which must have the same setting. keep: the engine keeps all of them.
+    a KV store or other workers, which must have the same setting. keep: the engine keeps all.
     """
     checkpoint_tokens: int = 1024
     """Models with recurrent layers: tokens from one state that the prefix cache keeps of a prompt
@@ -495,14 +495,13 @@ class EngineConfig:
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
             (self.tp > 1, "ranks divide one page group"),
-            (self.has_store, "the KV store takes pages of one group"),
             (
-                self.window_pages == "auto" and (self.role == "prefill" or not self.never_fills),
+                self.window_pages == "auto"
+                and (self.role == "prefill" or self.has_store or not self.never_fills),
                 "this worker may exchange pages with others; with window_pages = free on all of "
                 "them it may free its own",
             ),
-            (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
-            (self.drafter != "none" or self.has_head, "tokens are drafted"),
+            (self.draft_width > 1, "drafts form trees"),
         )
         return next((text for is_so, text in reasons if is_so), "")
 
@@ -512,9 +511,14 @@ class EngineConfig:
         return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether there are tiers of the engine's own."""
+        return bool(self.host_cache_bytes) or self.disk_cache_dir is not None
+
+    @property
     def moves_pages(self) -> bool:
         """Whether pages leave the pool or come into it: from other workers, a store or tiers."""
-        return self.ships_pages or bool(self.host_cache_bytes) or self.disk_cache_dir is not None
+        return self.ships_pages or self.has_tiers
 
     @property
     def ships_pages(self) -> bool:

@@ -1,4 +1,4 @@
-"""Access to blocks of recurrent layers for tiers, as pages of a pool."""
+"""Access to blocks of recurrent layers and to window pages for tiers, as pages of a pool."""
 
 from __future__ import annotations
 

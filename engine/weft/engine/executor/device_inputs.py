@@ -470,7 +470,7 @@ def group_step(
         positions: [T] int64 of the rows, complete.
         page_size: Token positions a page.
     """
-    places = group_places(positions, first.cu_q_lens, page_table, page_size)
+    places = group_places(positions, first.cu_q_lens, page_table, page_size, first.places)
     return first._replace(page_table=page_table, places=places, pool=pool)
 
 

@@ -550,6 +550,10 @@ class LocalExecutor:
         assert self.states is not None
         return BlockPool(self.states.of_blocks, num_pages, page_bytes)
 
+    def window_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
+        """See `Executor.window_pool`."""
+        return BlockPool(self._pools[1:], num_pages, page_bytes)
+
     @property
     def _page_rows(self) -> torch.Tensor:
         """The first group's pool as [num_pages, page_bytes] uint8."""

@@ -91,6 +91,7 @@ def divide_pages(
     max_requests: int,
     max_step_tokens: int,
     max_context_tokens: int,
+    max_drafts: int = 0,
     *,
     is_fixed: bool = False,
 ) -> tuple[int, ...]:
@@ -105,6 +106,7 @@ def divide_pages(
         max_requests: Most running requests.
         max_step_tokens: Most new tokens of a step.
         max_context_tokens: Longest request.
+        max_drafts: Most drafts of a request in a step.
         is_fixed: The first group has `num_pages`, whatever the others need.
 
     Returns:
@@ -113,7 +115,7 @@ def divide_pages(
     first, *others = layout.groups
     size, counts = layout.page_size, []
     context = -(-max_context_tokens // size)
-    held = [min(context, window_reserve(group.reach or 0, size)) for group in others]
+    held = [min(context, window_reserve(group.reach or 0, size, max_drafts)) for group in others]
     sizes = [group.page_bytes(size) for group in layout.groups]
     longest = sum(count * of for count, of in zip((context, *held), sizes, strict=True))
     num_longest = max(1, num_pages * sum(sizes) // longest)

@@ -140,6 +140,10 @@ class Executor(Protocol):
         """Access for one thread to blocks of recurrent layers, as so many pages each."""
         ...
 
+    def window_pool(self, num_pages: int, page_bytes: int) -> PagePool:
+        """Access for one thread to pages of the window group, as so many pages each."""
+        ...
+
     def page_digests(self, pages: Sequence[int]) -> list[int]:
         """Digests of pages as they are in the pool now; waits for them."""
         ...

@@ -58,6 +58,7 @@ from weft.engine.loop.recurrent import (
     make_states,
     num_block_pages,
 )
+from weft.engine.loop.windows import num_pages_of_window_page
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
@@ -242,7 +243,7 @@ def _load_parts(
         loaded.embedding_size,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
-    sizes = layout.page_bytes, num_block_pages(layout)
+    sizes = layout.page_bytes, num_block_pages(layout) or num_pages_of_window_page(layout)
     tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *shards),
@@ -353,7 +354,7 @@ def _windows(
         if prefixes is not None:
             index = WindowIndex(prefixes, group.reach, config.page_size)
         memory = PageMemory(num_pages, index, tracks_freed=config.poison_free_pages)
-        sizes = group.reach, config.page_size, config.max_step_tokens
+        sizes = group.reach, config.page_size, config.max_step_tokens, config.most_drafts
         windows.append(WindowPages(memory, index, *sizes))
     return tuple(windows)
 

@@ -34,7 +34,7 @@ from weft.engine.loop.reports import engine_counters, load_report, retry_after_s
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.tiers import make_tiers
-from weft.engine.loop.windows import WindowsInPages
+from weft.engine.loop.windows import StoredWindows, WindowsInPages
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import LeaseReply, StagingCounts
@@ -53,6 +53,7 @@ from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.store import StoredBlocks
 from weft.engine.sources.tiers.write_through import write_through
 from weft.engine.transfer.chunks import ChunkPosted, ShipResult
 from weft.engine.transfer.nixl_wire import Notification
@@ -118,7 +119,7 @@ class Engine:
         elif parts.windows and config.ships_pages:
             (windows,) = parts.windows
             self._window_pages = self.fills.block_pages = WindowsInPages(
-                parts.layout, windows, parts.memory, parts.executor
+                parts.layout, windows, parts.memory, parts.executor, has_store=config.has_store
             )
         pages = RequestPages(
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
@@ -149,10 +150,22 @@ class Engine:
             self.tiers.listener = self.scheduler
             if self._block_pages is not None:
                 self._block_pages.on_allocated = self.tiers.write_back
+            if self._window_pages is not None:
+                self._window_pages.on_allocated = self.tiers.write_back
         self.filler = self._make_filler()
         self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
         held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
-        self.store = make_store(config, parts, held, self._out.store, clock, self._block_pages)
+        blocks: StoredBlocks | None = self._block_pages
+        if config.has_store and parts.windows:
+            (windows,) = parts.windows
+            blocks = StoredWindows(
+                parts.layout,
+                windows,
+                parts.memory,
+                parts.executor,
+                (lambda: None) if self.tiers is None else self.tiers.write_back,
+            )
+        self.store = make_store(config, parts, held, self._out.store, clock, blocks)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
@@ -539,10 +552,10 @@ class Engine:
         self._note_progress()
         if self.tiers is not None:
             self.tiers.write_back()
-        for group, memory in enumerate(self.memories[1:], 1):
-            self._executor.zero(memory.take_wipes(), group)
-        if wipes := self.memory.take_wipes():
-            self._executor.zero(wipes)
+        wiped = [memory.take_wipes() for memory in self.memories]
+        for group, wipes in enumerate(wiped):
+            self._executor.zero(wipes, group)
+        if any(wiped):
             is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
                 # From now on fills and loads may write to these pages, so the device must have

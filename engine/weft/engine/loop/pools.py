@@ -125,7 +125,12 @@ def size_pools(
         if device.type == "cuda":
             check_pool_fits(num_pages * page_bytes + draft_bytes, device)
     plan: list[str] = []
-    limits = config.max_running_requests, config.max_step_tokens, max_context_tokens
+    limits = (
+        config.max_running_requests,
+        config.max_step_tokens,
+        max_context_tokens,
+        config.most_drafts,
+    )
     is_fixed = config.num_pages is not None
     num_pages, *of_windows = divide_pages(layout, num_pages, *limits, is_fixed=is_fixed)
     if needs is not None:

@@ -115,13 +115,11 @@ def make_states(
     return StateBlocks(memory, index, *sizes, config.most_drafts)
 
 
-def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:
-    """Access to blocks for the tiers; None: the model has no recurrent layers."""
-    if parts.states is None:
-        return None
+def block_access(parts: EngineParts, states: StateBlocks, pages: RequestPages) -> BlockAccess:
+    """Access to the blocks of a model with recurrent layers, for tiers."""
     num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes
     return BlockAccess(
-        states=parts.states,
+        states=states,
         num_pages=num_pages,
         make_pool=lambda: parts.executor.block_pool(num_pages, page_bytes),
         num_continuable_pages=pages.num_continuable_pages,
@@ -142,6 +140,7 @@ class BlocksInPages:
         self, layout: CacheLayout, states: StateBlocks, memory: PageMemory, executor: Executor
     ) -> None:
         self.num_pages = num_block_pages(layout)
+        self.window_pages = 0
         self._page_size = layout.page_size
         self._states = states
         self._memory = memory
@@ -149,7 +148,12 @@ class BlocksInPages:
         self.on_allocated: Callable[[], None] = lambda: None
         """Called before pages are written to that may have been taken from the prefix cache."""
 
-    def num_pages_of(self, asked: KvHandle | Request, end_token: int = 0) -> int:
+    stored_block_pages = 0
+    """See `BlockPages.stored_block_pages`: there is one block."""
+
+    def num_pages_of(
+        self, asked: KvHandle | Request, end_token: int = 0, *, is_stored: bool = False
+    ) -> int:
         """See `BlockSource.num_pages_of` and `BlockPages.num_pages_of`."""
         return self.num_pages
 
@@ -182,7 +186,12 @@ class BlocksInPages:
         self._executor.mark().wait()
         return pages
 
-    def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
+    def settle(self) -> None:
+        """See `StoredBlocks.settle`."""
+
+    def unpack(
+        self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
+    ) -> None:
         """See `BlockPages.unpack`."""
         block = self._states.adopt(request, end_token // self._page_size)
         self._executor.unpack_block(block, pages)

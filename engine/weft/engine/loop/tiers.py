@@ -8,10 +8,12 @@ from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.parts import EngineParts
 from weft.engine.loop.recurrent import block_access
+from weft.engine.loop.windows import window_access
 from weft.engine.protocol.reports import TierReport
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
+from weft.engine.sources.tiers.blocks import Beside
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
@@ -25,6 +27,15 @@ def tier_reports(
     if store is not None:
         reports.append(store.report(policy.bytes_per_s("store")))
     return reports
+
+
+def _beside(parts: EngineParts, pages: RequestPages) -> Beside | None:
+    """What the model needs beside pages of the first group; None: nothing."""
+    if parts.states is not None:
+        return block_access(parts, parts.states, pages)
+    for windows in parts.windows:
+        return window_access(parts, windows, pages)
+    return None
 
 
 def make_tiers(
@@ -57,7 +68,7 @@ def make_tiers(
             pages.num_cached_pages,
             clock,
             config.fill_progress_timeout_s,
-            block_access(parts, pages),
+            _beside(parts, pages),
         )
     fills = TieredFills(
         tiers, owner, policy, parts.layout.page_bytes, config.page_size, prefill_tokens_per_s

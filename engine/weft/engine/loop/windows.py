@@ -1,14 +1,46 @@
-"""Window pages in leases: a fill brings as much of a window group as its owner needs to go on."""
+"""Window pages in leases and tiers: these bring as much of a window group as a request needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import Node
 from weft.engine.protocol.handle import KvHandle
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.lease import FillJob
+from weft.engine.sources.tiers.blocks import WindowAccess
+
+if TYPE_CHECKING:
+    from weft.engine.loop.build import EngineParts
+
+SPARED_SHARE = 8
+"""One page in so many of the first group is left to requests by copies for the KV store."""
+
+
+def num_pages_of_window_page(layout: CacheLayout) -> int:
+    """Pages of a tier that one page of a window group takes; 0: there is no such group."""
+    if len(layout.groups) == 1:
+        return 0
+    own, other = (group.page_bytes(layout.page_size) for group in layout.groups)
+    return -(-other // own)
+
+
+def window_access(parts: EngineParts, windows: WindowPages, pages: RequestPages) -> WindowAccess:
+    """What tiers need of the window group."""
+    num_pages, page_bytes = num_pages_of_window_page(parts.layout), parts.layout.page_bytes
+    return WindowAccess(
+        windows=windows,
+        num_pages=num_pages,
+        make_pool=lambda: parts.executor.window_pool(num_pages, page_bytes),
+        num_continuable_pages=pages.num_continuable_pages,
+    )
 
 
 class WindowsInPages:
@@ -21,30 +53,48 @@ class WindowsInPages:
         windows: The owner of window pages.
         memory: The owner of pages of the first group.
         executor: Has the bytes of both.
+        has_store: Leases may be of a KV store.
     """
 
     def __init__(
-        self, layout: CacheLayout, windows: WindowPages, memory: PageMemory, executor: Executor
+        self,
+        layout: CacheLayout,
+        windows: WindowPages,
+        memory: PageMemory,
+        executor: Executor,
+        *,
+        has_store: bool = False,
     ) -> None:
         self._page_size = layout.page_size
         self._own_bytes, self._bytes = (
             group.page_bytes(layout.page_size) for group in layout.groups
         )
+        self._has_store = has_store
+        self.stored_block_pages = num_pages_of_window_page(layout)
+        """See `BlockPages.stored_block_pages`."""
         self._windows = windows
         self._memory = memory
         self._executor = executor
         self._most = windows.num_needed(0, memory.num_usable_pages * layout.page_size)
+        self.on_allocated: Callable[[], None] | None = None
+        """Called before pages are written to that may have been taken from the prefix cache; None:
+        no tiers copy what is taken.
+        """
 
     @property
     def num_pages(self) -> int:
         """See `BlockPages.num_pages`."""
+        if self._has_store:
+            return self._most * self.stored_block_pages
         return self._carriers(self._most)
 
-    def num_pages_of(self, asked: KvHandle | Request, end_token: int | None = None) -> int:
+    def num_pages_of(
+        self, asked: KvHandle | Request, end_token: int = 0, *, is_stored: bool = False
+    ) -> int:
         """See `BlockPages.num_pages_of` and `BlockSource.num_pages_of`."""
         if isinstance(asked, Request):
-            assert end_token is not None
-            return self._carriers(self._windows.num_needed(asked.num_computed, end_token))
+            count = self._windows.num_needed(asked.num_computed, end_token)
+            return count * self.stored_block_pages if is_stored else self._carriers(count)
         return self._carriers(self._carried(asked.num_more_pages, asked.end_token))
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
@@ -55,6 +105,8 @@ class WindowsInPages:
             return None
         job.num_promised_pages -= job.num_more_pages
         into = self._memory.allocate(job.num_more_pages, job.namespace, promised=True)
+        if self.on_allocated is not None:
+            self.on_allocated()
         # Otherwise the next step would zero them.
         self._executor.zero(self._memory.take_wipes())
         if count:
@@ -64,13 +116,21 @@ class WindowsInPages:
         self._executor.mark().wait()
         return into
 
-    def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
+    def unpack(
+        self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
+    ) -> None:
         """See `BlockPages.unpack`."""
         new = self._windows.adopt(request, end_token // self._page_size)
         # Otherwise the next step would zero them.
         self._executor.zero(self._windows.memory.take_wipes(), 1)
-        if new:
+        size = self.stored_block_pages
+        for number, page in enumerate(reversed(new)) if is_stored else ():
+            self._executor.unpack_pages([page], 1, pages[number * size : (number + 1) * size])
+        if new and not is_stored:
             self._executor.unpack_pages(new[::-1], 1, pages)
+        if self.on_allocated is not None:
+            # Threads of tiers read these pages without waiting for steps.
+            self._executor.mark().wait()
 
     def _carriers(self, count: int) -> int:
         """Pages of the first group that have room for so many window pages."""
@@ -82,3 +142,56 @@ class WindowsInPages:
         """
         room = max(0, num_pages) * self._own_bytes // self._bytes
         return min(room, self._windows.num_needed(0, end_token))
+
+
+class StoredWindows:
+    """Implements `StoredBlocks`: each page of the window group is a block of its own.
+
+    Args:
+        layout: Of the first group and the window group.
+        windows: The owner of window pages.
+        memory: The owner of pages of the first group.
+        executor: Has the bytes of both.
+        on_allocated: Called before pages are written to that may have been taken from the prefix
+            cache.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        windows: WindowPages,
+        memory: PageMemory,
+        executor: Executor,
+        on_allocated: Callable[[], None],
+    ) -> None:
+        self.num_pages = num_pages_of_window_page(layout)
+        self.window_pages = windows.num_needed(0, memory.num_usable_pages * layout.page_size)
+        self._windows = windows
+        self._memory = memory
+        self._executor = executor
+        self._spared = memory.num_usable_pages // SPARED_SHARE
+        self._copied: Mark | None = None
+        self._on_allocated = on_allocated
+
+    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+        """See `StoredBlocks.copy`."""
+        # Pages for copies must not make requests wait.
+        if self._memory.num_available_pages < self._spared + self.num_pages:
+            return None
+        pages = self._memory.allocate(self.num_pages, namespace)
+        self._on_allocated()
+        # Otherwise the next step would zero them.
+        self._executor.zero(self._memory.take_wipes())
+        self._executor.pack_pages([block], 1, pages)
+        self._copied = self._executor.mark()
+        return pages
+
+    def settle(self) -> None:
+        """See `StoredBlocks.settle`."""
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
+        """See `StoredBlocks.kept_of`."""
+        return self._windows.kept_of(request, first, end)

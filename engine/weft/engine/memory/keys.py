@@ -71,6 +71,21 @@ def block_keys(key: bytes, num_pages: int) -> list[bytes]:
     ]
 
 
+def blocks_keys(keys: Sequence[bytes], num_pages: int, block_pages: int) -> list[bytes]:
+    """Keys of the pages of several blocks: that of the last page `keys[-1]` first, then those of
+    the pages before it.
+
+    Args:
+        keys: Of consecutive pages of a prompt, from its first one on.
+        num_pages: Pages of all blocks.
+        block_pages: Pages of each; 0: there is one block.
+    """
+    size = block_pages or num_pages
+    count = num_pages // size if size else 0
+    last = keys[max(0, len(keys) - count) :]
+    return [own for key in reversed(last) for own in block_keys(key, size)]
+
+
 SHORT_KEY_BYTES = 8
 
 

@@ -97,7 +97,7 @@ class PageGroup:
     planes: tuple[PagedPlane, ...]
     """Planes of the group, in the order in which they lie in a page."""
     reach: int | None = None
-    """Most last positions, a row's own included, to which a row attends; None: all positions."""
+    """Most last positions, a row's own included, of which a row needs the entries; None: all."""
 
     @property
     def plane(self) -> PagedPlane:

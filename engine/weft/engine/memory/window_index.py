@@ -40,8 +40,8 @@ class WindowIndex:
         """Pages with which a request has begun."""
         self._left: OrderedDict[int, None] = OrderedDict()
         self._unused: OrderedDict[int, None] = OrderedDict()
-        self.on_lost: Callable[[int], None] = lambda page: None
-        """Called with each unused page whose node has left the tree."""
+        self.on_lost: Callable[[int, Node], None] = lambda page, node: None
+        """Called with each unused page whose node has left the tree, and the node."""
         tree.on_removed.append(self._removed)
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
@@ -58,6 +58,10 @@ class WindowIndex:
     def pages_before(self, path: Sequence[Node]) -> list[int]:
         """The pages of the group that a request needs to continue after a path."""
         return [self._pages[node] for node in path[max(0, len(path) - self.num_needed) :]]
+
+    def page_of(self, node: Node) -> int | None:
+        """The page of a node; None: it has none."""
+        return self._pages.get(node)
 
     def add(self, node: Node, page: int) -> bool:
         """Adds a page, which is in use, to a node; False: the node has one already."""
@@ -130,7 +134,7 @@ class WindowIndex:
             return
         self._forget(page)
         if self._drop_unused(page):
-            self.on_lost(page)
+            self.on_lost(page, node)
 
     def _forget(self, page: int) -> Node:
         node = self._nodes.pop(page)

@@ -61,6 +61,11 @@ class KvHandle:
     empty: the base model. It is part of `namespace`; here it tells the filler which adapter to use.
     """
 
+    block_pages: int = 0
+    """Asks a KV store for blocks of so many pages each behind those of the tokens; see
+    `weft.engine.memory.keys.blocks_keys`. 0: for one block, or it goes to a worker.
+    """
+
     @property
     def num_more_pages(self) -> int:
         """Pages behind those of the tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from weft.engine.protocol.handle import NixlTargetInfo
 
 MAX_STORED_BLOCK_PAGES = 1024
-"""Most pages of a block of recurrent layers that a store keeps."""
+"""Most pages of a block of recurrent layers, or of one page of a window group, in a store."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,9 +50,12 @@ class StoreLookup:
     namespace: bytes
     keys: list[bytes]
     block_pages: int = 0
-    """Pages of a block of recurrent layers; only pages behind which a block is held count, and all
-    of a prompt are on the replica of its first page. 0: the model has no such layers.
+    """Pages of a block of recurrent layers or of a window page. Pages count up to the last one
+    where a request can go on, and all of a prompt are on the replica of its first page. 0: the
+    model has no blocks.
     """
+    window_pages: int = 0
+    """Number of last pages whose blocks a request needs to go on; 0: of one."""
     request_id: str = ""
     traceparent: str = ""
 

@@ -39,6 +39,8 @@ class SchedulerLimits(NamedTuple):
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
     has_whole_prompts: bool = False
     """Whether a prompt is computed in one step or not at all."""
+    has_tiers: bool = False
+    """Whether tiers of the engine's own may bring what requests lack."""
     needs_lead: bool = False
     """Whether a chunk needs the hidden state of the position before it, which its slot may lack."""
 
@@ -74,6 +76,7 @@ class SchedulerLimits(NamedTuple):
             max_tokens_in_flight=config.max_tokens_in_flight,
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
+            has_tiers=config.has_tiers,
             needs_lead=config.has_head,
         )
 

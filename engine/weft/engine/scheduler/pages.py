@@ -305,13 +305,15 @@ class RequestPages:
             for request in requests:
                 window.grow(request)
 
-    def take_uncontinuable(self, request: Request) -> None:
-        """Gives an admitted request that may be filled the cached pages behind its match, of which
-        window groups have too few: its fill brings these. One page at least is left to be filled.
+    def take_uncontinuable(self, request: Request, end_token: int) -> None:
+        """Gives an admitted request that may be filled up to `end_token` the cached pages behind
+        its match, of which window groups have too few: its fill brings these. One page at least is
+        left to be filled.
         """
         if self._cache is None or not self.windows:
             return
-        most = max(0, request.num_reusable_tokens // self._page_size - 1) * self._page_size
+        end_token = min(end_token, request.num_reusable_tokens)
+        most = max(0, end_token // self._page_size - 1) * self._page_size
         found = self._cache.find(
             request.keys.namespace, request.keys.packed(request.tokens, 0, most)
         )

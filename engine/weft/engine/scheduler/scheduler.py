@@ -570,13 +570,16 @@ class Scheduler:
 
     def _choose_source(self, request: Request) -> State:
         """The state of a request that is being admitted. What is cached behind its match is taken
-        first, so that the choice knows what a fill would bring; kept only for a fill.
+        first, so that the choice knows what a fill or load would bring; kept only for these.
         """
         if self._fills is None:
             return State.PREFILLING
-        if request.candidates:
-            self.pages.take_uncontinuable(request)
-            if not self._fills.has_room(request):
+        if request.candidates or self._limits.has_tiers:
+            end_token = request.num_reusable_tokens
+            if request.candidates and request.candidates[0].kind == "kvstore":
+                end_token = request.candidates[0].match_tokens
+            self.pages.take_uncontinuable(request, end_token)
+            if request.candidates and not self._fills.has_room(request):
                 # Without these pages the fill can be cut into pieces that do have room.
                 self.pages.untake_uncontinuable(request)
         state = self._fills.next_state(request)

@@ -17,12 +17,13 @@ first group's pages decide who is preempted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.engine.memory.page_memory import PageMemory, step_reserve, window_reserve
 from weft.engine.memory.page_table import PageTable
+from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Match, Node
 from weft.engine.memory.window_index import WindowIndex
 from weft.engine.scheduler.state import Request
@@ -72,6 +73,7 @@ class WindowPages:
         reach: Positions that a row attends to at most, its own included.
         page_size: Token positions a page.
         max_step_tokens: Most new tokens of a step.
+        max_drafts: Most drafts of a request in a step.
     """
 
     def __init__(
@@ -81,19 +83,23 @@ class WindowPages:
         reach: int,
         page_size: int,
         max_step_tokens: int,
+        max_drafts: int = 0,
     ) -> None:
         self.memory = memory
         self._index = index
         self._reach = reach
         self._page_size = page_size
-        self._most = window_reserve(reach, page_size)
+        self._most = window_reserve(reach, page_size, max_drafts)
         self._num_spare = memory.num_usable_pages - step_reserve(max_step_tokens, page_size)
         self._held: dict[Request, _Held] = {}
         self._reserved = NOTHING
         self._returning: deque[tuple[int, _Held]] = deque()
         self._grown: list[Request] = []
+        self.on_given_up: Callable[[Evicted], None] = lambda evicted: None
+        """Called with each cached page that is given up, while its bytes are still there."""
+        memory.on_reclaimed = lambda evicted: self.on_given_up(evicted)
         if index is not None:
-            index.on_lost = memory.forget
+            index.on_lost = self._lost
 
     def __len__(self) -> int:
         """Number of requests that have pages or a reservation."""
@@ -161,23 +167,76 @@ class WindowPages:
         assert count <= end <= len(held.pages), "these pages are not there"
         return held.pages[end - count : end]
 
-    def adopt(self, request: Request, num_pages: int) -> list[int]:
+    def adopt(
+        self, request: Request, num_pages: int, lent: Sequence[int] | None = None
+    ) -> list[int]:
         """Gives an admitted request, whose tokens of so many pages were computed elsewhere, the
-        pages that it needs to go on behind them and has not yet. The caller writes these.
+        pages that it needs to go on behind them and has not yet.
 
         Args:
             request: It has published its pages of the first group up to there.
             num_pages: Number of its computed pages.
+            lent: These pages, from `lend`, written; None: new ones, which the caller writes.
         """
         held, end_token = self._held[request], num_pages * self._page_size
         self._free_behind(held, end_token)
         count = self.num_needed(held.end * self._page_size, end_token)
         if not held.pages:
             held.first = num_pages - count
-        pages = self.memory.allocate(count, request.namespace)
+        if lent is None:
+            pages = self.memory.allocate(count, request.namespace)
+        else:
+            assert len(lent) == count, "not the pages that the request lacks"
+            pages = list(lent)
+            self._reserve_more(-count)
         held.pages += pages
         self.publish(request, num_pages)
         return pages
+
+    def lend(self, request: Request, num_pages: int) -> list[int] | None:
+        """New pages that something other than a step writes, for `adopt` behind as many pages of an
+        admitted request, or for `give_back`; None: there is no room beside what running requests
+        need.
+        """
+        count = self.num_needed(request.num_computed, num_pages * self._page_size)
+        if not self._reserve_more(count):
+            return None
+        return self.memory.allocate(count, request.namespace)
+
+    def hold(self, page: int) -> bool:
+        """Keeps a cached page from being given up until `give_back`, so that it can be copied.
+        Returns False, and does nothing, if running requests need all of the room.
+        """
+        if not self._reserve_more(1):
+            return False
+        self.memory.retain([page])
+        return True
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Ends `lend` or `hold`."""
+        self._reserve_more(-len(pages))
+        self.memory.release(pages)
+
+    def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
+        """The cached pages beside the request's published pages [first, end), and their nodes."""
+        found: list[tuple[Node, int]] = []
+        node, index = request.cache_leaf, request.num_published_pages
+        while self._index is not None and node is not None and index > first:
+            page = self._index.page_of(node)
+            if index <= end and page is not None:
+                found.append((node, page))
+            node, index = node.parent, index - 1
+        return found[::-1]
+
+    def first_needed(self, num_pages: int) -> int:
+        """The first page that a request needs to go on behind so many pages."""
+        return self._first_read(num_pages * self._page_size)
+
+    def _lost(self, page: int, node: Node) -> None:
+        """The node of an unused page has left the tree."""
+        assert node.parent is not None
+        self.on_given_up(Evicted(page, node.key, node.parent.key))
+        self.memory.forget(page)
 
     def _free_behind(self, held: _Held, num_computed: int) -> None:
         """Frees pages that no row from this position on attends to."""
@@ -204,9 +263,7 @@ class WindowPages:
         if soon:
             for _, returning in self._returning:
                 wanted = wanted.plus(returning.reserved, -1)
-        return (
-            wanted.beside_prompts <= self._num_spare or wanted.total <= self.memory.num_usable_pages
-        )
+        return self._fits(wanted)
 
     def reserve(self, request: Request) -> bool:
         """Reserves what the request may have at most; False: there is no room for it."""
@@ -217,6 +274,19 @@ class WindowPages:
             held.reserved = self._most_of(request)
             self._reserved = self._reserved.plus(held.reserved)
         return True
+
+    def _reserve_more(self, count: int) -> bool:
+        """Reserves pages that are no request's, or gives them back; False: there is no room."""
+        wanted = self._reserved.plus(Reserved(count, count))
+        if count > 0 and not self._fits(wanted):
+            return False
+        self._reserved = wanted
+        return True
+
+    def _fits(self, wanted: Reserved) -> bool:
+        return (
+            wanted.beside_prompts <= self._num_spare or wanted.total <= self.memory.num_usable_pages
+        )
 
     def _most_of(self, request: Request) -> Reserved:
         num_tokens = max(request.num_tokens, request.num_prompt_tokens + request.max_tokens)

@@ -59,11 +59,20 @@ class BlockPages(Protocol):
         """Most pages that a lease has for it."""
         ...
 
-    def num_pages_of(self, request: Request, end_token: int) -> int:
-        """Pages that a lease of a request up to `end_token` has for it."""
+    def num_pages_of(self, request: Request, end_token: int, *, is_stored: bool) -> int:
+        """Pages that a lease of a request up to `end_token` has for it; a KV store has them as they
+        were put.
+        """
         ...
 
-    def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
+    @property
+    def stored_block_pages(self) -> int:
+        """See `KvHandle.block_pages` of handles for a KV store."""
+        ...
+
+    def unpack(
+        self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
+    ) -> None:
         """Gives a request what these pages carry, which has its tokens up to `end_token`."""
         ...
 

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
-from weft.engine.memory.keys import block_keys
+from weft.engine.memory.keys import blocks_keys
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillCommand, LeaseAnswer
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, KvHandle
@@ -127,7 +127,7 @@ class OwnerFills:
     def _is_remote(self, request: Request) -> bool:
         """Applies the cost rule (docs/architecture.md); records both costs."""
         end_token = self._end_token(request)
-        num_more = self._num_more(request, end_token)
+        num_more = self.num_more(request, end_token)
         begin = self._next_token(request)
         decision = self._costs.decide(request, begin, end_token, self._page_bytes, num_more)
         request.timeline.remote_cost_s = decision.remote_s
@@ -165,7 +165,7 @@ class OwnerFills:
             self._line.waits(request)
             return True
         self._line.leaves(request)
-        num_more = self._num_more(request, begin + num_pages * size)
+        num_more = self.num_more(request, begin + num_pages * size)
         pages = self._memory.allocate(num_pages, request.namespace, promised=True)
         request.num_promised_pages -= num_pages
         pages += self._memory.allocate(num_more, request.namespace)
@@ -374,9 +374,12 @@ class OwnerFills:
         """Most pages of a fill behind those of KV."""
         return 0 if self.block_pages is None else self.block_pages.num_pages
 
-    def _num_more(self, request: Request, end_token: int) -> int:
+    def num_more(self, request: Request, end_token: int) -> int:
         """Pages behind those of KV of a fill that ends there."""
-        return 0 if self.block_pages is None else self.block_pages.num_pages_of(request, end_token)
+        if self.block_pages is None:
+            return 0
+        is_stored = bool(request.candidates) and request.candidates[0].kind == "kvstore"
+        return self.block_pages.num_pages_of(request, end_token, is_stored=is_stored)
 
     def _room(self) -> tuple[int, int]:
         """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
@@ -408,7 +411,7 @@ class OwnerFills:
         available = max(0, self._memory.num_available_pages)
 
         def is_too_much(num_pages: int) -> bool:
-            num_more = self._num_more(request, begin + num_pages * size)
+            num_more = self.num_more(request, begin + num_pages * size)
             return num_pages + num_more > count or num_more > available
 
         return bisect_left(range(count + 1), True, key=is_too_much) - 1
@@ -419,7 +422,7 @@ class OwnerFills:
         """
         landing, in_pool = self._most()
         size = self._config.page_size
-        num_more = self._num_more(request, self._next_token(request) + size)
+        num_more = self.num_more(request, self._next_token(request) + size)
         most = min(landing, in_pool) - 1
         if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
@@ -465,7 +468,12 @@ class OwnerFills:
             priority=request.priority,
             tenant=request.tenant,
             adapter=request.adapter,
+            block_pages=self._stored_block_pages if fill.candidate.kind == "kvstore" else 0,
         )
+
+    @property
+    def _stored_block_pages(self) -> int:
+        return 0 if self.block_pages is None else self.block_pages.stored_block_pages
 
     def _command(
         self,
@@ -579,7 +587,7 @@ class OwnerFills:
         index = start_token // self._config.page_size + page
         num_kv = fill.end_token // self._config.page_size
         keys = request.keys.upto(request.tokens, num_kv)
-        keys = [*keys, *block_keys(keys[-1], fill.num_block_pages)]
+        keys = [*keys, *blocks_keys(keys, fill.num_block_pages, self._stored_block_pages)]
         self._command(fill, "report", corrupt=(keys[index], digest))
 
     def _accept(self, fill: Fill, index: int, end_token: int) -> None:
@@ -612,7 +620,8 @@ class OwnerFills:
             assert self.listener is not None
             self.listener.publish(request)
         if self.block_pages is not None and is_whole:
-            self.block_pages.unpack(request, fill.block_pages, fill.end_token)
+            is_stored = fill.candidate.kind == "kvstore"
+            self.block_pages.unpack(request, fill.block_pages, fill.end_token, is_stored=is_stored)
             self._memory.release(fill.block_pages)
             fill.block_pages = []
         if not is_whole:

@@ -75,13 +75,23 @@ class _Put:
 
 
 class StoredBlocks(Protocol):
-    """The pool's blocks of recurrent layers, which the store keeps in pages."""
+    """The pool's blocks of recurrent layers, or pages of the window group as blocks, which the
+    store keeps in pages.
+    """
 
     num_pages: int
     """Pages that a block takes."""
+    window_pages: int
+    """See `StoreLookup.window_pages`."""
 
     def copy(self, block: int, namespace: bytes) -> list[int] | None:
-        """Copies a block into new pages, which the caller releases; None: there is no room."""
+        """Copies a block into new pages, which the caller releases and does not read before
+        `settle`; None: there is no room.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Waits until all copies are made."""
         ...
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
@@ -100,7 +110,7 @@ class StoreLink:
         page_bytes: Returns the content of a page, for the `data` transport.
         send: Puts a lookup or a put into the outbox.
         clock: Monotonic seconds.
-        blocks: Blocks of recurrent layers; None: the model has none.
+        blocks: What the model needs beside pages of the first group; None: nothing.
     """
 
     def __init__(
@@ -148,6 +158,7 @@ class StoreLink:
             namespace=request.namespace,
             keys=list(keys),
             block_pages=0 if self._blocks is None else self._blocks.num_pages,
+            window_pages=0 if self._blocks is None else self._blocks.window_pages,
             request_id=request.key.request_id,
             traceparent=request.traceparent,
         )
@@ -216,7 +227,7 @@ class StoreLink:
             self._offer_block(node, block)
 
     def _offer_block(self, node: Node, block: int) -> None:
-        """Queues the block behind a page, once, in pages of its own."""
+        """Queues the block at a page, once, in pages of its own."""
         assert self._blocks is not None
         keys = block_keys(node.key, self._blocks.num_pages)
         first, root = node, node.parent
@@ -256,7 +267,7 @@ class StoreLink:
             self._note_known(key)
             self._memory.retain([request.pages[index]])
             parent = keys[index - 1] if index else b""
-            # With recurrent layers all pages of a prompt are on one replica, as its block is.
+            # With blocks all pages of a prompt are on one replica, as these are.
             shard = keys[shard_start(index) if self._blocks is None else 0]
             page = request.pages[index]
             self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
@@ -289,6 +300,8 @@ class StoreLink:
         is_full = len(self._queue) >= self._transport.port.max_put_pages
         if is_computing and not is_full and self._clock() < self._put_at:
             return
+        if self._queue and self._blocks is not None and len(self._open) < MAX_OPEN_PUTS:
+            self._blocks.settle()
         while self._queue and len(self._open) < MAX_OPEN_PUTS:
             namespace = self._queue[0].namespace
             offers: list[_Offer] = []

@@ -268,6 +268,7 @@ class KvHandle(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    BLOCK_PAGES_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Stable id of the owning worker, and its incarnation."""
     owner_epoch: _builtins.int
@@ -287,6 +288,10 @@ class KvHandle(_message.Message):
     priority: _builtins.int
     """Priority and tenant of the request, as in Submit: the filler orders its own queue by them."""
     tenant: _builtins.str
+    block_pages: _builtins.int
+    """Asks a KV store for several blocks behind end_token, of so many pages each: that of the last page
+    first, then those of the pages before it. 0: all pages there are of one block.
+    """
     @_builtins.property
     def lease_duration(self) -> _duration_pb2.Duration:
         """The lease runs out this long after it was received or last renewed."""
@@ -337,10 +342,11 @@ class KvHandle(_message.Message):
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         adapter: _common_pb2.AdapterRef | None = ...,
+        block_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "start_token", b"start_token", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "start_token", b"start_token", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

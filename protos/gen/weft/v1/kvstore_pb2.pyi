@@ -27,12 +27,15 @@ class LookupRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     BLOCK_PAGES_FIELD_NUMBER: _builtins.int
+    WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace of the chain, 32 bytes."""
     block_pages: _builtins.int
-    """Pages that carry the block of recurrent layers behind a page, which are held under keys of their
-    own (`weft.engine.memory.keys.block_keys`); 0: the model has no such layers.
+    """Pages that carry the block at a page, of recurrent layers or of a window group, which are held
+    under keys of their own (`weft.engine.memory.keys.block_keys`); 0: the model has no blocks.
     """
+    window_pages: _builtins.int
+    """Number of last pages that must have their blocks; 0: as 1."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of consecutive pages, 32 bytes each, the first page of the prompt first; at most 65,536."""
@@ -43,10 +46,11 @@ class LookupRequest(_message.Message):
         namespace: _builtins.bytes = ...,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         block_pages: _builtins.int = ...,
+        window_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_pages", b"block_pages", "keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_pages", b"block_pages", "keys", b"keys", "namespace", b"namespace", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -59,9 +63,7 @@ class LookupResponse(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
-    """Leading keys that are held, with recurrent layers up to the last one behind which a whole block
-    is held.
-    """
+    """Leading keys that are held, with blocks up to the last one where these are held whole."""
     epoch: _builtins.int
     """Incarnation of the store."""
     def __init__(

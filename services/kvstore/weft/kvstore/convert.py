@@ -48,6 +48,11 @@ def lookup_keys(request: kvstore_pb2.LookupRequest) -> list[bytes]:
             f"{request.block_pages} pages a block, at most {MAX_STORED_BLOCK_PAGES}",
             param="block_pages",
         )
+    if request.window_pages > MAX_LOOKUP_KEYS:
+        raise InvalidRequest(
+            f"{request.window_pages} pages with blocks, at most {MAX_LOOKUP_KEYS}",
+            param="window_pages",
+        )
     return keys
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weft.engine.base import faults
 from weft.engine.base.clock import Clock
-from weft.engine.memory.keys import PageKeys, block_keys
+from weft.engine.memory.keys import PageKeys, blocks_keys
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
@@ -112,8 +112,9 @@ class StoreFills:
             keys = await asyncio.to_thread(_keys_of, handle, num_pages)
         if keys and self._backend is not None and handle.page_size > 0:
             await self._backend.fetch(keys[handle.start_token // handle.page_size :])
-            if 0 < (num_more := self._jobs.num_pages_of(handle)) <= MAX_STORED_BLOCK_PAGES:
-                await self._backend.fetch(block_keys(keys[-1], num_more))
+            most = MAX_FILL_PAGES if handle.block_pages else MAX_STORED_BLOCK_PAGES
+            if 0 < (num_more := self._jobs.num_pages_of(handle)) <= most:
+                await self._backend.fetch(blocks_keys(keys, num_more, handle.block_pages))
         is_used = self._jobs.get(handle.lease_id) is not None
         self._jobs.expected_keys = keys
         self._filler.on_start(start)

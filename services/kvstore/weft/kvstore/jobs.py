@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.engine.memory.keys import block_keys
+from weft.engine.memory.keys import blocks_keys
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
 from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.sources.lease import FillJob
@@ -32,7 +32,7 @@ class StoreJob:
     until the lease has ended.
     """
     block: list[int]
-    """Pages that carry the block of recurrent layers behind the last page."""
+    """Pages that carry blocks of recurrent layers or window pages behind the last page."""
 
 
 class StoreJobs:
@@ -66,18 +66,21 @@ class StoreJobs:
         if keys is None:
             return "too_long", f"{len(handle.tokens)} tokens are over {MAX_FILL_PAGES} pages"
         num_more = self.num_pages_of(handle)
-        if num_more > MAX_STORED_BLOCK_PAGES:
-            return "too_long", f"a block of {num_more} pages, at most {MAX_STORED_BLOCK_PAGES}"
+        most = MAX_FILL_PAGES if handle.block_pages else MAX_STORED_BLOCK_PAGES
+        if num_more > most:
+            return "too_long", f"blocks of {num_more} pages, at most {most}"
+        if handle.block_pages and num_more > len(keys) * handle.block_pages:
+            return "invalid", f"{num_more} pages in blocks of {handle.block_pages} at {len(keys)}"
         if len(self._jobs) >= self._max_fills:
             return "busy", f"{self._max_fills} fills are under way"
         first = handle.start_token // handle.page_size
         if not self._pages.num_held(keys[first : first + 1]):
             return "not_held", "the first page asked for is not here"
-        of_block = block_keys(keys[-1], num_more)
+        of_block = blocks_keys(keys, num_more, handle.block_pages)
         if of_block and self._pages.num_held([*keys[first:], *of_block]) < (
             len(keys) - first + len(of_block)
         ):
-            return "not_held", "the states behind the last page, or pages before them, are not here"
+            return "not_held", "what lies behind the last page, or pages before it, are not here"
         return "", ""
 
     def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> StoreJob:
@@ -92,7 +95,8 @@ class StoreJobs:
             pages = [0] * first + pinned
         else:
             pages = pinned
-        block = self._pages.pin(block_keys(keys[-1], self.num_pages_of(handle)))
+        num_more = self.num_pages_of(handle)
+        block = self._pages.pin(blocks_keys(keys, num_more, handle.block_pages))
         job = StoreJob(
             lease_id=handle.lease_id,
             tokens=handle.tokens[: len(pages) * handle.page_size],
@@ -117,12 +121,15 @@ class StoreJobs:
 
     def num_pages_of(self, handle: KvHandle) -> int:
         """See `BlockSource.num_pages_of`: what is asked for beside the pages of the range; 0 for a
-        malformed range, which the filler declines.
+        malformed range or number, which the filler declines.
         """
         start, end = handle.start_token, handle.end_token
         if handle.page_size < 1 or not 0 <= start < end == len(handle.tokens):
             return 0
-        return max(0, len(handle.pages) - (end - start) // handle.page_size)
+        num_more, size = max(0, handle.num_more_pages), handle.block_pages
+        if size and (size > MAX_STORED_BLOCK_PAGES or num_more % size):
+            return 0
+        return num_more
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
         """See `BlockSource.pack`: the block is in pages already."""

@@ -45,7 +45,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         """See kvstore.proto."""
         start_s = monotonic()
         keys = lookup_keys(request)
-        num_pages = await self._store.look_up(keys, request.block_pages)
+        num_pages = await self._store.look_up(keys, request.block_pages, request.window_pages)
         self._trace_lookup(context, start_s, len(keys), num_pages)
         return kvstore_pb2.LookupResponse(num_pages=num_pages, epoch=self._store.epoch)
 

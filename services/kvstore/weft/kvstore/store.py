@@ -16,7 +16,7 @@ from weft.common.tasks import start_logged
 from weft.common.telemetry.tracing import make_tracer
 from weft.engine.base.clock import monotonic
 from weft.engine.base.errors import Draining
-from weft.engine.memory.keys import block_keys
+from weft.engine.memory.keys import block_keys, blocks_keys
 from weft.engine.memory.page_memory import PageCounts
 from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.quarantine import QuarantineWatch
@@ -129,10 +129,11 @@ class KvStore:
             }
         return found
 
-    async def look_up(self, keys: list[bytes], block_pages: int = 0) -> int:
-        """Number of leading keys that are held; with `block_pages`, up to the last page behind
-        which a block of so many pages is held.
+    async def look_up(self, keys: list[bytes], block_pages: int = 0, window_pages: int = 0) -> int:
+        """Number of leading keys that are held; with `block_pages`, up to the last page where
+        blocks of so many pages are held, of it and of those before it, `window_pages` in all.
         """
+        num_blocks = max(1, window_pages)
         if self._arena_pages is None and self._source is not None and keys:
             page_bytes = await self._source.page_bytes_of(keys[0])
             if page_bytes and self._arena_pages is None:
@@ -144,29 +145,46 @@ class KvStore:
                 arena.pages.num_held(keys) if backend is None else await backend.look_up(keys)
             )
             if block_pages:
-                num_held = await self._continuable(arena, keys[:num_held], block_pages)
+                num_held = await self._continuable(arena, keys[:num_held], block_pages, num_blocks)
             if num_held and backend is not None:
                 backend.prefetch(keys[:num_held])
                 if block_pages:
-                    backend.prefetch(block_keys(keys[num_held - 1], block_pages))
+                    num_pages = min(num_blocks, num_held) * block_pages
+                    backend.prefetch(blocks_keys(keys[:num_held], num_pages, block_pages))
         self.counters.lookups += 1
         self.counters.lookup_pages += len(keys)
         self.counters.hit_pages += num_held
         return num_held
 
-    async def _continuable(self, arena: PageArena, keys: list[bytes], block_pages: int) -> int:
-        """The most leading keys behind the last of which a whole block is held."""
+    async def _continuable(
+        self, arena: PageArena, keys: list[bytes], block_pages: int, num_blocks: int
+    ) -> int:
+        """The most leading keys of which the last `num_blocks`, if there are so many, have whole
+        blocks.
+        """
+        border = len(keys)
         for end in range(len(keys), 0, -CONTINUABLE_KEYS):
             part = keys[max(0, end - CONTINUABLE_KEYS) : end]
-            firsts = [block_keys(key, 1)[0] for key in part]
-            held = await self._held_of(arena, firsts)
+            firsts = await self._held_of(arena, [block_keys(key, 1)[0] for key in part])
+            some = [key for key in part if block_keys(key, 1)[0] in firsts]
+            # Window pages are short and many, blocks of recurrent layers long and few.
+            whole = await self._whole(arena, some, block_pages) if num_blocks > 1 else set()
             for index in range(len(part) - 1, -1, -1):
-                if firsts[index] in held:
-                    names = block_keys(part[index], block_pages)
-                    if len(await self._held_of(arena, names)) == block_pages:
-                        return end - len(part) + index + 1
+                number, key = end - len(part) + index, part[index]
+                if num_blocks == 1 and block_keys(key, 1)[0] in firsts:
+                    whole = await self._whole(arena, [key], block_pages)
+                if key not in whole:
+                    border = number
+                elif border - number == num_blocks:
+                    return border
             await asyncio.sleep(0)  # So that other calls are served during a long search.
-        return 0
+        return border
+
+    async def _whole(self, arena: PageArena, keys: list[bytes], block_pages: int) -> set[bytes]:
+        """Those of the keys whose whole block is held."""
+        blocks = {key: block_keys(key, block_pages) for key in keys}
+        held = await self._held_of(arena, [name for names in blocks.values() for name in names])
+        return {key for key, names in blocks.items() if held.issuperset(names)}
 
     async def _held_of(self, arena: PageArena, keys: list[bytes]) -> set[bytes]:
         """The keys among these that the arena or its back end holds; fetches none."""

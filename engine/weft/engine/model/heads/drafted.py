@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from weft.engine.base.errors import AdapterError, ModelError
-from weft.engine.memory.layout import CacheLayout, StatePart
+from weft.engine.memory.layout import CacheLayout, PageGroup, StatePart
 from weft.engine.model.adapters.draft_adapter import read_draft_adapter
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
@@ -124,7 +124,12 @@ class DraftedModel:
             # A request continues at a block, where no step can begin a token earlier.
             row = StatePart("draft", (self.head.hidden_size,), plane.dtype)
             states = replace(states, rows=(row,))
-        return replace(CacheLayout.of_plane(both, page_size), states=states)
+        # Elsewhere the first row may be that of the token before, whose window begins earlier too.
+        windows = (
+            replace(group, reach=None if group.reach is None else group.reach + 1)
+            for group in layout.groups[1:]
+        )
+        return CacheLayout(page_size, (PageGroup((both,)), *windows), states)
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Like `Model.forward`; `step.slots` is required."""

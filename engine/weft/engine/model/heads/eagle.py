@@ -40,7 +40,7 @@ class EagleHead:
     def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader) -> None:
         """Reads all parameters of the head."""
         self.hidden_size = config.hidden_size
-        self.layer = target.config.num_layers
+        self.layer = target.kv_layout(1).plane.layers
         self.digest = b""
         self.weight = w = _read_weight(config, target, file)
         self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))

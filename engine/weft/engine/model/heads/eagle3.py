@@ -53,7 +53,7 @@ class Eagle3Head:
         self.config = config
         self.hidden_size = config.hidden_size
         self.aux_layers = config.layers_of(target.config)
-        self.layer = target.config.num_layers
+        self.layer = target.kv_layout(1).plane.layers
         """Index of the head's K and V in the pool's layers."""
         self.digest = b""
         """32 bytes over files, configuration and dtype."""

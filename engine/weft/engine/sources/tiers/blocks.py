@@ -1,8 +1,11 @@
-"""Blocks of recurrent layers in tiers.
+"""What lies in tiers beside pages of the first group: blocks of recurrent layers, window pages.
 
 A block lies in a tier next to the page that it follows: in as many pages as it needs, each under a
 key of its own (`weft.engine.memory.keys.block_keys`) and with its own digest. Pages count for a
 request only up to a border whose whole block tiers hold.
+
+A page of a window group lies next to the page of the first group with the same tokens, in the same
+way. Pages count up to a border before which tiers hold the window as far as the request lacks it.
 """
 
 from __future__ import annotations
@@ -15,10 +18,88 @@ from weft.engine.memory.keys import block_keys
 from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node
 from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.tiers.keyed import PageName
 from weft.engine.sources.tiers.loads import TierRun
 from weft.engine.sources.tiers.tier import Tier
 from weft.engine.transfer.page_pool import PagePool
+
+
+class Beside(Protocol):
+    """What a model needs of tiers beside pages of the first group. Its pieces, blocks or pages of a
+    window group, have numbers.
+    """
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a tier that a piece takes."""
+        ...
+
+    @property
+    def make_pool(self) -> Callable[[], PagePool]:
+        """Makes access to pieces for one thread; page i of piece p is number p * num_pages + i."""
+        ...
+
+    @property
+    def num_continuable_pages(self) -> Callable[[Request, int], int]:
+        """Returns how many of a request's first n pages are in the pool and can be continued."""
+        ...
+
+    def watch(
+        self,
+        on_given_up: Callable[[Evicted], None],
+        on_kept: Callable[[Node, int, int, bool], None] | None,
+    ) -> None:
+        """Has the first called with each piece that the pool gives up, and the second, if any, with
+        what is kept at other times than pages are published.
+        """
+        ...
+
+    def find(
+        self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
+    ) -> tuple[list[TierRun], FoundBlock | None]:
+        """Cuts pages that tiers hold to those behind which a request can go on.
+
+        Args:
+            runs: The pages, behind the pool's.
+            keys: Page keys of the prompt, as far as pool and tiers hold it.
+            first: The border that the request has reached, in pages; nothing before it helps.
+            tiers: The nearest one first.
+        """
+        ...
+
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
+        """The cached pieces of a request's published pages [first, end), and their nodes."""
+        ...
+
+    def hold(self, piece: int) -> bool:
+        """Keeps a piece from being given up until `give_back`; False: there is no room for that."""
+        ...
+
+    def lend(self, request: Request, border: int) -> list[int] | None:
+        """New pieces, with which a request can go on at a border; None: there is no room."""
+        ...
+
+    def give_back(self, pieces: Sequence[int]) -> None:
+        """Ends `hold` or `lend`."""
+        ...
+
+    def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
+        """Gives a request, which has published its pages up to a border, what `lend` gave."""
+        ...
+
+
+def pages_of(beside: Beside, piece: int) -> range:
+    """Numbers of a piece's pages."""
+    return range(piece * beside.num_pages, (piece + 1) * beside.num_pages)
+
+
+def names_of(beside: Beside, key: bytes) -> list[PageName]:
+    """Names of the pages that hold the piece at page `key`, in order. The parent of the first one
+    is that page, of each other one the page before it.
+    """
+    keys = block_keys(key, beside.num_pages)
+    return [PageName(*pair) for pair in zip(keys, [key, *keys[:-1]], strict=True)]
 
 
 class KeptBlocks(Protocol):
@@ -54,58 +135,143 @@ class KeptBlocks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAccess:
-    """Access to the blocks of a model with recurrent layers, for tiers."""
+    """Implements `Beside` for the blocks of a model with recurrent layers."""
 
     states: KeptBlocks
     """Owner of the blocks."""
     num_pages: int
-    """Pages that a block takes."""
+    """See `Beside.num_pages`."""
     make_pool: Callable[[], PagePool]
-    """Access to blocks for one thread; page i of block b is number b * num_pages + i."""
+    """See `Beside.make_pool`."""
     num_continuable_pages: Callable[[Request, int], int]
-    """How many of a request's first n pages are in the pool, up to the last block."""
+    """See `Beside.num_continuable_pages`."""
 
-    def pages_of(self, block: int) -> range:
-        """Numbers of a block's pages."""
-        return range(block * self.num_pages, (block + 1) * self.num_pages)
-
-    def names(self, key: bytes) -> list[PageName]:
-        """Names of the pages that hold the block behind page `key`, in order. The parent of the
-        first one is that page, of each other one the page before it.
-        """
-        keys = block_keys(key, self.num_pages)
-        return [PageName(*pair) for pair in zip(keys, [key, *keys[:-1]], strict=True)]
+    def watch(
+        self,
+        on_given_up: Callable[[Evicted], None],
+        on_kept: Callable[[Node, int, int, bool], None] | None,
+    ) -> None:
+        """See `Beside.watch`."""
+        self.states.on_given_up = on_given_up
+        if on_kept is not None:
+            self.states.on_kept.append(on_kept)
 
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """Cuts pages that tiers hold to those behind which a request can go on.
-
-        Args:
-            runs: The pages, behind the pool's.
-            keys: Page keys of the prompt, as far as pool and tiers hold it.
-            first: The border that the request has reached, in pages; nothing before it helps.
-            tiers: The nearest one first.
-        """
+        """See `Beside.find`."""
         for border in range(len(keys), first, -1):
-            (start,) = block_keys(keys[border - 1], 1)
-            if not any(tier.pages.has(start) for tier in tiers):
-                continue
-            names = block_keys(keys[border - 1], self.num_pages)
-            holders = [next((t for t in tiers if t.pages.has(key)), None) for key in names]
-            found = [tier for tier in holders if tier is not None]
-            if len(found) == len(names):
-                cut = [
-                    run._replace(end_page=min(run.end_page, border))
-                    for run in runs
-                    if run.first_page < border
-                ]
-                return cut, FoundBlock(border, names, found)
+            found = _held_at(keys[border - 1], self.num_pages, tiers)
+            if found is not None:
+                return _cut(runs, border), FoundBlock(border, *found)
         return [], None
+
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
+        """See `Beside.kept_of`."""
+        return self.states.kept_of(request, first, end)
+
+    def hold(self, piece: int) -> bool:
+        """See `Beside.hold`."""
+        return self.states.hold(piece)
+
+    def lend(self, request: Request, border: int) -> list[int] | None:
+        """See `Beside.lend`."""
+        block = self.states.lend()
+        return None if block is None else [block]
+
+    def give_back(self, pieces: Sequence[int]) -> None:
+        """See `Beside.give_back`."""
+        for block in pieces:
+            self.states.give_back(block)
+
+    def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
+        """See `Beside.adopt`."""
+        self.states.adopt(request, border, pieces[0])
+        self.states.committed(request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowAccess:
+    """Implements `Beside` for a model whose pages are freed behind windows."""
+
+    windows: WindowPages
+    """Owner of the window group's pages."""
+    num_pages: int
+    """See `Beside.num_pages`."""
+    make_pool: Callable[[], PagePool]
+    """See `Beside.make_pool`."""
+    num_continuable_pages: Callable[[Request, int], int]
+    """See `Beside.num_continuable_pages`."""
+
+    def watch(
+        self,
+        on_given_up: Callable[[Evicted], None],
+        on_kept: Callable[[Node, int, int, bool], None] | None,
+    ) -> None:
+        """See `Beside.watch`; what fills bring is copied down when the pool gives it up."""
+        self.windows.on_given_up = on_given_up
+
+    def find(
+        self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
+    ) -> tuple[list[TierRun], FoundBlock | None]:
+        """See `Beside.find`."""
+        found: list[tuple[list[bytes], list[Tier]]] = []
+        border = index = len(keys)
+        while index > max(first, self.windows.first_needed(border)):
+            index -= 1
+            own = _held_at(keys[index], self.num_pages, tiers)
+            if own is None:
+                border, found = index, []
+            else:
+                found.append(own)
+        if border <= first:
+            return [], None
+        names = [key for own, _ in reversed(found) for key in own]
+        holders = [tier for _, own in reversed(found) for tier in own]
+        return _cut(runs, border), FoundBlock(border, names, holders)
+
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
+        """See `Beside.kept_of`."""
+        return self.windows.kept_of(request, first, end)
+
+    def hold(self, piece: int) -> bool:
+        """See `Beside.hold`."""
+        return self.windows.hold(piece)
+
+    def lend(self, request: Request, border: int) -> list[int] | None:
+        """See `Beside.lend`."""
+        return self.windows.lend(request, border)
+
+    def give_back(self, pieces: Sequence[int]) -> None:
+        """See `Beside.give_back`."""
+        self.windows.give_back(pieces)
+
+    def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
+        """See `Beside.adopt`."""
+        self.windows.adopt(request, border, pieces)
+
+
+def _held_at(
+    key: bytes, num_pages: int, tiers: Sequence[Tier]
+) -> tuple[list[bytes], list[Tier]] | None:
+    """Keys of the pages of the piece at page `key`, and the tier of each; None: one is missing."""
+    (start,) = block_keys(key, 1)
+    if not any(tier.pages.has(start) for tier in tiers):
+        return None
+    names = block_keys(key, num_pages)
+    holders = [next((t for t in tiers if t.pages.has(name)), None) for name in names]
+    found = [tier for tier in holders if tier is not None]
+    return (names, found) if len(found) == len(names) else None
+
+
+def _cut(runs: list[TierRun], border: int) -> list[TierRun]:
+    return [
+        run._replace(end_page=min(run.end_page, border)) for run in runs if run.first_page < border
+    ]
 
 
 class FoundBlock(NamedTuple):
-    """A block that tiers hold."""
+    """The pieces that tiers hold and with which a request can go on at a border."""
 
     border: int
     """In pages."""

@@ -71,7 +71,7 @@ class TieredFills:
             num_tokens = store.match_tokens - request.num_computed
             if num_tokens > 0 and store.first_token <= request.num_computed:
                 num_bytes = int(num_tokens * self._token_bytes)
-                num_bytes += self._owner.num_block_pages * self._page_bytes
+                num_bytes += self._owner.num_more(request, store.match_tokens) * self._page_bytes
                 cost = LoadCost("store", num_tokens, num_bytes)
                 if self._policy.num_loaded([cost], self._prefill_rate()):
                     return

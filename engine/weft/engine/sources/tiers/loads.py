@@ -34,18 +34,18 @@ class TierRun(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class BlockLoad:
-    """A block that is loaded for a request."""
+    """What is loaded for a request beside pages of the first group."""
 
-    block: int
-    """The pool's block, which is lent for the load."""
+    pieces: list[int]
+    """The pool's block or window pages, which are lent for the load."""
     border: int
     """Where the request goes on, in pages."""
     num_missing: int
-    """Pages of the block that have still to come."""
+    """Pages of them that have still to come."""
     pages: list[int] = field(default_factory=list)
-    """Loaded pages of KV; they are the request's once the block is there."""
+    """Loaded pages of the first group; they are the request's once all pieces are there."""
     num_fenced: int = 0
-    """Chunks of the block that were under way when the load was abandoned."""
+    """Chunks of the pieces that were under way when the load was abandoned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +63,7 @@ class TierLoad:
     is_stopped: bool = False
     """Whether to skip chunks that have not begun. Either thread sets it."""
     block: BlockLoad | None = None
-    """The block of recurrent layers behind the pages; None: the model has none."""
+    """What is needed beside the pages; None: nothing is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +79,7 @@ class LoadChunk:
     pool: PagePool
     ended: Callable[[LoadChunk], None]
     is_of_block: bool = False
-    """Whether these are pages of the load's block, not of KV."""
+    """Whether these are pages of the load's `block`, not of the first group."""
     is_begun: bool = False
     """Whether the thread may write to the chunk's pages. The thread sets it before it checks
     whether the load is stopped.

@@ -27,7 +27,7 @@ from weft.engine.protocol.reports import TierReport
 from weft.engine.protocol.timeline import FillRecord
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.fill import FillListener
-from weft.engine.sources.tiers.blocks import BlockAccess, FoundBlock
+from weft.engine.sources.tiers.blocks import Beside, FoundBlock, names_of, pages_of
 from weft.engine.sources.tiers.build import TierParts
 from weft.engine.sources.tiers.host import HostMemory
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
@@ -76,9 +76,9 @@ class _Planned(NamedTuple):
     loads: list[PageLoad]
     """Pins on them, and on the pages of the block."""
     block: BlockLoad | None = None
-    """The block of recurrent layers behind them; None: the model has none."""
+    """What is needed beside them; None: nothing is."""
     block_runs: Sequence[TierRun] = ()
-    """Pages of the block, counted from 0."""
+    """Pages of that, counted from 0."""
 
 
 class Tiers:
@@ -93,7 +93,7 @@ class Tiers:
         num_cached_pages: Returns how many of a request's first n pages are in the pool.
         clock: Monotonic seconds.
         progress_timeout_s: Seconds without progress after which a load is abandoned.
-        blocks: Blocks of recurrent layers; None: the model has none.
+        blocks: What the model needs beside pages of the first group; None: nothing.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Tiers:
         num_cached_pages: Callable[[Request, int], int],
         clock: Clock,
         progress_timeout_s: float,
-        blocks: BlockAccess | None = None,
+        blocks: Beside | None = None,
     ) -> None:
         self.host, self.disk = parts.host, parts.disk
         assert isinstance(parts.host.medium, HostMemory)
@@ -150,9 +150,8 @@ class Tiers:
             self._load_blocks, self._save_blocks, self._step_blocks = (
                 blocks.make_pool() for _ in range(3)
             )
-            blocks.states.on_given_up = self._write_block_back
-            if policy.is_written_through(0):
-                blocks.states.on_kept.append(self._offer_block)
+            on_kept = self._offer_block if policy.is_written_through(0) else None
+            blocks.watch(self._write_block_back, on_kept)
         if self.disk is not None:
             self.host.on_evicted = self._host_evicted
             self.disk.remove = self._remove_from_disk
@@ -189,23 +188,23 @@ class Tiers:
             self._memory.retain([page])
             self._saver.give(HostSave(save, self._save_pool, page, self.host, self._saved))
         if self._blocks is not None:
-            for node, block in self._blocks.states.kept_of(request, first, end):
+            for node, block in self._blocks.kept_of(request, first, end):
                 self._offer_block(node, block, request.priority)
 
     def _offer_block(self, node: Node, block: int, priority: int, _: bool = True) -> None:
-        """Copies the block behind a page to host memory and disk, outside the steps."""
+        """Copies the block or window page at a page to host memory and disk, outside the steps."""
         blocks = self._blocks
         assert blocks is not None
-        names = blocks.names(node.key)
+        names = names_of(blocks, node.key)
         missing = [i for i, name in enumerate(names) if not self.host.pages.knows(name.key)]
         if not missing:
             for name in names:
                 self._write_through(name.key)
             return
         is_under_way = block in self._saving
-        if is_under_way or self._saver.num_open >= MAX_OPEN_SAVES or not blocks.states.hold(block):
+        if is_under_way or self._saver.num_open >= MAX_OPEN_SAVES or not blocks.hold(block):
             return
-        pages = blocks.pages_of(block)
+        pages = pages_of(blocks, block)
         saves = [(self.host.save(names[index], priority), pages[index]) for index in missing]
         moves = [
             HostSave(save, self._save_blocks, page, self.host, self._block_saved)
@@ -213,7 +212,7 @@ class Tiers:
             if save is not None
         ]
         if not moves:
-            blocks.states.give_back(block)
+            blocks.give_back([block])
             return
         self._saving[block] = len(moves)
         for move in moves:
@@ -225,17 +224,18 @@ class Tiers:
         self._saving[block] -= 1
         if not self._saving[block]:
             del self._saving[block]
-            self._blocks.states.give_back(block)
+            self._blocks.give_back([block])
         if move.save.outcome == "done":
             self._write_through(move.save.name.key)
 
     def _write_block_back(self, evicted: Evicted) -> None:
-        """Copies a block that the pool gives up to host memory, at once: all of it, if there is
-        room, or nothing.
+        """Copies a block or window page that the pool gives up to host memory, at once: all of it,
+        if there is room, or nothing.
         """
         blocks, host = self._blocks, self.host
         assert blocks is not None
-        pages = zip(blocks.names(evicted.key), blocks.pages_of(evicted.page), strict=True)
+        names = names_of(blocks, evicted.key)
+        pages = zip(names, pages_of(blocks, evicted.page), strict=True)
         missing = [(name, page) for name, page in pages if not host.pages.knows(name.key)]
         # One block may be larger than what is copied within a turn, and would always be lost.
         has_room = len(missing) <= host.pages.memory.num_available_pages
@@ -378,7 +378,7 @@ class Tiers:
         return bool(runs)
 
     def _plan_block(self, request: Request, runs: list[TierRun], found: FoundBlock) -> bool:
-        """Decides about pages and the block behind them, which are of use only together."""
+        """Decides about pages and what is needed beside them, which are of use only together."""
         assert self._blocks is not None
         tier = max((*(run.tier for run in runs), *found.tiers), key=self._tiers.index)
         num_pages = sum(run.num_pages for run in runs) + len(found.keys)
@@ -389,12 +389,12 @@ class Tiers:
         # Before a block is lent, for which another may be written over them.
         of_block = [_pinned(*pair) for pair in zip(found.tiers, found.keys, strict=True)]
         loads = [*self._pin(request, runs), *of_block]
-        block = self._blocks.states.lend()
-        if block is None:
+        pieces = self._blocks.lend(request, found.border)
+        if pieces is None:
             for pinned in loads:
                 pinned.end()
             return False
-        load = BlockLoad(block=block, border=found.border, num_missing=len(of_block))
+        load = BlockLoad(pieces=pieces, border=found.border, num_missing=len(of_block))
         self._planned[id(request)] = _Planned(runs, loads, load, found.runs())
         return True
 
@@ -450,9 +450,9 @@ class Tiers:
             load.chunks.append(chunk)
             self._due.append(chunk)
 
-    def _blocks_pages(self, load: BlockLoad) -> range:
+    def _blocks_pages(self, load: BlockLoad) -> list[int]:
         assert self._blocks is not None
-        return self._blocks.pages_of(load.block)
+        return [page for piece in load.pieces for page in pages_of(self._blocks, piece)]
 
     @property
     def num_due(self) -> int:
@@ -504,7 +504,7 @@ class Tiers:
 
     def _give_back(self, load: BlockLoad) -> None:
         assert self._blocks is not None
-        self._blocks.states.give_back(load.block)
+        self._blocks.give_back(load.pieces)
 
     def _find(self, request: Request, first: int, end: int) -> list[TierRun]:
         """The pages [first, end) that tiers hold, up to the first gap; the nearest tier first."""
@@ -524,7 +524,7 @@ class Tiers:
     def _find_block(
         self, request: Request, runs: list[TierRun], held: int, begin: int
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """See `BlockAccess.find`; pool and tiers hold the prompt's first `held` pages."""
+        """See `Beside.find`; pool and tiers hold the prompt's first `held` pages."""
         assert self._blocks is not None
         tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
         keys = request.keys.upto(request.tokens, held)
@@ -606,7 +606,7 @@ class Tiers:
         self.listener.fill_completed(request)
 
     def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
-        """Gives a request the pages that were loaded, if the block behind them has come."""
+        """Gives a request the pages that were loaded, if what is needed beside them has come."""
         if load.pages or block.num_missing:
             load.pages = block.pages + load.pages
             self._give_back(block)
@@ -625,8 +625,7 @@ class Tiers:
             if num_tokens <= 0:
                 break
         self.listener.publish(request)
-        self._blocks.states.adopt(request, block.border, block.block)
-        self._blocks.states.committed(request)
+        self._blocks.adopt(request, block.border, block.pieces)
 
     def _end_fence(self, chunk: LoadChunk) -> None:
         """Ends the quarantine of a chunk whose load was abandoned."""
@@ -745,8 +744,11 @@ class Tiers:
             for index in (run.indices if run.tier is self.disk else ())
         ]
         if found is not None and self._blocks is not None:
-            of_block = self._blocks.names(keys[found.border - 1])
-            names += [n for n, t in zip(of_block, found.tiers, strict=True) if t is self.disk]
+            first = found.border - len(found.keys) // self._blocks.num_pages
+            of_pieces = [
+                name for key in keys[first : found.border] for name in names_of(self._blocks, key)
+            ]
+            names += [n for n, t in zip(of_pieces, found.tiers, strict=True) if t is self.disk]
         most = min(MAX_OPEN_FETCHES, self.host.pages.memory.num_usable_pages // 2)
         for name in names:
             if self._fetcher.num_open >= most:

@@ -78,6 +78,7 @@ def handle_to_proto(handle: KvHandle) -> kv_pb2.KvHandle:
         filler_epoch=handle.filler_epoch,
         priority=handle.priority,
         tenant=handle.tenant,
+        block_pages=handle.block_pages,
     )
     if handle.adapter:
         message.adapter.digest = handle.adapter
@@ -124,6 +125,7 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
         priority=message.priority,
         tenant=message.tenant,
         adapter=message.adapter.digest,
+        block_pages=message.block_pages,
     )
 
 

@@ -105,8 +105,8 @@ class WorkerSettings(PageSettings):
     window_pages: Literal["auto", "free", "keep"] = Field(
         "auto",
         description="KV pages of layers with a sliding window: auto frees them behind the window "
-        "where this worker exchanges no pages, has no tiers and drafts no tokens; free does so "
-        "where it exchanges pages with workers that have the same setting; keep keeps all",
+        "where this worker exchanges no pages; free does so where it exchanges pages with a KV "
+        "store or workers that have the same setting; keep keeps all",
     )
     checkpoint_tokens: int = engine_field(
         "checkpoint_tokens",

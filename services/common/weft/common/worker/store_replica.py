@@ -98,7 +98,10 @@ class StoreReplica:
         """Number of leading keys that it holds; None: it does not answer."""
         trace = _LookupTrace(self._tracer, lookup, len(keys))
         request = kvstore_pb2.LookupRequest(
-            namespace=lookup.namespace, keys=keys, block_pages=lookup.block_pages
+            namespace=lookup.namespace,
+            keys=keys,
+            block_pages=lookup.block_pages,
+            window_pages=lookup.window_pages,
         )
         held: Held | None = None
         try:

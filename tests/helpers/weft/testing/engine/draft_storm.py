@@ -38,6 +38,7 @@ def draft_storm(
     drafter: str,
     draft_width: int = 1,
     draft_dir: Path | None = None,
+    has_store: bool = True,
     **shared: Any,
 ) -> Storm:
     """Creates a storm that has not begun.
@@ -49,6 +50,7 @@ def draft_storm(
         drafter: Of the owner.
         draft_width: Of the owner.
         draft_dir: Of the head whose entries all pages hold; None: there is none.
+        has_store: Whether the owner has one.
         **shared: Settings of all engines.
     """
     clock = ManualClock()
@@ -56,7 +58,7 @@ def draft_storm(
     quiet = make_engine(model_dir, "decode", clock, **(shared | {"overlap": "off"}))
     texts = make_texts(quiet, clock, samplings, num_new)
     shared |= {"max_running_requests": 8, "draft_dir": draft_dir}
-    own = {"drafter": drafter, "draft_width": draft_width, "has_store": True, "num_pages": 36}
+    own = {"drafter": drafter, "draft_width": draft_width, "num_pages": 36, "has_store": has_store}
     owner = make_engine(model_dir, "decode", clock, **own, **shared)
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)

@@ -104,6 +104,10 @@ class WindowBench:
         most = limits.max_step_tokens
         self.pages = WindowPages(self.memory, self.index, reach, PAGE, most)
         self.table = PageTable(limits.max_running_requests, max_pages, keeps_changes=False)
+        self.lent: dict[int, list[int]] = {}
+        """Pages that a fill will give, by the identity of its request."""
+        self.held: list[int] = []
+        """Pages that are being copied."""
 
     def run(self, item: PlanItem, pages: list[int]) -> None:
         """The device writes and reads the rows of an item."""
@@ -117,9 +121,32 @@ class WindowBench:
     def fill(self, request: Request) -> None:
         """A filler's pages of the group come with the last one of its fill."""
         num_pages = request.num_computed // PAGE
-        pages = self.pages.adopt(request, num_pages)
+        lent = self.lent.pop(id(request), None)
+        pages = self.pages.adopt(request, num_pages, lent)
         for index, page in enumerate(pages, num_pages - len(pages)):
             self.content[page] = request.tokens[index * PAGE : (index + 1) * PAGE]
+
+    def lend(self, request: Request, num_pages: int) -> None:
+        """Prepares what `fill` will give, as a tier does, if there is room."""
+        if (pages := self.pages.lend(request, num_pages)) is not None:
+            self.lent[id(request)] = pages
+
+    def give_back(self, request: Request) -> None:
+        """Ends `lend` without `fill`."""
+        self.pages.give_back(self.lent.pop(id(request), []))
+
+    def hold_some(self, rng: random.Random) -> None:
+        """Holds some cached pages, as copies of them do, and lets others go."""
+        cached = [*self.index._left, *self.index._unused]
+        some = rng.sample(cached, rng.randint(0, len(cached)))
+        self.held += [page for page in some if self.pages.hold(page)]
+        self.let_go(rng.randint(0, len(self.held)))
+
+    def let_go(self, count: int | None = None) -> None:
+        """Ends the holding of so many pages; None: of all."""
+        count = len(self.held) if count is None else count
+        self.pages.give_back(self.held[:count])
+        del self.held[:count]
 
     def check(self) -> None:
         """Poisons what is free, where no step may have written since it was."""
@@ -168,11 +195,15 @@ class FakeFills:
                 begin = first + index * PAGE
                 self.content[page] = request.tokens[begin : begin + PAGE]
             self.open[id(request)] = (request, pages)
+            if self.window is not None and self.rng.random() < 0.5:
+                self.window.lend(request, self._end(request) // PAGE)
         return True
 
     def abandon(self, request: Request) -> None:
         _, pages = self.open.pop(id(request), (request, []))
         self.memory.release(pages)
+        if self.window is not None:
+            self.window.give_back(request)
 
     def turn(self) -> None:
         assert self.scheduler is not None
@@ -195,6 +226,8 @@ class FakeFills:
             elif self.rng.random() < 0.2:
                 del self.open[id(request)]
                 self.memory.release(pages)
+                if self.window is not None:
+                    self.window.give_back(request)
                 request.candidates.pop()
                 self.scheduler.fill_failed(request)
 

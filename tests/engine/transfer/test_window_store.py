@@ -1,0 +1,214 @@
+"""Pages behind windows are freed beside a KV store, which has window pages as blocks of their own.
+Texts are transformers' greedy ones; the store is a dictionary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from weft.engine.loop.engine import Engine
+from weft.engine.memory.keys import PageKeys, block_keys
+from weft.engine.protocol.fills import FillerEvent
+from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, FillTimings, KvHandle
+from weft.engine.protocol.messages import Outbox
+from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePutResult, StoreSegment
+from weft.engine.protocol.timeline import FillRecord
+from weft.engine.transfer.digest import digest_pages
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.engine.engine_storm import check_empty
+from weft.testing.models.choices import Choices
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE, VOCAB, NUM_NEW = 8, 517, 6
+WINDOW = 21
+LENGTH = 16 * PAGE + 3
+EPOCH = 7
+FULL = pytest.mark.full
+LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"layer_types": [*LAYERS, LAYERS[0]], "num_hidden_layers": 5},
+    "mistral": {"num_hidden_layers": 4},
+}
+"""A window page takes two pages of the store, the second half empty, or three."""
+
+
+@pytest.fixture(params=["qwen2", pytest.param("mistral", marks=FULL)], scope="module")
+def model_dir(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> Path:
+    fields = {"vocab_size": VOCAB, "sliding_window": WINDOW, "use_sliding_window": True}
+    fields |= KINDS[request.param]
+    return make_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed, **fields)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+class StorePair(EnginePair):
+    """An owner and a store, which holds what it is given until it is told otherwise."""
+
+    def __init__(self, owner: Engine, clock: ManualClock) -> None:
+        super().__init__(owner, [], clock)
+        self.held: dict[bytes, bytes] = {}
+        self.most_sent: int | None = None
+        """Pages of each fill after which it fails; None: none fails."""
+
+    def ask(self, prompt: list[int]) -> list[int]:
+        (tokens,) = self.finish(self.submit(prompt, max_tokens=NUM_NEW))
+        return tokens
+
+    def fills(self) -> list[FillRecord]:
+        return list(self.answers.values())[-1].finished[-1].timeline.fills
+
+    def forget(self) -> None:
+        """The owner has nothing cached, and the store has all that it was offered."""
+        self.settle()
+        self.owner.memory.flush_cache()
+        for memory in self.owner.memories:
+            counts = memory.counts()
+            assert counts.free == counts.total
+
+    def blocks_of(self, key: bytes) -> list[bytes]:
+        layout = self.owner.parts.layout
+        own, other = (group.page_bytes(PAGE) for group in layout.groups)
+        return block_keys(key, -(-other // own))
+
+    def continuable(self, keys: list[bytes]) -> int:
+        """By definition: all pages of the first group, and those of the last window."""
+        count = next((n for n, key in enumerate(keys) if key not in self.held), len(keys))
+        whole = [self.held.keys() >= set(self.blocks_of(key)) for key in keys]
+        return max(
+            end
+            for end in range(count + 1)
+            if all(whole[max(0, end * PAGE - WINDOW + 1) // PAGE : end])
+        )
+
+    def _take_owner(self, outbox: Outbox) -> None:
+        for put in outbox.store_puts:
+            self.held |= dict(zip(put.keys, put.data, strict=False))
+            result = StorePutResult(put=put.put, is_answered=True, stored_pages=len(put.data))
+            result.wants_data = not put.data
+            self.send(store_put_results=[result])
+        for lookup in outbox.store_lookups:
+            self.send(store_answers=[self._answer(lookup)])
+        for command in outbox.fill_commands:
+            if command.action == "start":
+                assert command.handle is not None
+                for event in self._events(command.handle):
+                    self.send(filler_events=[FillerEvent(lease_id=command.lease_id, event=event)])
+        outbox.fill_commands.clear()
+        super()._take_owner(outbox)
+
+    def _answer(self, lookup: StoreLookup) -> StoreAnswer:
+        assert lookup.block_pages == len(self.blocks_of(b""))
+        assert lookup.window_pages == -(-(WINDOW - 1) // PAGE)
+        found = self.continuable(lookup.keys)
+        segment = StoreSegment(num_pages=found, store_id="s", address="s", epoch=EPOCH)
+        return StoreAnswer(
+            lookup=lookup.lookup, segments=[segment] if found else [], epochs={"s": EPOCH}
+        )
+
+    def _events(self, handle: KvHandle) -> Iterator[FillEvent]:
+        keys = PageKeys(handle.namespace, PAGE).upto(handle.tokens, handle.end_token // PAGE)
+        of_windows = [name for key in reversed(keys) for name in self.blocks_of(key)]
+        names = [*keys[handle.start_token // PAGE :], *of_windows][: len(handle.pages)]
+        accepted = {"filler_epoch": EPOCH, "end_token": handle.end_token, "transport": "data"}
+        yield FillEvent(kind="accepted", **accepted)
+        pages = [np.frombuffer(self.held[name], np.uint8) for name in names]
+        for number, page in enumerate(pages):
+            start = handle.start_token + number * PAGE
+            if number == self.most_sent:
+                yield FillEvent(kind="failed", message="as told", is_stopped=True)
+                return
+            for at in range(0, len(page), DATA_CHUNK_BYTES):
+                data = page[at : at + DATA_CHUNK_BYTES].tobytes()
+                yield FillEvent(kind="data", chunk=number, start_token=start, offset=at, data=data)
+            yield FillEvent(
+                kind="written",
+                chunk=number,
+                start_token=start,
+                end_token=start + PAGE,
+                digests=digest_pages(page[None], [0]).tolist(),
+            )
+        yield FillEvent(kind="done", timings=FillTimings())
+
+
+@pytest.fixture
+def pair(model_dir: Path) -> Iterator[StorePair]:
+    settings = {"host_cache_bytes": 100_000} if random.random() < 0.5 else {}
+    settings |= {"overlap": random.choice(["off", "on"])}
+    print(settings)
+    clock = ManualClock()
+    owner = make_engine(
+        model_dir,
+        "decode",
+        clock,
+        transport="data",
+        has_store=True,
+        window_pages="free",
+        num_pages=120,
+        load_back_threshold=0,
+        prefill_chunk_tokens=4 * PAGE,
+        poison_free_pages=True,
+        **settings,
+    )
+    made = StorePair(owner, clock)
+    try:
+        yield made
+        made.settle()
+        check_empty(owner)
+        (window,) = owner.parts.windows
+        assert (len(window), window._reserved) == (0, (0, 0))
+    finally:
+        made.close()
+
+
+def random_prompt(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    return Choices(lambda tokens: model(torch.tensor([tokens])).logits[0], prompt, NUM_NEW)
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(30, marks=FULL)])
+def test_prompts_go_on_where_the_store_has_the_last_window(
+    pair: StorePair, model: torch.nn.Module, count: int
+) -> None:
+    """Whatever pages of it vanish, and wherever a fill breaks."""
+    stem = random_prompt(LENGTH)
+    assert pair.ask(stem) == greedy(model, stem)
+    pair.forget()
+    num_pages = (LENGTH + NUM_NEW - 1) // PAGE
+    namespace = pair.owner._intake.namespace("")
+    keys = PageKeys(namespace, PAGE).upto(stem, LENGTH // PAGE)
+    assert len(pair.held) == num_pages * (1 + len(pair.blocks_of(b"")))
+    assert pair.continuable(keys) == len(keys)
+    num_found = 0
+    for number in range(count):
+        if number:
+            for key in keys:  # They are put again when a prompt finds them missing.
+                if random.random() < 0.1:
+                    pair.held.pop(random.choice(pair.blocks_of(key)), None)
+        prompt = stem[: random.randint(1, LENGTH)] + random_prompt(random.randint(1, PAGE))
+        own = PageKeys(namespace, PAGE).upto(prompt, (len(prompt) - 1) // PAGE)
+        found = pair.continuable(own)
+        pair.most_sent = random.choice([None, None, random.randrange(20)])
+        assert pair.ask(prompt) == greedy(model, prompt)
+        fills = [fill for fill in pair.fills() if fill.source == "kvstore"]
+        if pair.owner.tiers is None:
+            assert [fill.end_token for fill in fills] == [found * PAGE] * bool(found)
+        num_found += len(fills)
+        pair.forget()
+    assert num_found or pair.owner.tiers is not None
