@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from valkey import Valkey
 from valkey.exceptions import ValkeyError
+from weft.cli.up.ports import free_ports
 
 UNPACKED = Path(__file__).resolve().parents[4] / "tools" / "valkey"
 NUM_SLOTS = 16384
@@ -40,7 +40,7 @@ class ValkeyServer:
     """
 
     def __init__(self, folder: Path, *flags: str, port: int = 0, tls: Path | None = None) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_ports("127.0.0.1", 1)[0]
         self._folder = folder / str(self.port)
         self._folder.mkdir(exist_ok=True)
         self._flags = flags
@@ -139,23 +139,24 @@ def valkey_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[ValkeyServ
     """Nodes with equal shares of the slots, that know one another."""
     nodes: list[ValkeyServer] = []
     flags = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
+    buses = free_ports("127.0.0.1", num_nodes)
     try:
-        while len(nodes) < num_nodes:
-            nodes.append(ValkeyServer(folder, *flags, port=_free_port(most=50_000)))
-        _join(nodes)
+        for bus in buses:
+            nodes.append(ValkeyServer(folder, *flags, "--cluster-port", str(bus)))
+        _join(nodes, buses[0])
         yield nodes
     finally:
         for node in nodes:
             node.kill()
 
 
-def _join(nodes: Sequence[ValkeyServer]) -> None:
+def _join(nodes: Sequence[ValkeyServer], first_bus: int) -> None:
     share = -(-NUM_SLOTS // len(nodes))
     for index, node in enumerate(nodes):
         with node.client() as client:
             first, last = index * share, min((index + 1) * share, NUM_SLOTS) - 1
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
-            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, first_bus)
     deadline = time.monotonic() + READY_S
     for node in nodes:
         with node.client() as client:
@@ -165,13 +166,3 @@ def _join(nodes: Sequence[ValkeyServer]) -> None:
             ):
                 assert time.monotonic() < deadline, "the cluster does not form"
                 time.sleep(0.05)
-
-
-def _free_port(most: int = 65_535) -> int:
-    """A free port; that of a cluster's node has its bus 10,000 above."""
-    while True:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = int(found.getsockname()[1])
-        if port <= most:
-            return port
