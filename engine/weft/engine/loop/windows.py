@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor
+from weft.engine.loop.parts import EngineParts
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import Node
@@ -16,9 +16,6 @@ from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.lease import FillJob
 from weft.engine.sources.tiers.blocks import WindowAccess
-
-if TYPE_CHECKING:
-    from weft.engine.loop.build import EngineParts
 
 SPARED_SHARE = 8
 """One page in so many of the first group is left to requests by copies for the KV store."""

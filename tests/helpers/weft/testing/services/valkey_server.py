@@ -12,12 +12,10 @@ from pathlib import Path
 
 from valkey import Valkey
 from valkey.exceptions import ValkeyError
-from weft.cli.up.ports import check_free, free_ports
-from weft.engine.base.errors import ConfigError
+from weft.cli.up.ports import free_ports
 
 UNPACKED = Path(__file__).resolve().parents[4] / "tools" / "valkey"
 NUM_SLOTS = 16384
-MAX_NODE_PORT = 22_767
 READY_S = 60.0
 
 
@@ -141,23 +139,24 @@ def valkey_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[ValkeyServ
     """Nodes with equal shares of the slots, that know one another."""
     nodes: list[ValkeyServer] = []
     flags = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
+    buses = free_ports("127.0.0.1", num_nodes)
     try:
-        while len(nodes) < num_nodes:
-            nodes.append(ValkeyServer(folder, *flags, port=_node_port()))
-        _join(nodes)
+        for bus in buses:
+            nodes.append(ValkeyServer(folder, *flags, "--cluster-port", str(bus)))
+        _join(nodes, buses[0])
         yield nodes
     finally:
         for node in nodes:
             node.kill()
 
 
-def _join(nodes: Sequence[ValkeyServer]) -> None:
+def _join(nodes: Sequence[ValkeyServer], first_bus: int) -> None:
     share = -(-NUM_SLOTS // len(nodes))
     for index, node in enumerate(nodes):
         with node.client() as client:
             first, last = index * share, min((index + 1) * share, NUM_SLOTS) - 1
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
-            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, first_bus)
     deadline = time.monotonic() + READY_S
     for node in nodes:
         with node.client() as client:
@@ -167,14 +166,3 @@ def _join(nodes: Sequence[ValkeyServer]) -> None:
             ):
                 assert time.monotonic() < deadline, "the cluster does not form"
                 time.sleep(0.05)
-
-
-def _node_port() -> int:
-    """A free port whose bus, 10,000 above, is free and no outgoing connection's either."""
-    while True:
-        (port,) = free_ports("127.0.0.1", 1)
-        if port > MAX_NODE_PORT:
-            continue
-        with contextlib.suppress(ConfigError):
-            check_free("127.0.0.1", port + 10_000, "--port")
-            return port
