@@ -137,7 +137,7 @@ async def test_ctrl_c_stops_the_answer_not_the_chat(tmp_path: Path) -> None:
         process.stdin.write(b"hello\n")
         await process.stdin.drain()
         text = b""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await process.stdout.readline()  # the head
             text = await process.stdout.read(1)  # the answer has begun
             echo.hang_after = 10**9
@@ -189,7 +189,7 @@ async def test_status_tells_of_every_worker(
         address = harness.app.server.address
         harness.workers[0].running_requests = 7
         await harness.workers[1].stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while all(w.healthy for w in (await harness.typed.GetFleet(FLEET)).workers):
                 await asyncio.sleep(0.05)
         status, out, err = await run("status", "--address", address, "--json")

@@ -76,7 +76,7 @@ async def test_a_session_dials_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         running = asyncio.create_task(opened.run())
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not opened.is_open:
                     await asyncio.sleep(0.01)
                 proxy.silent[0] = True

@@ -89,7 +89,7 @@ async def test_random_bodies(
             if "messages" in cls.model_fields and rng.random() < 0.5:
                 body["messages"] = [{"role": "user", "content": "hi"}]
             data = json.dumps(body).encode()
-            call = getattr(stub, method)(HttpBody(data=data), timeout=30)
+            call = getattr(stub, method)(HttpBody(data=data), timeout=60)
             try:
                 if isinstance(call, grpc.aio.UnaryUnaryCall):
                     messages = [await call]

@@ -39,6 +39,12 @@ from weft.testing.services.gateway_harness import MODEL, Harness, gateway
 from weft.v1 import gateway_pb2, openai_pb2
 
 
+def set_step(mesh: Harness, step_s: float) -> None:
+    """How long each step of the workers takes from now on."""
+    for worker in mesh.workers:
+        worker.step_s = step_s
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return make_root(tmp_path / "adapters")
@@ -167,7 +173,7 @@ async def test_what_serves_already_is_pinned_by_all_workers_or_not(mesh: Harness
     await complete(mesh, "pirate")
     again = await load(mesh, "pirate")
     assert not again.pinned
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while any(one.error for one in (await load(mesh, "pirate")).holders):
             await asyncio.sleep(0.02)
     adapters(mesh.workers[1]).problem = lambda order: ""
@@ -247,10 +253,12 @@ async def test_a_disk_that_does_not_answer_costs_a_load_its_time(
     """And what is copied too late does not stay."""
     registry = mesh.app.adapters.registry
     add_copy, answers = registry.add_copy, threading.Event()
+    copied: list[bytes] = []
 
     def slowly(*arguments: Any) -> bytes:
         assert answers.wait(30)
-        return add_copy(*arguments)
+        copied.append(add_copy(*arguments))
+        return copied[-1]
 
     with monkeypatch.context() as patched:
         patched.setattr(registry, "add_copy", slowly)
@@ -260,7 +268,7 @@ async def test_a_disk_that_does_not_answer_costs_a_load_its_time(
         await complete(mesh, MODEL)
         digest = adapter_digest(root / "pirate")
         answers.set()
-        await mesh.wait(registry.directory(digest).exists)
+        await mesh.wait(lambda: digest in copied)
         await mesh.wait(lambda: not registry.directory(digest).exists())
     await load(mesh, "pirate")
 
@@ -284,6 +292,7 @@ async def test_a_replacement_serves_the_old_until_the_new_is_everywhere(
 ) -> None:
     old, new = adapter_digest(root / "pirate"), adapter_digest(root / "other")
     await load(mesh, "pirate")
+    set_step(mesh, 0.1)
     running = ask(mesh, "pirate")
     await mesh.wait(lambda: submits(mesh))
     adapters(mesh.workers[1]).is_stuck = True
@@ -297,6 +306,7 @@ async def test_a_replacement_serves_the_old_until_the_new_is_everywhere(
     by_id = {submit.request_id: submit.adapter.digest for submit in submits(mesh)}
     assert sorted(by_id.values()).count(new) == 1
     assert all(old in adapters(worker).states for worker in mesh.workers), "it is still used"
+    set_step(mesh, 0.002)
     assert (await running)["usage"]["completion_tokens"] == LONG
     await mesh.wait(lambda: not any(old in adapters(worker).states for worker in mesh.workers))
     assert await listed(mesh) == {"pirate": ["serving"]}
@@ -309,6 +319,7 @@ async def test_an_unload_waits_for_its_requests_and_refuses_new_ones(
 ) -> None:
     digest = adapter_digest(root / "pirate")
     await load(mesh, "pirate")
+    set_step(mesh, 0.1)
     running = ask(mesh, "pirate")
     await mesh.wait(lambda: submits(mesh))
     unloading = asyncio.create_task(unload(mesh, "pirate"))
@@ -317,6 +328,7 @@ async def test_an_unload_waits_for_its_requests_and_refuses_new_ones(
     assert (error.http_status, error.reason) == (404, "MODEL_NOT_FOUND")
     assert not unloading.done()
     assert not running.done()
+    set_step(mesh, 0.002)
     assert (await running)["usage"]["completion_tokens"] == LONG
     await unloading
     await mesh.wait(lambda: not any(digest in adapters(worker).states for worker in mesh.workers))
@@ -415,7 +427,7 @@ async def test_a_load_of_another_gateway_is_left_alone(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes."""
-    monkeypatch.setattr(manager, "_LEASE_S", 1.0)
+    monkeypatch.setattr(manager, "_LEASE_S", 3.0)
     monkeypatch.setattr(manager, "_RENEW_S", 0.1)
     async with (
         gateway(tmp_path / "a", script, adapter_root=root) as first,

@@ -157,7 +157,8 @@ async def test_nothing_is_left_after_random_ends(tmp_path: Path) -> None:
         await harness.wait(lambda: not app._admission.num_running)
         await harness.wait(lambda: not app.pipeline._open)
         for worker in app.fleet.workers():
-            assert worker.own_requests == 0
-            assert worker.session is not None
-            assert not worker.session._handlers
+            session = worker.session
+            assert session is not None
+            await harness.wait(lambda one=worker: one.own_requests == 0)
+            await harness.wait(lambda one=session: not one._handlers)
         await harness.wait(lambda: len(asyncio.all_tasks()) <= before + 4)

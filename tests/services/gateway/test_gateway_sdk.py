@@ -49,7 +49,7 @@ async def edge(rest_binary: Path, tmp_path: Path) -> AsyncIterator[Edge]:
         with ServiceProcess("rest", command, tmp_path) as process:
             url = f"http://{(await process.ready())['address']}"
             async with openai.AsyncOpenAI(
-                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
             ) as client:
                 yield Edge(mesh, client, url)
 
@@ -166,7 +166,7 @@ async def test_models_and_extras(edge: Edge) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await edge.client.models.retrieve("other/model")
     assert caught.value.code == "model_not_found"
-    async with httpx.AsyncClient(base_url=edge.url) as http:
+    async with httpx.AsyncClient(base_url=edge.url, timeout=60) as http:
         tokens = (await http.post("/tokenize", json={"prompt": TEXT})).json()["tokens"]
         assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": TEXT}
         assert (await http.get("/readyz")).status_code == 200
@@ -189,7 +189,7 @@ async def test_errors_have_openai_shape(edge: Edge) -> None:
         async for _ in stream:
             pass
     assert "decode-0" in str(cut.value)
-    async with httpx.AsyncClient(base_url=edge.url) as http:
+    async with httpx.AsyncClient(base_url=edge.url, timeout=60) as http:
         for body in (b"{", b"\xff", b"[" * 10_000, json.dumps({"messages": []}).encode()):
             answer = await http.post("/v1/chat/completions", content=body)
             assert answer.status_code == 400

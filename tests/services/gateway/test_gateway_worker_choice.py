@@ -97,7 +97,7 @@ async def test_a_worker_that_is_not_there(tmp_path: Path) -> None:
 async def test_a_worker_that_is_not_well(tmp_path: Path) -> None:
     async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
         mesh.workers[1].is_draining = True
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await ask(mesh, WORKER, "decode-1")

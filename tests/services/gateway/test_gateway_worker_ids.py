@@ -107,7 +107,7 @@ async def test_of_two_workers_with_one_id_the_second_gets_nothing(tmp_path: Path
         for _ in range(5):
             await ask(mesh)
         assert (len(first.submits), len(second.submits)) == (5, 0)
-        assert mesh.known_pages("decode") == [4]
+        await mesh.wait(lambda: mesh.known_pages("decode") == [4])
         # One that leaves makes room for its successor, and what it still tells changes nothing.
         first.is_draining = True
         await mesh.wait(lambda: healthy(mesh) == [second.address])

@@ -132,7 +132,7 @@ async def test_watchers_see_members_flows_points_and_requests(tmp_path: Path) ->
         assert not any(one in str(spans) for one in ids)
 
         await mesh.workers[0].stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 member = next(
                     one for one in (await call.read()).members if one.role == roles["decode-0"]

@@ -33,7 +33,9 @@ async def test_workers_whose_connections_are_replaced_are_found_again(tmp_path: 
         answer = await mesh.json("Completions", {"model": MODEL, "prompt": "hi"})
         assert answer["choices"][0]["text"]
         sessions = [worker.session for worker in fleet.workers("decode")]
-        assert all(isinstance(one, DecodeSession) and one.is_open for one in sessions)
+        await mesh.wait(
+            lambda: all(isinstance(one, DecodeSession) and one.is_open for one in sessions)
+        )
 
 
 async def test_a_call_that_is_cancelled_does_not_cancel_who_waits_for_it() -> None:

@@ -25,7 +25,7 @@ async def continuable(caller: StoreCaller, chain: Chain) -> int:
     request = kvstore_pb2.LookupRequest(
         namespace=chain.namespace, keys=chain.keys, block_pages=BLOCK
     )
-    return int((await caller.stub.Lookup(request, timeout=10)).num_pages)
+    return int((await caller.stub.Lookup(request, timeout=60)).num_pages)
 
 
 def block_behind(chain: Chain, border: int) -> Chain:

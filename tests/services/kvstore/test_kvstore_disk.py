@@ -178,7 +178,7 @@ async def test_a_disk_that_never_answers_is_let_be(
         path.unlink()
         os.mkfifo(path)
         assert await caller.look_up(chain) == 8
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert (await caller.fill(chain)).kinds[-1] == "declined"
             while await caller.look_up(chain):
                 await asyncio.sleep(0.05)
@@ -187,7 +187,7 @@ async def test_a_disk_that_never_answers_is_let_be(
         check(await caller.fill(other), content, 2)
         assert disk(store).counters.stalls > 0
         os.close(os.open(path, os.O_WRONLY))
-        async with asyncio.timeout(30):  # Its first page is gone, and the disk serves again.
+        async with asyncio.timeout(60):  # Its first page is gone, and the disk serves again.
             while disk(store).counters.failed_loads == 0:
                 await asyncio.sleep(0.05)
         await caller.settled()

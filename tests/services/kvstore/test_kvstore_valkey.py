@@ -56,7 +56,7 @@ async def put(caller: StoreCaller, num_pages: int = NUM_PAGES, **changes: Any) -
     return chain, content
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -355,7 +355,7 @@ async def test_a_server_that_stands_still_costs_a_timeout(server: ValkeyServer) 
         server.pause()
         try:
             for _ in range(6):
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     assert await caller.look_up(Chain(4)) == 0
             await until(lambda: kept(store).counters["backend_skipped_commands"] > 0)
             check(await caller.fill(chain), content, NUM_PAGES)

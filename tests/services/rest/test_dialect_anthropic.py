@@ -36,7 +36,7 @@ async def edge(rest_binary: Path, tmp_path: Path) -> AsyncIterator[DialectEdge]:
 @pytest.fixture
 async def client(edge: DialectEdge) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(
-        base_url=edge.url, api_key="none", max_retries=0, timeout=30
+        base_url=edge.url, api_key="none", max_retries=0, timeout=60
     ) as made:
         yield made
 

@@ -33,7 +33,7 @@ async def edge(rest_binary: Path, tmp_path: Path) -> AsyncIterator[DialectEdge]:
 
 @pytest.fixture
 def client(edge: DialectEdge) -> ollama.AsyncClient:
-    return ollama.AsyncClient(host=edge.url, timeout=30)
+    return ollama.AsyncClient(host=edge.url, timeout=60)
 
 
 async def both(client: ollama.AsyncClient, **fields: Any) -> ollama.ChatResponse:
@@ -203,7 +203,7 @@ async def test_failures_have_ollamas_shape(rest_binary: Path, tmp_path: Path) ->
         max_attempts=1,
         resume_timeout_s=0,
     ) as edge:
-        client = ollama.AsyncClient(host=edge.url, timeout=30)
+        client = ollama.AsyncClient(host=edge.url, timeout=60)
         for name in ("suffix", "template"):
             refused = await edge.post("/api/generate", {"model": MODEL, "prompt": "x", name: "y"})
             assert refused.json()["error"].startswith(f"{name}:")

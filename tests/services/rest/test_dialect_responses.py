@@ -36,7 +36,7 @@ async def edge(rest_binary: Path, tmp_path: Path) -> AsyncIterator[DialectEdge]:
 
 
 def sdk(edge: DialectEdge, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{edge.url}/v1", api_key=key, max_retries=0, timeout=30)
+    return openai.AsyncOpenAI(base_url=f"{edge.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ async def rest(rest_binary: Path, tmp_path: Path) -> AsyncIterator[Rest]:
         ready = await process.ready()
         url = f"http://{ready['address']}"
         async with openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
         ) as client:
             yield Rest(url, fake, client, process, ready, server)
     await server.stop(0)
@@ -120,7 +120,7 @@ async def test_models(rest: Rest) -> None:
 
 async def test_bodies_reach_the_gateway_byte_for_byte(rest: Rest) -> None:
     body = b'{"model" :"echo",  "messages":[{"role":"user","content":"x"}], "unknown": [1.0, null]}'
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         got = await http.post(f"{rest.url}/v1/chat/completions", content=body)
     assert got.status_code == 200
     assert rest.fake.bodies == [body]
@@ -179,7 +179,7 @@ async def test_a_disconnect_cancels_the_call(rest: Rest, stream: bool) -> None:
 
 async def test_bad_requests_of_plain_http(rest: Rest) -> None:
     chat = f"{rest.url}/v1/chat/completions"
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answers = [
             (400, await http.post(chat, content=b"{not json")),
             (400, await http.post(chat, content=b"")),
@@ -211,12 +211,12 @@ async def test_raw_garbage_is_refused_and_harms_nobody(rest: Rest) -> None:
         answer = await asyncio.wait_for(reader.read(), 20)
         assert answer == b"" or b" 400 " in answer or b" 505 " in answer
         writer.close()
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         assert (await http.get(f"{rest.url}/healthz")).json() == {"status": "ok"}
 
 
 async def test_probes_of_other_servers_work(rest: Rest) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         assert (await http.get(f"{rest.url}/health")).json() == {"status": "ok"}
         for path in ("health", "healthz"):
             assert (await http.head(f"{rest.url}/{path}")).status_code == 200
@@ -224,7 +224,7 @@ async def test_probes_of_other_servers_work(rest: Rest) -> None:
 
 async def test_an_encoded_body_is_refused_as_such(rest: Rest) -> None:
     body, headers = gzip.compress(b'{"prompt": "x"}'), {"Content-Encoding": "gzip"}
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.post(f"{rest.url}/v1/completions", content=body, headers=headers)
     assert answer.status_code == 415
     assert answer.json()["error"]["code"] == "unsupported_encoding"
@@ -236,7 +236,7 @@ async def test_a_page_of_another_site_loads_no_adapters(rest: Rest) -> None:
     headers = {"Content-Type": "text/plain", "Origin": "https://evil.example.org"}
     headers["Sec-Fetch-Site"] = "cross-site"
     path, body = f"{rest.url}/v1/unload_lora_adapter", '{"lora_name": "x"}'
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.post(path, content=body, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "cross_origin")
     with pytest.raises(openai.InternalServerError):
@@ -246,7 +246,7 @@ async def test_a_page_of_another_site_loads_no_adapters(rest: Rest) -> None:
 
 async def test_a_lost_gateway_is_a_503_without_addresses(rest: Rest) -> None:
     await rest.server.stop(0)
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.get(f"{rest.url}/readyz")
         assert (await http.get(f"{rest.url}/healthz")).status_code == 200
     assert answer.status_code == 503
@@ -256,7 +256,7 @@ async def test_a_lost_gateway_is_a_503_without_addresses(rest: Rest) -> None:
 
 async def test_metrics_count_by_route(rest: Rest) -> None:
     await rest.client.chat.completions.create(model="echo", messages=user("x"))
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         await http.get(f"{rest.url}/nowhere/{secrets.token_hex(8)}")
         wanted = {
             'weft_rest_requests_total{code="200",route="/v1/chat/completions"} 1',

@@ -36,7 +36,7 @@ class Prefill:
 
     async def open_fill(self) -> Any:
         """A Fill of the whole prompt that has begun; the first event is still to be read."""
-        info = await self._worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
+        info = await self._worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
         plane = PagedPlane(heads=HEADS, layers=LAYERS, dim=HEAD_DIM, dtype=info.dtype)
         layout = CacheLayout.of_plane(plane, PAGE_SIZE)
         handle = kv_pb2.KvHandle(
@@ -58,7 +58,7 @@ class Prefill:
 
     async def load(self) -> worker_pb2.WatchLoadResponse:
         """The worker's load now."""
-        call = self._worker.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=30)
+        call = self._worker.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=60)
         load = await call.read()
         call.cancel()
         assert isinstance(load, worker_pb2.WatchLoadResponse)

@@ -50,7 +50,7 @@ async def slow_down(ready: dict[str, Any], token: str) -> None:
         await admin_pb2_grpc.AdminServiceStub(channel).InjectFault(
             admin_pb2.InjectFaultRequest(fault=fault),
             metadata=(("authorization", f"Bearer {token}"),),
-            timeout=30,
+            timeout=60,
         )
 
 

@@ -61,10 +61,11 @@ async def test_admission_keeps_its_bounds_under_random_use() -> None:
 
     for _ in range(30):
         tasks = []
+        pause_s = rng.choice([0.0, 0.001])  # At once, they are too many on any machine.
         for _ in range(12):
             limit_s = rng.choice([0.002, 5.0])
             tasks.append(asyncio.create_task(use(rng.randint(1, 3), rng.random() / 200, limit_s)))
-            await asyncio.sleep(rng.random() / 1000)
+            await asyncio.sleep(pause_s * rng.random())
         for task in rng.sample(tasks, 3):
             cancelled += task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -76,7 +77,7 @@ async def test_admission_keeps_its_bounds_under_random_use() -> None:
     assert refused
     assert expired
     assert cancelled
-    await asyncio.wait_for(admission.drain(), 1)
+    await asyncio.wait_for(admission.drain(), 60)
 
 
 async def test_admission_is_first_come_first_served() -> None:

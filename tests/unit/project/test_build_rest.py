@@ -32,7 +32,8 @@ def tree(tmp_path: Path) -> Path:
         target = tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target)
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    ignored = shutil.ignore_patterns("__pycache__")  # Others may be writing there.
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=ignored)
     script(tmp_path / "tools" / "go", GO)
     script(tmp_path / ".venv" / "bin" / "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     script(tmp_path / ".venv" / "bin" / "weft", '#!/bin/sh\necho "weft $@"\n')

@@ -67,7 +67,7 @@ class StoreCaller:
         self.epoch = 0
 
     async def __aenter__(self) -> StoreCaller:
-        info = await self.stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=10)
+        info = await self.stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=60)
         self.epoch = info.epoch
         return self
 
@@ -77,13 +77,13 @@ class StoreCaller:
     async def look_up(self, chain: Chain, first: int = 0) -> int:
         """Leading pages from page `first` on that are held."""
         request = kvstore_pb2.LookupRequest(namespace=chain.namespace, keys=chain.keys[first:])
-        response = await self.stub.Lookup(request, timeout=10)
+        response = await self.stub.Lookup(request, timeout=60)
         assert response.epoch == self.epoch
         return int(response.num_pages)
 
     async def stats(self) -> Any:
         """Stats, after the check that every page is in one state."""
-        stats = await self.stub.Stats(kvstore_pb2.StatsRequest(), timeout=10)
+        stats = await self.stub.Stats(kvstore_pb2.StatsRequest(), timeout=60)
         counted = stats.free_pages + stats.cached_pages + stats.pinned_pages
         assert counted + stats.quarantined_pages == stats.total_pages, stats
         return stats
@@ -111,7 +111,7 @@ class StoreCaller:
         """Offers pages of a NIXL process's pool."""
         header = put_header(chain, indices, digests, pages, target["page_bytes"], **changes)
         header.source.CopyFrom(nixl_target(target))
-        return await self.stub.Put(header, timeout=30)
+        return await self.stub.Put(header, timeout=60)
 
     async def put_data(
         self,
@@ -150,7 +150,7 @@ class StoreCaller:
 
     async def open_fill(self, handle: kv_pb2.KvHandle) -> Any:
         """A Fill that has begun; to be read, written to or cancelled."""
-        call = self.stub.Fill(timeout=30)
+        call = self.stub.Fill(timeout=60)
         await call.write(kv_pb2.FillControl(start=kv_pb2.FillControl.Start(handle=handle)))
         return call
 
