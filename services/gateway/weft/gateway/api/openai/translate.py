@@ -198,7 +198,8 @@ def _request(
     prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)
     return GenerateRequest(
         request_id=facts.request_id,
-        client_request_id=facts.client_request_id or _own_name(body),
+        # The REST edge gives every call an id, also where the client sent none.
+        client_request_id=_own_name(body) or facts.client_request_id,
         model=body.model or "",
         prompts=prompts,
         sampling=_sampling(body, None if constraint is None else constraint.value),
