@@ -116,7 +116,7 @@ def make_states(
 
 
 def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:
-    """Access to blocks for the tiers; None: the model has no recurrent layers."""
+    """What tiers need of blocks; None: the model has none."""
     if parts.states is None:
         return None
     num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes

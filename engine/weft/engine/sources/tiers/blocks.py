@@ -54,7 +54,7 @@ class KeptBlocks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAccess:
-    """Access to the blocks of a model with recurrent layers, for tiers."""
+    """What tiers need of a model with recurrent layers."""
 
     states: KeptBlocks
     """Owner of the blocks."""
@@ -110,12 +110,12 @@ class FoundBlock(NamedTuple):
     border: int
     """In pages."""
     keys: list[bytes]
-    """Keys of the pages that carry the block."""
+    """Of its pages."""
     tiers: list[Tier]
     """The tier of each."""
 
     def runs(self) -> list[TierRun]:
-        """The block's pages, counted from 0, in runs of one tier."""
+        """Its pages, counted from 0, by tier."""
         runs: list[TierRun] = []
         for index, tier in enumerate(self.tiers):
             if runs and runs[-1].tier is tier:
