@@ -30,16 +30,16 @@ from gpu_kernels import capture, replay_us
 from gpu_roof import Rates, measure_rates
 from gpu_setup import describe_gpu
 from weft.kernels.activation import silu_and_mul
-from weft.kernels.fp8 import FP8
+from weft.kernels.fp8 import FP8, FP8_MAX
 from weft.kernels.gpu.fp8_few_rows import FewRows, SpreadShape, few_rows
 from weft.kernels.gpu.fp8_linear import torch_product
 from weft.kernels.gpu.fp8_rows import Fp8Rows, quantise_rows
 from weft.kernels.gpu.fp8_tiles import TileShape, multiply_fp8
 from weft.kernels.quantised import (
     FP8_GROUP,
+    Fp8Blocks,
     Fp8Channels,
     Fp8Matrix,
-    quantise_fp8_blocks,
     quantise_fp8_channels,
 )
 
@@ -139,9 +139,19 @@ class Found:
     failures: list[str] = field(default_factory=list)
 
 
+def quantise_blocks(weight: torch.Tensor) -> Fp8Blocks:
+    """Rounds each block to FP8, the largest magnitude of the block being FP8_MAX."""
+    n, k = weight.shape
+    whole = F.pad(weight.float(), (0, -k % FP8_GROUP, 0, -n % FP8_GROUP))
+    tiles = whole.view(whole.shape[0] // FP8_GROUP, FP8_GROUP, -1, FP8_GROUP)
+    scales = tiles.abs().amax(dim=(1, 3)) / FP8_MAX
+    data = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(whole.shape)
+    return Fp8Blocks(data[:n, :k].contiguous(), scales, FP8_GROUP)
+
+
 def matrices(product: Product, scales: str, count: int) -> list[Fp8Matrix]:
     """Random weights of a product."""
-    make = quantise_fp8_channels if scales == "channels" else quantise_fp8_blocks
+    make = quantise_fp8_channels if scales == "channels" else quantise_blocks
     shape = (product.n, product.k)
     return [
         make(torch.randn(shape, device="cuda", dtype=BF16) / product.k**0.5) for _ in range(count)

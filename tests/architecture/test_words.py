@@ -36,7 +36,7 @@ RULES = (
         "page; a block is of recurrent layers",
         except_in=(
             *(f"{ENGINE}/memory/state_index.py", f"{ENGINE}/scheduler/state_blocks.py"),
-            *(f"{ENGINE}/loop/recurrent.py", f"{ENGINE}/loop/build.py"),
+            *(f"{ENGINE}/loop/{name}.py" for name in ("build", "pools", "recurrent")),
             *(f"{ENGINE}/sources/store.py", f"{ENGINE}/sources/tiers/blocks.py"),
             *(f"{ENGINE}/sources/tiers/loads.py", f"{ENGINE}/sources/tiers/tiers.py"),
         ),

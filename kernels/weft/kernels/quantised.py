@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from weft.kernels import cpu
 from weft.kernels.fp8 import FP8, FP8_MAX
 
@@ -210,25 +209,6 @@ def quantise_fp8_channels(weight: torch.Tensor) -> Fp8Channels:
     largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
     scales, inverse = _fp8_scales(largest)
     return Fp8Channels(_rounded_fp8(wide * inverse[:, None]), scales)
-
-
-def quantise_fp8_blocks(weight: torch.Tensor, rows: int = FP8_GROUP) -> Fp8Blocks:
-    """Rounds each block to FP8, the largest magnitude of the block being FP8_MAX.
-
-    Args:
-        weight: [N, K], any float dtype.
-        rows: Of a block.
-
-    Raises:
-        ValueError: A number is not finite.
-    """
-    n, k = weight.shape
-    wide = weight.float()
-    whole = F.pad(wide, (0, -k % FP8_GROUP, 0, -n % rows))
-    tiles = whole.view(whole.shape[0] // rows, rows, whole.shape[1] // FP8_GROUP, FP8_GROUP)
-    scales, inverse = _fp8_scales(tiles.abs().amax(dim=(1, 3)))
-    data = _rounded_fp8(tiles * inverse[:, None, :, None]).view(whole.shape)
-    return Fp8Blocks(data[:n, :k].contiguous(), scales, rows)
 
 
 def _fp8_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

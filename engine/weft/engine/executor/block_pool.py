@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from weft.engine.executor.device_pool import CopyRows
 from weft.engine.transfer.digest import digest_pages
 
 
@@ -28,31 +28,20 @@ class BlockPool:
         self._parts = [part.view(len(part), -1).view(torch.uint8) for part in parts]
         self._num_pages = num_pages
         self._page_bytes = page_bytes
-        device = parts[0].device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging = self._new_rows(1)
+        self._copies = CopyRows(parts[0].device, page_bytes)
 
     def read(self, page: int) -> NDArray[np.uint8]:
         """See `PagePool.read`."""
-        row = self._staging[0]
-        self._copy_out(page, row)
-        found: NDArray[np.uint8] = row.numpy()
-        return found
+        self._copy_out(page, self._copies.rows[0])
+        return self._copies.row(0)
 
     def target(self, index: int, page: int) -> NDArray[np.uint8]:
         """See `PagePool.target`."""
-        if index >= len(self._staging):
-            larger = self._new_rows(max(index + 1, 2 * len(self._staging)))
-            larger[: len(self._staging)] = self._staging
-            self._staging = larger
-        row: NDArray[np.uint8] = self._staging[index].numpy()
-        return row
+        return self._copies.row(index)
 
     def commit(self, pages: Sequence[int]) -> None:
         """See `PagePool.commit`."""
-        self._copy_in(list(self._staging[: len(pages)]), pages)
+        self._copy_in(list(self._copies.rows[: len(pages)]), pages)
 
     def copy_in(self, rows: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> list[int]:
         """See `PagePool.copy_in`; the digests are those of the rows."""
@@ -65,19 +54,19 @@ class BlockPool:
         return _digest(row)
 
     def _copy_in(self, rows: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
-        with self._on_stream():
+        with self._copies.on_stream():
             for row, page in zip(rows, pages, strict=True):
                 for piece, at in self._pieces(page):
                     piece.copy_(row[at : at + len(piece)], non_blocking=True)
-        self._wait()
+        self._copies.wait()
 
     def _copy_out(self, page: int, row: torch.Tensor) -> None:
         end = 0
-        with self._on_stream():
+        with self._copies.on_stream():
             for piece, at in self._pieces(page):
                 end = at + len(piece)
                 row[at:end].copy_(piece, non_blocking=True)
-        self._wait()
+        self._copies.wait()
         row[end:] = 0
 
     def _pieces(self, page: int) -> Iterator[tuple[torch.Tensor, int]]:
@@ -90,17 +79,6 @@ class BlockPool:
             if low < high:
                 yield part[block, low - begin : high - begin], low - first
             begin = end
-
-    def _new_rows(self, count: int) -> torch.Tensor:
-        size = (count, self._page_bytes)
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-
-    def _on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 def _digest(row: NDArray[np.uint8]) -> int:

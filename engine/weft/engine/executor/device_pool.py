@@ -53,6 +53,46 @@ class PinnedRows:
         self._release()
 
 
+class CopyRows:
+    """Rows of host memory through which pages travel, and the stream of their copies.
+
+    Args:
+        device: Where the pages are.
+        page_bytes: Bytes of a page.
+        priority: Of the stream, below 0 before steps.
+    """
+
+    def __init__(self, device: torch.device, page_bytes: int, priority: int = 0) -> None:
+        self._page_bytes = page_bytes
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self.rows = self._new_rows(1)
+        """[rows, page_bytes] uint8, pinned for a GPU."""
+
+    def row(self, index: int) -> NDArray[np.uint8]:
+        """A row as an array, created if need be; the earlier rows keep their content."""
+        if index >= len(self.rows):
+            larger = self._new_rows(max(index + 1, 2 * len(self.rows)))
+            larger[: len(self.rows)] = self.rows
+            self.rows = larger
+        row: NDArray[np.uint8] = self.rows[index].numpy()
+        return row
+
+    def on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        """A block whose copies go to the stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Waits for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _new_rows(self, count: int) -> torch.Tensor:
+        size, is_pinned = (count, self._page_bytes), self._stream is not None
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
+
+
 class DevicePool:
     """Implements `weft.engine.transfer.page_pool.PagePool` for one thread, on a stream of its own.
 
@@ -66,44 +106,37 @@ class DevicePool:
 
     def __init__(self, pool: torch.Tensor | DevicePages) -> None:
         self._pages = DevicePages.of(pool)
-        self._is_cuda = pool.device.type == "cuda"
-        self._stream = self._new_stream(pool.device) if self._is_cuda else None
-        self._staging = self._new_rows(1)
+        # These short operations have priority over steps, because a request waits for them.
+        self._copies = CopyRows(pool.device, self._pages.page_bytes, priority=-1)
 
     def read(self, page: int) -> NDArray[np.uint8]:
         """See `PagePool.read`."""
-        with self._on_stream():
-            self._pages.read(page, self._staging[0])
-        self._wait()
-        row: NDArray[np.uint8] = self._staging[0].numpy()
-        return row
+        with self._copies.on_stream():
+            self._pages.read(page, self._copies.rows[0])
+        self._copies.wait()
+        return self._copies.row(0)
 
     def target(self, index: int, page: int) -> NDArray[np.uint8]:
         """See `PagePool.target`."""
-        if index >= len(self._staging):
-            larger = self._new_rows(max(index + 1, 2 * len(self._staging)))
-            larger[: len(self._staging)] = self._staging
-            self._staging = larger
-        row: NDArray[np.uint8] = self._staging[index].numpy()
-        return row
+        return self._copies.row(index)
 
     def commit(self, pages: Sequence[int]) -> None:
         """See `PagePool.commit`."""
-        with self._on_stream():
-            for row, page in zip(self._staging, pages, strict=False):
+        with self._copies.on_stream():
+            for row, page in zip(self._copies.rows, pages, strict=False):
                 self._pages.write(page, row)
-        self._wait()
+        self._copies.wait()
 
     def copy_in(self, rows: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> list[int]:
         """See `PagePool.copy_in`; the device computes the digests."""
-        with self._on_stream():
+        with self._copies.on_stream():
             for row, page in zip(rows, pages, strict=True):
                 self._pages.write(page, torch.from_numpy(row))
             return self._digests(pages)
 
     def copy_out(self, page: int, row: NDArray[np.uint8]) -> int:
         """See `PagePool.copy_out`."""
-        with self._on_stream():
+        with self._copies.on_stream():
             self._pages.read(page, torch.from_numpy(row))
             (digest,) = self._digests([page])
             return digest
@@ -113,22 +146,6 @@ class DevicePool:
         numbers = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
         found: list[int] = self._pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
         return found
-
-    @staticmethod
-    def _new_stream(device: torch.device) -> torch.cuda.Stream:
-        # These short operations have priority over steps, because a request waits for them.
-        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-    def _new_rows(self, count: int) -> torch.Tensor:
-        size = (count, self._pages.page_bytes)
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
-
-    def _on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 def _is_right(pool: DevicePool, rows: NDArray[np.uint8]) -> bool:

@@ -16,7 +16,6 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_delta import delta_gates, gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import Group
 from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
@@ -153,13 +152,10 @@ class GatedDelta(RecurrentMixer):
 
     def project(self, x: Normed, step: Step) -> Projected:
         """See `RecurrentMixer.project`."""
-        groups: tuple[Group, ...] = ("state_in", "state_gates")
+        added = [step.added("state_in", self.layer), step.added("state_gates", self.layer)]
         if not self.config.is_fused:
-            groups = ("state_in", "state_z", "state_gates")
-        found = [
-            x.linear(w, step.added(group, self.layer))
-            for w, group in zip(self.projections, groups, strict=True)
-        ]
+            added.insert(1, step.added("state_z", self.layer))
+        found = [x.linear(w, one) for w, one in zip(self.projections, added, strict=True)]
         rows, config = len(found[0]), self.config
         of_values = self._shared * config.value_dim
         channels = 2 * config.key_dim + of_values

@@ -89,7 +89,7 @@ class GatedMLP:
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
 
     def unchanged(self, x: Normed) -> GatedSum:
-        """Like a call, without adapters."""
+        """Like a call, without what a step adds to the products."""
         return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
 
     def folds(self, rows: int, step: Step) -> bool:
@@ -128,7 +128,7 @@ class PlainMLP:
         return Computed(value, is_partial=True)
 
     def unchanged(self, x: Normed) -> Sum:
-        """Like a call, without adapters and the factor on the result."""
+        """Like a call, without what a step adds to the products, and the factor on the result."""
         return Sum(self._made(x.linear(self.up_proj, None)), self.down_proj, None)
 
     def _made(self, inner: torch.Tensor) -> torch.Tensor:

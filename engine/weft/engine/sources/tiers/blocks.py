@@ -276,12 +276,12 @@ class FoundBlock(NamedTuple):
     border: int
     """In pages."""
     keys: list[bytes]
-    """Keys of the pages that carry the block."""
+    """Of its pages."""
     tiers: list[Tier]
     """The tier of each."""
 
     def runs(self) -> list[TierRun]:
-        """The block's pages, counted from 0, in runs of one tier."""
+        """Its pages, counted from 0, by tier."""
         runs: list[TierRun] = []
         for index, tier in enumerate(self.tiers):
             if runs and runs[-1].tier is tier:
