@@ -155,17 +155,17 @@ class Engine:
         self.filler = self._make_filler()
         self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
         held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
-        blocks: StoredBlocks | None = self._block_pages
+        beside: StoredBlocks | None = self._block_pages
         if config.has_store and parts.windows:
             (windows,) = parts.windows
-            blocks = StoredWindows(
+            beside = StoredWindows(
                 parts.layout,
                 windows,
                 parts.memory,
                 parts.executor,
                 (lambda: None) if self.tiers is None else self.tiers.write_back,
             )
-        self.store = make_store(config, parts, held, self._out.store, clock, blocks)
+        self.store = make_store(config, parts, held, self._out.store, clock, beside)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:

@@ -170,7 +170,7 @@ class StoredWindows:
         self._copied: Mark | None = None
         self._on_allocated = on_allocated
 
-    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+    def copy(self, page: int, /, namespace: bytes) -> list[int] | None:
         """See `StoredBlocks.copy`."""
         # Pages for copies must not make requests wait.
         if self._memory.num_available_pages < self._spared + self.num_pages:
@@ -179,7 +179,7 @@ class StoredWindows:
         self._on_allocated()
         # Otherwise the next step would zero them.
         self._executor.zero(self._memory.take_wipes())
-        self._executor.pack_pages([block], 1, pages)
+        self._executor.pack_pages([page], 1, pages)
         self._copied = self._executor.mark()
         return pages
 

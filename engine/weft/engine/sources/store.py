@@ -84,7 +84,7 @@ class StoredBlocks(Protocol):
     window_pages: int
     """See `StoreLookup.window_pages`."""
 
-    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+    def copy(self, block: int, /, namespace: bytes) -> list[int] | None:
         """Copies a block into new pages, which the caller releases and does not read before
         `settle`; None: there is no room.
         """
