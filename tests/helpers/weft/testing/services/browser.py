@@ -12,6 +12,7 @@ from playwright.async_api import Page, async_playwright, expect
 
 _CHROMIUM = "/usr/bin/chromium"
 TIMEOUT_MS = 30_000
+expect.set_options(timeout=TIMEOUT_MS)
 SHOTS = os.environ.get("WEFT_SCREENSHOTS")
 """Folder that screenshots are kept in; None: the test's own."""
 
