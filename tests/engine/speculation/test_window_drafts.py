@@ -102,7 +102,7 @@ def test_texts_and_drafts_whatever_happened_to_a_request(
         for memory in drafting.engine.memories:
             memory.check_integrity()
     assert counters["accepted_tokens"] > 0
-    assert counters["prefix_hit_tokens"] > 0
+    assert counters["prefix_hit_tokens"] > 0 or few
     if watched is not None:
         assert head is not None
         check_chains(watched, model_dir, head)
