@@ -91,10 +91,12 @@ class Others:
     def __init__(self, system: System) -> None:
         self._system = system
         self.on_filled = None
-        self.num_block_pages = 0
         self.open: dict[int, tuple[Request, list[int]]] = {}
         self.quarantined: list[list[int]] = []
         self.num_filled: Counter[str] = Counter()
+
+    def num_more(self, request: Request, end_token: int) -> int:
+        return 0
 
     def next_state(self, request: Request) -> State:
         while request.candidates and self._end(request) <= request.num_computed:

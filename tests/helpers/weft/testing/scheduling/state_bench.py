@@ -499,8 +499,10 @@ class StateBench:
 class _NoFillers:
     """Stands for the owner's side of fills, of which there are none."""
 
-    num_block_pages = BLOCK_PAGES
     on_filled = None
+
+    def num_more(self, request: Request, end_token: int) -> int:
+        return BLOCK_PAGES
 
     def next_state(self, request: Request) -> State:
         return State.PREFILLING
