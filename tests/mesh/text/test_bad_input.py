@@ -180,7 +180,7 @@ async def test_bad_calls_over_rest(mesh: LocalMesh, http: httpx.AsyncClient) -> 
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/no/such", 404),
         ("POST", "/v1/images/generations", 404),
-        ("GET", "/", 404),
+        ("GET", "/no/such", 404),
     ):
         answer = await http.request(method, path)
         check_refusal(answer, status, None)
