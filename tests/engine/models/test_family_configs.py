@@ -96,6 +96,7 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("Gemma3n", "altup_num_inputs", {"altup_num_inputs": 1}),
         ("Gemma3n", "intermediate_size", {"intermediate_size": [72, 72]}),
         ("Gemma3n", "activation_sparsity_pattern", {"activation_sparsity_pattern": [1.0] * 4}),
+        ("Gemma3n", "activation_sparsity_pattern", {"activation_sparsity_pattern": [0.5] * 5}),
         ("Laguna", "gating", {"gating": "other", **EXPERTS}),
         ("MiMoV2Flash", "hybrid_layer_pattern", {"hybrid_layer_pattern": [0, 2, 1, 0]}),
         ("MiMoV2Flash", "swa_head_dim", {"swa_head_dim": 16}),
