@@ -171,8 +171,6 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     chosen = resolve_quantization(quantization, config.quantization)
     resolved = resolve_dtype(dtype, quantization=chosen)
     weights = weight_files(folder)
-    if not is_demo:  # whose changed files are named below
-        _check_forms(folder)
     others = {folder / name for name in expected} - set(weights)
     with progress_bar(err, "reading") as report:
         digests = _read_digests([*sorted(others), *weights], report)
@@ -188,6 +186,7 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
+    _check_forms(folder)
     return 0
 
 

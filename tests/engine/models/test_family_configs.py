@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.rope import RopeConfig
@@ -95,6 +96,7 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("Gemma3n", "altup_num_inputs", {"altup_num_inputs": 1}),
         ("Gemma3n", "intermediate_size", {"intermediate_size": [72, 72]}),
         ("Gemma3n", "activation_sparsity_pattern", {"activation_sparsity_pattern": [1.0] * 4}),
+        ("Gemma3n", "activation_sparsity_pattern", {"activation_sparsity_pattern": [0.5] * 5}),
         ("Laguna", "gating", {"gating": "other", **EXPERTS}),
         ("MiMoV2Flash", "hybrid_layer_pattern", {"hybrid_layer_pattern": [0, 2, 1, 0]}),
         ("MiMoV2Flash", "swa_head_dim", {"swa_head_dim": 16}),
@@ -112,6 +114,7 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("CodeGen", "n_head", {"rotary_dim": 4}),
         ("XGLM", "add_cross_attention", {"ffn_dim": 72, "add_cross_attention": True}),
         ("XGLM", "d_model", {"ffn_dim": 72, "d_model": 45, "attention_heads": 5}),
+        ("XGLM", "pad_token_id", {"ffn_dim": 72, "pad_token_id": 2}),
         ("SarvamMoE", "use_qk_norm", {**EXPERTS, "use_qk_norm": False}),
         ("Cohere2Moe", "expert_selection_fn", {**EXPERTS, "expert_selection_fn": "other"}),
         ("Cohere2Moe", "shared_expert_combination_strategy",
@@ -265,6 +268,42 @@ def test_text_models_of_others_are_those_that_are_known(kind: str | None) -> Non
     config = ModelConfig.from_dict(raw)
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (32, 4096, 32_000)
     assert not config.tie_word_embeddings
+
+
+TEXTS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+
+
+def text_of_llava(**text: Any) -> ModelConfig:
+    architecture = "LlavaNextForConditionalGeneration"
+    return ModelConfig.from_dict({"architectures": [architecture], "text_config": text})
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_what_text_models_of_others_leave_out_is_as_in_transformers(kind: str) -> None:
+    given, found = TEXTS[kind](), text_of_llava(model_type=kind)
+    assert found.num_layers == given.num_hidden_layers
+    names = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
+    for name in (*names, "tie_word_embeddings"):
+        assert getattr(found, name) == getattr(given, name)
+    assert found.num_heads == given.num_attention_heads
+    assert found.num_kv_heads == given.num_key_value_heads
+    window = None if found.sliding_window is None else found.sliding_window.length
+    assert window == getattr(given, "sliding_window", None)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_only_text_models_of_mistral_have_a_window(kind: str) -> None:
+    found = text_of_llava(model_type=kind, sliding_window=20).sliding_window
+    assert (None if found is None else found.length) == (20 if kind == "mistral" else None)
+    assert text_of_llava(model_type=kind, sliding_window=None).sliding_window is None
+    listed = {"layer_types": ["sliding_attention"] * 32, "sliding_window": None}
+    with pytest.raises(ModelError, match="layer_types"):
+        text_of_llava(model_type=kind, **listed)
 
 
 def test_both_layouts_of_mimo_say_the_same() -> None:

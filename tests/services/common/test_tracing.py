@@ -109,7 +109,8 @@ async def test_a_refused_request_has_a_name_too(tmp_path: Path) -> None:
     async with gateway(tmp_path, script_of(made)) as harness:
         made.append(harness)
         call = harness.openai.Completions(
-            HttpBody(data=b'{"prompt": ""}'), metadata=(("x-request-id", "mine"),)
+            HttpBody(data=b'{"prompt": "", "request_id": "mine"}'),
+            metadata=(("x-request-id", "req-of-the-edge"),),
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -117,6 +118,7 @@ async def test_a_refused_request_has_a_name_too(tmp_path: Path) -> None:
         request_id = dict(caught.value.trailing_metadata() or ())["x-weft-request-id"]
         root = (await spans_of(harness, str(request_id)))["text_completion"]
         assert root.attributes["weft.client_request_id"] == "mine"
+        assert root.attributes["weft.header_request_id"] == "req-of-the-edge"
 
 
 async def test_a_request_without_a_trace_gets_one(tmp_path: Path) -> None:

@@ -54,15 +54,15 @@ async def read(call: Any) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("named_by", ["gateway", "client", "body"])
+@pytest.mark.parametrize("named_by", ["gateway", "client", "body", "header"])
 async def test_a_request_ends_by_its_id(tmp_path: Path, named_by: str) -> None:
     async with gateway(tmp_path, endless, step_s=0.01) as mesh:
-        own: dict[str, Any] = {"request_id": "mine"} if named_by == "body" else {}
+        own: dict[str, Any] = {"request_id": "mine"} if named_by in ("body", "header") else {}
         # The REST edge gives an id to every request.
         given = "req-of-the-edge" if own else "mine"
         call = ask(mesh, (("x-request-id", given),), stream=True, **own)
         event = (await call.read()).data.split(b"\n\n")[0].removeprefix(b"data: ")
-        name = "mine" if named_by != "gateway" else json.loads(event)["id"]
+        name = {"gateway": json.loads(event)["id"], "header": given}.get(named_by, "mine")
         assert await cancel(mesh, name) == {"id": name, "status": "cancelled"}
         assert b'"finish_reason":"abort"' in await read(call)
         await mesh.wait(lambda: mesh.workers[0].cancels)

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.api.httpbody_pb2 import HttpBody
 from weft.common.telemetry import request_log as requestlog
 from weft.common.telemetry.request_log import (
     LoggedPrompt,
@@ -199,6 +200,28 @@ async def test_what_was_refused_or_cut_off_is_logged_as_such(tmp_path: Path) -> 
         # As far as it had come it is the same.
         status, results = await replay(harness, str(path))
         assert (status, results[0]["verdict"]) == (0, "same")
+
+
+async def test_a_failed_request_is_found_by_its_header_and_by_its_body(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    names = {"client_request_id": "mine", "header_request_id": "req-of-the-edge"}
+    async with gateway(
+        tmp_path, lambda submit, prompt: Script(tokens=[[7]], hang_after=0), request_log=path
+    ) as harness:
+        call = harness.openai.Completions(
+            HttpBody(data=b'{"prompt": "x", "request_id": "mine"}'),
+            metadata=(("x-request-id", names["header_request_id"]),),
+        )
+        await harness.wait(lambda: harness.workers[0].submits)
+        harness.app.pipeline.end_all()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        (line,) = await logged(path, 1)
+        (warning,) = [one for one in caplog.records if "request failed" in one.getMessage()]
+        for found in (line, warning):
+            assert {name: getattr(found, name) for name in names} == names
 
 
 def prompts(count: int, size: int = 100) -> Sequence[LoggedPrompt]:

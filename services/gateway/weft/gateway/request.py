@@ -208,6 +208,8 @@ class GenerateRequest:
     """Id made by the gateway, never by a client: it is the key on Sessions. At most 52 bytes."""
     client_request_id: str = ""
     """Id given by the client, which need not be unique; empty: none."""
+    header_request_id: str = ""
+    """The call's `x-request-id` where the body gives another name; empty: none."""
     model: str
     """Name of a model, an adapter or `model:adapter`. Empty: the served model."""
     prompts: tuple[Prompt, ...]

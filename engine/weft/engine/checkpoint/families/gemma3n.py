@@ -106,6 +106,8 @@ def _sparsities(family: Family) -> tuple[float, ...]:
         sparse = _SPARSE_LAYERS if count > _SPARSE_LAYERS else 0
         return (_SPARSITY,) * sparse + (0.0,) * (count - sparse)
     found = family.numbers(name)
+    if len(fields.get(name)) != count:
+        raise fields.error(name, f"expected {count} numbers")
     if max(found) >= 1.0:
         raise fields.error(name, f"{max(found)} is no share of gates; expected less than 1")
     return found

@@ -212,6 +212,11 @@ def read_xglm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
     usual = {name: raw[old] for name, old in own.items() if old in raw}
     family = Family({**raw, **usual, "num_key_value_heads": None}, generation, where)
     family.only("add_cross_attention", False)
+    rows = range(2, family.fields.positive("max_position_embeddings") + 2)
+    for row in family.fields.token_ids("pad_token_id"):
+        if row in rows:
+            # transformers zeroes this row of the table.
+            raise family.fields.error("pad_token_id", f"{row} is the row of a position")
     if family.hidden_size % 2 or family.hidden_size < 4:
         raise family.fields.error("d_model", "expected an even number from 4")
     fields, scale = family.fields, family.head_dim() ** -0.5

@@ -25,15 +25,15 @@ def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     """Llama and Mistral as text models of others."""
     family = Family(raw, generation, where)
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
-    kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
+    is_mistral = fields.get("model_type") == "mistral"
     return _alike(
         family,
         family.head_dim(),
         family.rope(),
         {"qkv_bias": bias, "o_bias": bias},
         mlp=_gated(family, fields.flag("mlp_bias", False)),
-        window=family.window(kinds),
-        kv_heads=8 if fields.get("model_type") == "mistral" else None,
+        window=_window(family) if is_mistral else _no_window(family),
+        kv_heads=8 if is_mistral else None,
     )
 
 
@@ -41,7 +41,8 @@ def read_qwen2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     """Qwen2 as the text model of others."""
     family = Family(raw, generation, where)
     family.only("use_sliding_window", False)
-    return _alike(family, family.head_dim(), family.rope(), {"qkv_bias": True})
+    window = _no_window(family)
+    return _alike(family, family.head_dim(), family.rope(), {"qkv_bias": True}, window=window)
 
 
 def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -50,7 +51,8 @@ def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     family.only("use_sliding_window", False)
     bias, norms = family.fields.flag("attention_bias", False), HeadNormConfig(norm=family.rms())
     attention = {"qkv_bias": bias, "o_bias": bias, "head_norm": norms}
-    return _alike(family, family.head_dim(128), family.rope(), attention)
+    window = _no_window(family)
+    return _alike(family, family.head_dim(128), family.rope(), attention, window=window)
 
 
 def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -171,11 +173,7 @@ def read_ministral(
 ) -> ModelConfig:
     """Ministral (8B, 2410): windows by layer."""
     family = Family(raw, generation, where)
-    fields = family.fields
-    has_window = fields.get("sliding_window") is not None or "sliding_window" not in list(fields)
-    kinds = family.kinds(lambda layer: SLIDING if has_window else FULL)
-    window = family.window(kinds, 4096)
-    return _alike(family, family.head_dim(), family.rope(), window=window, kv_heads=8)
+    return _alike(family, family.head_dim(), family.rope(), window=_window(family), kv_heads=8)
 
 
 def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -218,6 +216,20 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         kv_heads=8,
         is_tied=False,
     )
+
+
+def _window(family: Family) -> SlidingWindow | None:
+    """A window of 4096 where the file has no such field; null means none."""
+    fields = family.fields
+    if "sliding_window" in list(fields) and "sliding_window" not in fields:
+        return _no_window(family)
+    return family.window(family.kinds(lambda layer: SLIDING), 4096)
+
+
+def _no_window(family: Family) -> None:
+    """Raises ModelError if the file lists layers with a window."""
+    if SLIDING in family.kinds(lambda layer: FULL):
+        raise family.fields.error("layer_types", "a window is listed, but the model has none")
 
 
 def _gated(family: Family, bias: bool) -> MlpConfig:

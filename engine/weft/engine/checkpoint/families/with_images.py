@@ -24,15 +24,28 @@ _READERS: Mapping[str, Reader] = {
     "qwen3": read_qwen3,
 }
 """Readers by the text model's `model_type`."""
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _LLAMA = {
-    "hidden_size": 4096,
+    **_SIZES,
     "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "max_position_embeddings": 2048,
     "vocab_size": 32_000,
 }
-"""What transformers takes for fields that files of LLaVA leave out."""
+_MISTRAL = {**_LLAMA, "intermediate_size": 14_336, "max_position_embeddings": 131_072}
+_QWEN = {
+    **_SIZES,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "vocab_size": 151_936,
+}
+_USUAL: Mapping[str, Mapping[str, int]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+}
+"""What transformers takes for fields that `text_config` leaves out, by its `model_type`."""
 _TIED = ("InternVL", "Lfm2Vl")
 """Beginnings of architectures whose LM head is the embedding unless the file says otherwise."""
 _PARTS = ("vision_model", "vision_encoder", "vision_projection", "connector", "image_newline")
@@ -50,8 +63,7 @@ def read_with_images(
         known = ", ".join(sorted(_READERS))
         raise whole.error("text_config.model_type", f"{kind!r} is not supported ({known} are)")
     given = {name: value for name, value in raw.items() if name != "text_config"}
-    usual = _LLAMA if kind == "llama" else {}
-    own = {**usual, **given, **{name: text.get(name) for name in text}}
+    own = {**_USUAL.get(kind, {}), **given, **{name: text.get(name) for name in text}}
     own["tie_word_embeddings"] = _is_tied(whole, text)
     own["architectures"] = raw["architectures"]
     config = _READERS[kind](own, generation, where)

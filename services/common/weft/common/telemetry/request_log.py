@@ -47,6 +47,8 @@ class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Request id as returned to the client; with several prompts followed by `-0`, `-1`, ..."""
     client_request_id: str = ""
     """Name given by the client or the REST edge (`X-Request-Id`); empty: none."""
+    header_request_id: str = ""
+    """The `X-Request-Id` where the body gives another name; empty: none."""
     trace_id: str = ""
     model: str = ""
     adapter: str = ""

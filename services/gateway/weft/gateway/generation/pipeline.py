@@ -145,8 +145,8 @@ class RequestPipeline:
         """Cancels a request of a tenant that waits or runs.
 
         Args:
-            request_id: The gateway's id of the request, or the client's, which several requests may
-                share.
+            request_id: The gateway's id of the request, or the client's or the header's, which
+                several requests may share.
             tenant: The tenant that the request must belong to.
 
         Returns:
@@ -155,7 +155,8 @@ class RequestPipeline:
         found = [
             record
             for id_, record in self._open.items()
-            if request_id in (id_, record.request.client_request_id)
+            if request_id
+            in (id_, record.request.client_request_id, record.request.header_request_id)
             and record.request.tenant == tenant
         ]
         for record in found:
@@ -485,6 +486,7 @@ def _warn(request: GenerateRequest, error: WeftError) -> None:
         error.message,
         extra={
             "client_request_id": request.client_request_id,
+            "header_request_id": request.header_request_id,
             "reason": error.reason,
             "stage": error.stage,
             "worker_id": error.worker_id,

@@ -60,6 +60,7 @@ class GatewayRequestLog:
                     time=arrived_at,
                     request_id=generation.wire_id,
                     client_request_id=request.client_request_id,
+                    header_request_id=request.header_request_id,
                     trace_id=record.trace.trace_id,
                     model=model.name,
                     adapter="" if request.adapter is None else request.adapter.name,

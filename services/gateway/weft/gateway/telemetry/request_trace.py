@@ -142,6 +142,8 @@ class RequestTrace:
         }
         if request.client_request_id:
             attributes["weft.client_request_id"] = request.client_request_id
+        if request.header_request_id:
+            attributes["weft.header_request_id"] = request.header_request_id
         if record.stream is not None:
             attributes["gen_ai.usage.input_tokens"] = record.num_prompt_tokens
             attributes["gen_ai.usage.output_tokens"] = record.num_output_tokens

@@ -52,7 +52,7 @@ class ModelAnswer(BaseModel):
     model: str
     modified_at: str
     size: int = Field(description="0: not known to the gateway")
-    digest: str = Field(description="of an adapter; empty for a model")
+    digest: str = Field(description="of an adapter's content, or of a model's name")
     details: dict[str, Any]
     expires_at: str | None = None
     size_vram: int | None = None

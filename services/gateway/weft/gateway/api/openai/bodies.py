@@ -343,7 +343,7 @@ class GenerationBody(Body):
     )
     request_id: str | None = Field(
         None,
-        description="the request's name in logs and for its cancellation, in place of the header "
+        description="the request's name in logs and for its cancellation, beside the header "
         "X-Request-Id; 1 to 64 of `A-Za-z0-9._:-`",
     )
     rid: str | None = Field(None, description="another name of request_id")

@@ -196,10 +196,12 @@ def _request(
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
     prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)
+    name = _own_name(body)
     return GenerateRequest(
         request_id=facts.request_id,
+        client_request_id=name or facts.client_request_id,
         # The REST edge gives every call an id, also where the client sent none.
-        client_request_id=_own_name(body) or facts.client_request_id,
+        header_request_id=facts.client_request_id if name else "",
         model=body.model or "",
         prompts=prompts,
         sampling=_sampling(body, None if constraint is None else constraint.value),
