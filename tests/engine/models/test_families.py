@@ -46,7 +46,7 @@ FULL = (
     *("apertus", "jais2", "olmo", "phi", "phimoe", "gptj", "gpt_bigcode", "gpt_bigcode-heads"),
     *("opt", "gpt_neo", "falcon", "falcon-new", "falcon-heads", "lfm3"),
     *("granite_swa", "granite_moe_swa", "minimax", "ling3", "codegen", "xglm"),
-    *("llava", "internvl", "smolvlm", "lfm2_vl"),
+    *("llava", "llava_next", "llava_onevision", "idefics3", "internvl", "smolvlm", "lfm2_vl"),
 )
 """Those whose parts others have too; they run behind --full."""
 
