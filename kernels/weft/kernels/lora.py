@@ -284,6 +284,13 @@ class LoraAddition:
     are_given: bool = False
     """See `LoraStep.are_given`."""
 
+    def before(self, column: int) -> LoraAddition | None:
+        """The addition to the product's columns before one with which a projection begins; None:
+        nothing.
+        """
+        parts = tuple(part for part in self.parts if part.column < column)
+        return replace(self, parts=parts) if parts else None
+
     def select(self, rows: torch.Tensor) -> LoraAddition:
         """The addition to some of the tokens ([L] int64), in their order."""
         return replace(self, segments=self.segments.select(rows), are_given=False)

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import kl_div
 from weft.engine.base.tasks import Pool
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.kernels.int_groups import quantise_groups
 from weft.testing.models.choices import where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
+from weft.testing.models.quantised_models import round_rows
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_embedders import write_modules
 
@@ -46,7 +49,7 @@ FULL = (
     *("apertus", "jais2", "olmo", "phi", "phimoe", "gptj", "gpt_bigcode", "gpt_bigcode-heads"),
     *("opt", "gpt_neo", "falcon", "falcon-new", "falcon-heads", "lfm3"),
     *("granite_swa", "granite_moe_swa", "minimax", "ling3", "codegen", "xglm"),
-    *("llava", "internvl", "smolvlm", "lfm2_vl"),
+    *("llava", "llava_next", "llava_onevision", "idefics3", "internvl", "smolvlm", "lfm2_vl"),
 )
 """Those whose parts others have too; they run behind --full."""
 
@@ -144,6 +147,38 @@ def test_files_with_images_and_unused_keys_are_the_same_model(name: str, tmp_pat
     (path / "config.json").write_text(json.dumps({"architectures": names, "text_config": raw}))
     found = PagedDriver(load_model(path, "float32").model, 8).step([(PagedRequest(), tokens)])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gemma_3n_rounded_at_load(bits: int, tmp_path: Path) -> None:
+    """Equals transformers with the rounded weights, and loses as little as such weights lose."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256, "head_dim": 32}
+    sizes |= {"hidden_size_per_layer_input": 32, "laurel_rank": 32}
+    path = make_family("gemma3n", tmp_path / "m", seed := random.randrange(10**6), **sizes)
+    print(f"seed {seed}")
+    tokens = [random.randrange(3, 200) for _ in range(60)]
+    loaded = load_model(path, "float32", quantization=f"int{bits}")
+    assert loaded.weight_format == f"int{bits}"
+    work = [(PagedRequest(), tokens)]
+    found = PagedDriver(loaded.model, 16).step(work, range(60)).double().log_softmax(-1)
+    reference = load_reference(path)
+    floats = logits_of(reference, tokens).double().log_softmax(-1)
+    for name, module in reference.named_modules():
+        if not isinstance(module, torch.nn.Linear) or ".altup." in name:
+            continue
+        weight = module.weight.detach()
+        if bits == 8 or name == "lm_head":
+            numbers, scales = round_rows(weight)
+            rounded = numbers.float() * scales
+        else:
+            rounded = quantise_groups(weight).dequantised(torch.float32)
+        # A new parameter: the embedding, which shares the head's, stays in floats.
+        module.weight = torch.nn.Parameter(rounded)
+    expected = logits_of(reference, tokens).double().log_softmax(-1)
+    assert float(kl_div(found, expected, reduction="batchmean", log_target=True)) < 1e-5
+    lost = float(kl_div(found, floats, reduction="batchmean", log_target=True))
+    assert lost < (0.002 if bits == 8 else 0.2)
 
 
 def test_gpt_neox_without_a_head_has_the_same_states(tmp_path: Path) -> None:

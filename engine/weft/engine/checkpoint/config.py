@@ -287,10 +287,18 @@ class ModelConfig:
     @property
     def has_equal_layers(self) -> bool:
         """Whether all layers have products of the same shapes."""
+        attentions = () if self.decoder is None else self.decoder.attentions
+        return self.takes_adapters and all(layer.kv_from is None for layer in attentions)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether products that several layers have are of the same shapes in all of them; layers
+        that use the K and V of others may lack some.
+        """
         if self.decoder is None:
             return True
         shapes = {
-            (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.kv_from is None)
+            (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
             for layer in self.decoder.attentions
         }
         own = self.decoder.attention

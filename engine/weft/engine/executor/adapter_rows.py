@@ -494,7 +494,7 @@ def make_lora_pool(
     if not config.enable_lora:
         return None
     model = loaded.config
-    if not model.has_equal_layers:
+    if not model.takes_adapters:
         raise ConfigError(
             f"enable_lora: not supported for {model.architecture}, whose layers have products of "
             "different shapes",

@@ -201,7 +201,7 @@ class _Planner:
             if parsed.part == "original" and parsed.module.kinds:
                 # If the vocabulary has grown, PEFT also saves the parameter that was replaced.
                 continue
-            if self._has_no_part(parsed.module.rest):
+            if self._has_no_part(parsed.module):
                 self._ignored.append(name)
                 continue
             if parsed.part in ("bias", "original", "other"):
@@ -212,10 +212,15 @@ class _Planner:
                 raise self.error(f"tensors {tensors[parsed.part]} and {name} are the same one")
             tensors[parsed.part] = name
 
-    def _has_no_part(self, module: str) -> bool:
-        """Whether vectors of an encoder do not depend on a module, such as its unused pooler."""
+    def _has_no_part(self, module: ModuleName) -> bool:
+        """Whether nothing depends on a module: an encoder's unused pooler, or K and V of a layer
+        that uses those of another, which PEFT gave a LoRA where transformers still built them.
+        """
         config = self.config
-        return isinstance(config, EncoderConfig) and is_unused_of_encoder(module, config)
+        if isinstance(config, EncoderConfig):
+            return is_unused_of_encoder(module.rest, config)
+        is_kv = module.kinds in (("k",), ("v",)) and module.layer in config.attention_layers
+        return is_kv and config.kv_source(module.layer) != module.layer
 
     def plan(self, module: ModuleName, tensors: dict[str, str]) -> None:
         """Plans a module's tensors, after checking them."""

@@ -54,7 +54,9 @@ class SharedAttention:
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """The queries; nothing is stored."""
         heads, dim = self.spec.heads, self.spec.dim
-        q = x.linear(self.q_proj, None).view(-1, heads, dim)
+        added = step.added("qkv", self.layer)
+        to_q = None if added is None else added.before(self.q_proj.out_features)
+        q = x.linear(self.q_proj, to_q).view(-1, heads, dim)
         if self.q_norm is not None:
             q = self.q_norm(q.reshape(-1, dim)).view(-1, heads, dim)
         turns = self.rotary.cos_sin[step.positions]
@@ -65,7 +67,7 @@ class SharedAttention:
         group = step.groups[self.group]._replace(is_settled=False)
         plane = plane_of(group, pool, self._plane)
         mixed = paged_attention(query.q, plane, self.in_pool, self.spec, group)
-        return Sum(mixed, self.o_proj, None)
+        return Sum(mixed, self.o_proj, step.added("o", self.layer))
 
     def folds(self, rows: int, step: Step) -> bool:
         """See `Mixer.folds`."""

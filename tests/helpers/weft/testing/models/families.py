@@ -135,6 +135,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**_PIXTRAL, "model_type": "smolvlm_vision"},
         },
     ),
+    "llava_next": (
+        "llava_next",
+        {
+            "text_config": {**SIZES, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**_PIXTRAL, "model_type": "clip_vision_model"},
+        },
+    ),
+    "llava_onevision": (
+        "llava_onevision",
+        {
+            "text_config": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True},
+            "vision_config": _SIGLIP,
+        },
+    ),
+    "idefics3": (
+        "idefics3",
+        {
+            "text_config": {**SIZES, "model_type": "llama"},
+            "vision_config": {**_PIXTRAL, "model_type": "idefics3_vision"},
+        },
+    ),
     "lfm2_vl": (
         "lfm2_vl",
         {
