@@ -39,7 +39,7 @@ _TRANSPORTS = {
 
 _NUMBERS = ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "pages")
 """Columns of numbers: requests, then pages."""
-_FIRST_LEFT_OUT = ("free", "quar.", "fill", "cached", "wait", "transport")
+_FIRST_LEFT_OUT = ("free", "quar.", "fill", "cached", "transport")
 """Columns left out of a table that is wider than the terminal, in this order."""
 _UNBOUNDED = 10_000
 
