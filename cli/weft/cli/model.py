@@ -172,7 +172,7 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     resolved = resolve_dtype(dtype, quantization=chosen)
     weights = weight_files(folder)
     if not is_demo:  # whose changed files are named below
-        _check_forms(folder)
+        _check_forms(folder, quantization)
     others = {folder / name for name in expected} - set(weights)
     with progress_bar(err, "reading") as report:
         digests = _read_digests([*sorted(others), *weights], report)
@@ -191,18 +191,20 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     return 0
 
 
-def _check_forms(folder: Path) -> None:
-    """Checks what gateway and workers read before any weight: the weights' headers, which tell the
-    files' sizes, the tokenizer, the chat template and the defaults of sampling.
+def _check_forms(folder: Path, quantization: str) -> None:
+    """Checks all but the numbers of the weights: the headers of their files, which tell sizes,
+    names and shapes, the tokenizer, the chat template and the defaults of sampling.
 
     Raises:
-        ModelError: A file is missing, truncated or malformed.
+        ModelError: A file is missing, truncated or malformed, or config.json asks for other
+            tensors than there are.
+        ConfigError: The model cannot be quantised so.
     """
-    from weft.engine.model.loader import open_checkpoint
+    from weft.engine.model.loader import check_weights
     from weft.gateway.text.model_card import load_model_card
 
-    with open_checkpoint(folder):
-        load_model_card(folder)
+    load_model_card(folder)
+    check_weights(folder, quantization)
 
 
 def _fingerprint(quantization: Quantization, dtype: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,17 @@ def test_verify_names_what_is_damaged(
     assert command.main(["verify", str(model_dir)]) == 1
     captured = capsys.readouterr()
     assert named in captured.err
+    assert captured.out == ""
+
+
+def test_verify_compares_tensors_with_the_configuration(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
+    assert command.main(["verify", str(model_dir)]) == 1
+    captured = capsys.readouterr()
+    assert "config.json asks for (96, " in captured.err
     assert captured.out == ""
 
 
