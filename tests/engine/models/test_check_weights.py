@@ -15,6 +15,9 @@ from weft.testing.models.every_family import EVERY_FAMILY, write_model
 from weft.testing.models.fp8_models import LAYOUTS as FP8_LAYOUTS
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.mxfp4_models import as_mxfp4
+from weft.testing.models.reference_models import make_reference
 from weft.testing.models.tiny_models import make_tiny
 
 
@@ -84,3 +87,12 @@ def test_fp8(layout: str, tmp_path: Path) -> None:
 def test_every_family(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path / "model", random.randrange(10**6))
     check_weights(tmp_path / "model")
+
+
+@pytest.mark.full
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    _, fields = MOE_FAMILIES["gpt-oss"]
+    sizes = {"intermediate_size": 64, "hidden_size": 96}
+    make_reference("gpt_oss", tmp_path, random.randrange(10**6), **{**fields, **sizes})
+    as_mxfp4(tmp_path)
+    check_weights(tmp_path)
