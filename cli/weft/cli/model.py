@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
+from weft.cli.tables import print_table
 from weft.engine.base.errors import ModelError, WeftError
 from weft.engine.checkpoint import demo, hub
 from weft.engine.checkpoint.config import ModelConfig
@@ -118,11 +119,12 @@ def _list(out: Console) -> int:
         name = model.name.repository + ("" if revision == "main" else f"@{revision}")
         state = model.problem or "downloaded"
         table.add_row(name, state, _megabytes(model.num_bytes), str(model.folder))
-    out.print(table)
+    print_table(out, table)
     out.print(
         "\nAny Hugging Face folder of a supported architecture is served by --model DIR, and a "
         "hub's by --model ORG/NAME[@REVISION].",
         soft_wrap=True,
+        markup=False,
     )
     return 0
 

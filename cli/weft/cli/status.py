@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
+from weft.cli.tables import full_width, print_table
 from weft.common.rpc.tls import Identity
 from weft.v1 import (
     common_pb2,
@@ -41,7 +42,6 @@ _NUMBERS = ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "
 """Columns of numbers: requests, then pages."""
 _FIRST_LEFT_OUT = ("free", "quar.", "fill", "cached", "transport")
 """Columns left out of a table that is wider than the terminal, in this order."""
-_UNBOUNDED = 10_000
 
 _ADAPTER_STATES = {
     worker_pb2.ADAPTER_STATE_LOADING: "loading",
@@ -384,13 +384,13 @@ def describe_load(load: gateway_pb2.GatewayLoad) -> str:
 
 def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
     """Prints a table of the workers, then notices about each."""
-    console.print(_worker_table(console, workers), crop=False)
+    print_table(console, _worker_table(console, workers))
     if any(len(worker.tiers) > 1 for worker in workers):
         console.print()
-        console.print(_tier_table(workers))
+        print_table(console, _tier_table(workers))
     if any(worker.adapters for worker in workers):
         console.print()
-        console.print(_adapter_table(workers))
+        print_table(console, _adapter_table(workers))
     for worker in workers:
         pinned = f"{worker.sessions:,} sessions pin {worker.pinned_pages:,} pages"
         details = [worker.transport_detail, *worker.notices, worker.problem]
@@ -421,22 +421,16 @@ def _worker_table(console: Console, workers: Sequence[WorkerStatus]) -> Table:
     if len({worker.model for worker in workers if worker.model}) > 1:
         names.append("model")
     rows = [_row(worker) for worker in workers]
-    table, width = _table_of(console, names, rows)
-    if not console.is_terminal:
-        table.width = width  # Files and pipes have no width.
-        return table
-    for name in _FIRST_LEFT_OUT:
-        if width <= console.width:
+    table = _table_of(names, rows)
+    for name in _FIRST_LEFT_OUT if console.is_terminal else ():
+        if full_width(console, table) <= console.width:
             break
         names.remove(name)
-        table, width = _table_of(console, names, rows)
+        table = _table_of(names, rows)
     return table
 
 
-def _table_of(
-    console: Console, names: Sequence[str], rows: Sequence[Mapping[str, str]]
-) -> tuple[Table, int]:
-    """A table of these columns, and its width in characters."""
+def _table_of(names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in names:
         if name == "model":  # Some names are longer than terminals are wide.
@@ -445,8 +439,7 @@ def _table_of(
             table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(row[name] for name in names))
-    unbounded = console.options.update(width=_UNBOUNDED)
-    return table, console.measure(table, options=unbounded).maximum
+    return table
 
 
 def _tier_table(workers: Sequence[WorkerStatus]) -> Table:

@@ -30,7 +30,10 @@ def test_list_says_whether_the_demo_model_is_there(
 ) -> None:
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
     assert command.main(["list"]) == 0
-    assert "not converted" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not converted" in out
+    assert str(demo.demo_dir()) in out  # Whole, however long.
+    assert "--model ORG/NAME[@REVISION]." in out
 
 
 def test_verify_prints_the_digests_that_a_worker_has(
