@@ -117,6 +117,23 @@ def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
     return ", ".join(parts)
 
 
+def first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
+    """Name of the first model of a gateway that generates text.
+
+    Raises:
+        ConfigError: There is none.
+        grpc.RpcError: The call failed.
+    """
+    request = gateway_pb2.ListModelsRequest()
+    models = stub.ListModels(request, timeout=_TIMEOUT_S, metadata=api_key_metadata()).models
+    for model in models:
+        # Gateways of the last release do not tell the task.
+        if model.task in ("", "generate"):
+            return model.name
+    served = ", ".join(f"{model.name} ({model.task})" for model in models)
+    raise ConfigError(f"no model here generates text: {served or 'none is served'}")
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs `weft chat`; returns the exit status."""
     arguments = _parser().parse_args(argv)
@@ -129,9 +146,12 @@ def main(argv: Sequence[str]) -> int:
     with open_blocking_channel(arguments.address, "gateway", identity) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         try:
-            model = arguments.model or _first_model(stub)
+            model = arguments.model or first_model(stub)
         except grpc.RpcError as error:
             sys.stderr.write(f"weft chat: {explain(error, arguments.address)}\n")
+            return 1
+        except ConfigError as error:
+            sys.stderr.write(f"weft chat: {error}\n")
             return 1
         console.print(f"{model} at {arguments.address}; /reset, /quit", style="dim")
         conversation = Conversation(stub, _request(arguments, model), console)
@@ -158,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="weft chat", description=summary_line, epilog=rest.strip()
     )
     add_address_flag(parser)
-    parser.add_argument("--model", help="name of the model; default: the first that is served")
+    parser.add_argument("--model", help="name of the model; default: the first that generates text")
     parser.add_argument("--temperature", type=number(0, 100), help="0 = always the likeliest token")
     parser.add_argument(
         "--max-tokens", type=whole_number(1, 2**31 - 1), help="longest answer, in tokens"
@@ -177,12 +197,6 @@ def _request(arguments: argparse.Namespace, model: str) -> gateway_pb2.ChatReque
     if arguments.system:
         request.messages.add(role="system", content=arguments.system)
     return request
-
-
-def _first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
-    request = gateway_pb2.ListModelsRequest()
-    models = stub.ListModels(request, timeout=_TIMEOUT_S, metadata=api_key_metadata()).models
-    return models[0].name if models else ""
 
 
 def _lines() -> Iterator[str]:

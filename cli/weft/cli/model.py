@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
+from weft.cli.tables import print_table
 from weft.engine.base.errors import ModelError, WeftError
 from weft.engine.checkpoint import demo, hub
 from weft.engine.checkpoint.config import ModelConfig
@@ -118,11 +119,12 @@ def _list(out: Console) -> int:
         name = model.name.repository + ("" if revision == "main" else f"@{revision}")
         state = model.problem or "downloaded"
         table.add_row(name, state, _megabytes(model.num_bytes), str(model.folder))
-    out.print(table)
+    print_table(out, table)
     out.print(
         "\nAny Hugging Face folder of a supported architecture is served by --model DIR, and a "
         "hub's by --model ORG/NAME[@REVISION].",
         soft_wrap=True,
+        markup=False,
     )
     return 0
 
@@ -186,22 +188,24 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
-    _check_forms(folder)
+    _check_forms(folder, quantization)
     return 0
 
 
-def _check_forms(folder: Path) -> None:
-    """Checks what gateway and workers read before any weight: the weights' headers, which tell the
-    files' sizes, the tokenizer, the chat template and the defaults of sampling.
+def _check_forms(folder: Path, quantization: str) -> None:
+    """Checks all but the numbers of the weights: the headers of their files, which tell sizes,
+    names and shapes, the tokenizer, the chat template and the defaults of sampling.
 
     Raises:
-        ModelError: A file is missing, truncated or malformed.
+        ModelError: A file is missing, truncated or malformed, or config.json asks for other
+            tensors than there are.
+        ConfigError: The model cannot be quantised so.
     """
-    from weft.engine.model.loader import open_checkpoint
+    from weft.engine.model.loader import check_weights
     from weft.gateway.text.model_card import load_model_card
 
-    with open_checkpoint(folder):
-        load_model_card(folder)
+    load_model_card(folder)
+    check_weights(folder, quantization)
 
 
 def _fingerprint(quantization: Quantization, dtype: str) -> bytes:

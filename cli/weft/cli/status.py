@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import grpc
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
+from weft.cli.tables import full_width, print_table
 from weft.common.rpc.tls import Identity
 from weft.v1 import (
     common_pb2,
@@ -36,6 +37,11 @@ _TRANSPORTS = {
     common_pb2.TRANSPORT_KIND_DATA: "data",
     common_pb2.TRANSPORT_KIND_NIXL: "nixl",
 }
+
+_NUMBERS = ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "pages")
+"""Columns of numbers: requests, then pages."""
+_FIRST_LEFT_OUT = ("free", "quar.", "fill", "cached", "transport")
+"""Columns left out of a table that is wider than the terminal, in this order."""
 
 _ADAPTER_STATES = {
     worker_pb2.ADAPTER_STATE_LOADING: "loading",
@@ -131,6 +137,7 @@ class WorkerStatus:
     pinned_pages: int = 0
     """Pages pinned for them, cached or used."""
     prefill_tokens_per_second: float = 0.0
+    """Measured; 0: not known, or no prompt was computed lately."""
     decode_tokens_per_second: float = 0.0
     transports: list[str] = field(default_factory=list)
     transport_detail: str = ""
@@ -297,7 +304,7 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
             continuable_pages=blocks.continuable_pages,
         )
     status.sessions, status.pinned_pages = load.sessions, load.pinned_pages
-    status.prefill_tokens_per_second = load.prefill_tokens_per_second
+    status.prefill_tokens_per_second = load.recent_prefill_tokens_per_second
     status.decode_tokens_per_second = load.decode_tokens_per_second
     status.counters = dict(load.counters)
     if load.draining and not status.problem:
@@ -377,25 +384,13 @@ def describe_load(load: gateway_pb2.GatewayLoad) -> str:
 
 def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
     """Prints a table of the workers, then notices about each."""
-    # The table fits 80 columns: requests, then pages.
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    has_models = len({worker.model for worker in workers if worker.model}) > 1
-    table.add_column("worker", no_wrap=True)
-    table.add_column("health", no_wrap=True)
-    for name in ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "pages"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("transport")
-    if has_models:
-        table.add_column("model")
-    for worker in workers:
-        table.add_row(*_row(worker), *([escape(worker.model)] if has_models else []))
-    console.print(table)
+    print_table(console, _worker_table(console, workers))
     if any(len(worker.tiers) > 1 for worker in workers):
         console.print()
-        console.print(_tier_table(workers))
+        print_table(console, _tier_table(workers))
     if any(worker.adapters for worker in workers):
         console.print()
-        console.print(_adapter_table(workers))
+        print_table(console, _adapter_table(workers))
     for worker in workers:
         pinned = f"{worker.sessions:,} sessions pin {worker.pinned_pages:,} pages"
         details = [worker.transport_detail, *worker.notices, worker.problem]
@@ -418,6 +413,33 @@ def describe_states(states: StateUsage) -> str:
         return told
     share = states.continuable_pages / states.prefix_pages
     return f"{told} ({share:.0%}); no block is left behind the other {num_lone:,}"
+
+
+def _worker_table(console: Console, workers: Sequence[WorkerStatus]) -> Table:
+    """Table of the workers, without some columns on a terminal that is too narrow for all."""
+    names = ["worker", "health", *_NUMBERS, "transport"]
+    if len({worker.model for worker in workers if worker.model}) > 1:
+        names.append("model")
+    rows = [_row(worker) for worker in workers]
+    table = _table_of(names, rows)
+    for name in _FIRST_LEFT_OUT if console.is_terminal else ():
+        if full_width(console, table) <= console.width:
+            break
+        names.remove(name)
+        table = _table_of(names, rows)
+    return table
+
+
+def _table_of(names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        if name == "model":  # Some names are longer than terminals are wide.
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table
 
 
 def _tier_table(workers: Sequence[WorkerStatus]) -> Table:
@@ -470,19 +492,24 @@ def _health(worker: WorkerStatus) -> str:
     return "[yellow]draining" if worker.problem == "draining" else "[red]not ok"
 
 
-def _row(worker: WorkerStatus) -> list[str]:
+def _row(worker: WorkerStatus) -> dict[str, str]:
     rate = worker.prefill_tokens_per_second
     if worker.role == "decode":
         rate = worker.decode_tokens_per_second
     pages = worker.pages
-    counts = (worker.running_requests, worker.waiting_requests, worker.filling_requests)
-    held = (pages.free, pages.cached, pages.used, pages.quarantined, pages.total)
     told = worker.worker_id.startswith(worker.role)
-    return [
-        worker.worker_id if told else f"{worker.worker_id} ({worker.role})",
-        _health(worker),
-        *(str(count) for count in counts),
-        f"{rate:,.0f}",
-        *(f"{count:,}" for count in held),
-        "+".join(worker.transports),
-    ]
+    return {
+        "worker": worker.worker_id if told else f"{worker.worker_id} ({worker.role})",
+        "health": _health(worker),
+        "run": str(worker.running_requests),
+        "wait": str(worker.waiting_requests),
+        "fill": str(worker.filling_requests),
+        "tok/s": f"{rate:,.0f}",
+        "free": f"{pages.free:,}",
+        "cached": f"{pages.cached:,}",
+        "used": f"{pages.used:,}",
+        "quar.": f"{pages.quarantined:,}",
+        "pages": f"{pages.total:,}",
+        "transport": "+".join(worker.transports),
+        "model": escape(worker.model),
+    }

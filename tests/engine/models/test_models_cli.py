@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,10 @@ def test_list_says_whether_the_demo_model_is_there(
 ) -> None:
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
     assert command.main(["list"]) == 0
-    assert "not converted" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not converted" in out
+    assert str(demo.demo_dir()) in out  # Whole, however long.
+    assert "--model ORG/NAME[@REVISION]." in out
 
 
 def test_verify_prints_the_digests_that_a_worker_has(
@@ -66,6 +70,17 @@ def test_verify_names_what_is_damaged(
     assert named in captured.err
     for weights in model_dir.glob("*.safetensors"):
         assert f"{file_digest(weights).hex()}  {weights.name}" in captured.out
+
+
+def test_verify_compares_tensors_with_the_configuration(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
+    assert command.main(["verify", str(model_dir)]) == 1
+    captured = capsys.readouterr()
+    assert "config.json asks for (96, " in captured.err
+    assert captured.out == ""
 
 
 def test_verify_of_the_demo_model_names_the_changed_file(

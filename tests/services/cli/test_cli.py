@@ -9,12 +9,16 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 from weft.cli import main as cli_main
-from weft.cli.chat import summary
-from weft.cli.status import StateUsage, WorkerStatus, describe_states, show
+from weft.cli.chat import first_model, summary
+from weft.cli.status import PageUsage, StateUsage, WorkerStatus, describe_states, show
+from weft.engine.base.errors import ConfigError
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
 from weft.v1 import decode_pb2, gateway_pb2
@@ -46,6 +50,36 @@ def test_the_table_shows_models_whatever_their_names() -> None:
     show(Console(file=out, width=200), workers)
     assert "[/b]odd" in out.getvalue()
     assert "org/plain" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [64, 80, 120])
+def test_the_table_leaves_out_columns_before_it_cuts_any(width: int) -> None:
+    pages = PageUsage(free=1021, cached=1001, used=26, quarantined=0, total=2048)
+    workers = [
+        WorkerStatus(
+            worker_id=f"{role}-{at}",
+            role=role,
+            address="a",
+            healthy=True,
+            model=f"org/of-some-name-{at}",
+            pages=pages,
+            transports=["nixl", "data"],
+            decode_tokens_per_second=1640.0,
+        )
+        for role in ("prefill", "decode")
+        for at in range(2)
+    ]
+    shown, piped = io.StringIO(), io.StringIO()
+    show(Console(file=shown, width=width, force_terminal=True, no_color=True), workers)
+    show(Console(file=piped, width=width), workers)
+    lines = shown.getvalue().splitlines()
+    assert len(lines) == 1 + len(workers)
+    assert all(cell_len(Text.from_ansi(line).plain) <= width for line in lines)
+    assert "…" not in shown.getvalue()
+    assert all("org/of-some-name-" in line for line in lines[1:])
+    assert all("nixl+data" in line for line in lines[1:]) is (width > 64)
+    head = piped.getvalue().splitlines()[0].split()
+    assert {"free", "quar.", "pages", "transport", "model"} <= set(head)
 
 
 class Echo:
@@ -164,6 +198,20 @@ async def test_chat_says_what_is_wrong(tmp_path: Path) -> None:
     assert "does not exist" not in out
     assert refused == 2
     assert "must be a number from 0 to 100" in err
+
+
+def test_chat_takes_the_first_model_that_generates() -> None:
+    class Gateway:
+        def __init__(self, *tasks: str) -> None:
+            models = [gateway_pb2.Model(name=f"a-{task}", task=task) for task in tasks]
+            self.response = gateway_pb2.ListModelsResponse(models=models)
+
+        def ListModels(self, *_: object, **__: object) -> gateway_pb2.ListModelsResponse:
+            return self.response
+
+    assert first_model(cast("Any", Gateway("embed", "generate", "score"))) == "a-generate"
+    with pytest.raises(ConfigError, match=r"no model here generates text: a-embed \(embed\)"):
+        first_model(cast("Any", Gateway("embed")))
 
 
 @pytest.mark.parametrize("command", ["chat", "status"])

@@ -10,6 +10,7 @@ from weft.cli.up.plan import ModelFolder, plan_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import load_settings
+from weft.engine.base.errors import ConfigError
 
 
 def told(command: tuple[str, ...], flag: str) -> str | None:
@@ -91,6 +92,22 @@ def test_what_is_not_said_follows_from_the_gpus(
 ) -> None:
     chosen = with_devices(load_settings(UpSettings, flags.split(), {}), num_gpus)
     assert (chosen.device, chosen.prefill, chosen.decode) == (devices, prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "reason"),
+    [
+        ("cuda", 0, "no 'cuda' here; GPUs that torch can use: 0"),
+        ("cpu,cuda:2", 2, "no 'cuda:2' here; GPUs that torch can use: 2"),
+        ("cuda --tp 2", 0, "no 'cuda' here"),
+        ("cuda:x", 1, "no 'cuda:x' here"),
+        ("gpu", 1, "no 'gpu' here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(flags: str, num_gpus: int, reason: str) -> None:
+    settings = load_settings(UpSettings, ["--device", *flags.split()], {})
+    with pytest.raises(ConfigError, match=reason):
+        with_devices(settings, num_gpus)
 
 
 def test_models_share_the_gpus() -> None:

@@ -48,6 +48,17 @@ def test_an_idle_engine_makes_no_tokens_a_second() -> None:
     assert stats.decode_tokens_per_s == pytest.approx(40.0, rel=0.05)
 
 
+def test_prompts_of_long_ago_are_not_of_lately() -> None:
+    now = 100.0
+    stats = EngineStats(lambda: now, MAX_STEP_TOKENS)
+    assert not stats.prefilled_lately
+    run_step(stats, 100, 0.1)
+    assert stats.prefilled_lately
+    now += 3 * RATE_WINDOW_S
+    stats.step(Plan(decodes=[SimpleNamespace()]), 0.1, FillCosts(None, 16))  # type: ignore[list-item]
+    assert not stats.prefilled_lately
+
+
 def test_the_first_long_step_is_allowed_for() -> None:
     stats = EngineStats(lambda: 0.0, MAX_STEP_TOKENS)
     assert stats.stale_after_s > 10

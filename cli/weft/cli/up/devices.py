@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.cli.up.settings import UpSettings
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.gpus import check_device
 
 GPUS_A_FILLER = 4
 """One GPU in this many prefills for the others; decode workers also prefill where that is
@@ -24,10 +25,12 @@ def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
         num_gpus: That workers can use.
 
     Raises:
-        ConfigError: A worker of `tp` ranks needs more GPUs.
+        ConfigError: A given device is not there, or a worker of `tp` ranks needs more GPUs.
     """
     tp = settings.tp
     if settings.device not in ([], ["auto"]):
+        for device in settings.device:
+            check_device(device, num_gpus)
         if tp == 1 or "cpu" in settings.device:
             return settings
         return settings.model_copy(update={"device": _grouped(settings.device, tp)})

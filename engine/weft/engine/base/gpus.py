@@ -8,6 +8,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from weft.engine.base.errors import ConfigError
+
 _DRIVER = "libcuda.so.1"
 _CUDA_BUILD = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]", re.MULTILINE)
 """Line of torch/version.py that names the CUDA version; other builds say None there."""
@@ -40,6 +42,24 @@ def torch_has_cuda() -> bool:
     except OSError:
         return False
     return _CUDA_BUILD.search(text) is not None
+
+
+def check_device(device: str, num_gpus: int) -> None:
+    """Checks that a device is the CPU or one of so many GPUs.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise ConfigError(f"device: there is no {device!r} here", param="device")
+    if int(index or 0) >= num_gpus:
+        raise ConfigError(
+            f"device: there is no {device!r} here; GPUs that torch can use: {num_gpus}",
+            param="device",
+        )
 
 
 def resolve_device(device: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.gpus import check_device
 from weft.engine.executor.device_check import device_sampler_fault
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM
@@ -31,11 +32,7 @@ def find_device(config: EngineConfig) -> torch.device:
         ) from error
     if device.type == "cpu":
         return device
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        message = f"device: there is no {config.device!r} here"
-        if device.type == "cuda":
-            message += f"; GPUs that torch can use: {torch.cuda.device_count()}"
-        raise ConfigError(message, param="device")
+    check_device(config.device, torch.cuda.device_count())
     if device.index is not None:
         torch.cuda.set_device(device)  # Kernels are launched on the current device of the thread.
     return torch.device("cuda", torch.cuda.current_device())

@@ -38,6 +38,7 @@ def load_report(engine: Engine) -> LoadReport:
     """
     counts, scheduler, stats = engine.memory.counts(), engine.scheduler, engine.stats
     adapters, gone_adapters = engine.adapters.take_changes()
+    prefill_rate = engine.costs.local_tokens_per_s
     return LoadReport(
         running_requests=len(scheduler.running) + len(scheduler.prefilling),
         waiting_requests=len(scheduler.waiting) + len(scheduler.waitlist),
@@ -56,7 +57,8 @@ def load_report(engine: Engine) -> LoadReport:
         state_counts=engine.parts.states.counts() if engine.parts.states is not None else None,
         quarantine_over_s=engine.fills.quarantine_over_s,
         staging=engine.staging_counts(),
-        prefill_tokens_per_second=engine.costs.local_tokens_per_s,
+        prefill_tokens_per_second=prefill_rate,
+        recent_prefill_tokens_per_second=prefill_rate if stats.prefilled_lately else 0.0,
         decode_tokens_per_second=stats.decode_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         decode_step_requests=stats.decode_step_requests,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -57,6 +58,7 @@ class EngineStats:
         self._longest_step_s = 0.0
         self._full_step_s = min(UNKNOWN_STEP_S, token_s * max_step_tokens)
         self._is_measured = False
+        self._last_prompt_at = -math.inf
         self._window_start = clock()
         self._window_tokens = 0
         self._window_decode_steps = 0
@@ -115,6 +117,8 @@ class EngineStats:
         elif num_decodes and not num_prompt_tokens:
             costs.observe_decode(duration_s)
         now = self._clock()
+        if num_prompt_tokens:
+            self._last_prompt_at = now
         if self._is_idle_at(now):
             self._window_start, self._window_tokens = now - duration_s, 0
         self._window_tokens += num_drawn
@@ -130,6 +134,11 @@ class EngineStats:
     def decode_tokens_per_s(self) -> float:
         """Tokens generated a second, over all requests, in the last window; 0 without steps."""
         return 0.0 if self._is_idle_at(self._clock()) else self._last_rate
+
+    @property
+    def prefilled_lately(self) -> bool:
+        """Whether a step of the last two windows had prompt tokens."""
+        return self._clock() - self._last_prompt_at <= 2 * RATE_WINDOW_S
 
     def _is_idle_at(self, now: float) -> bool:
         """Whether there were no steps for so long that the window begins anew."""

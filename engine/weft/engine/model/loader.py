@@ -25,6 +25,7 @@ from weft.engine.model.interface import Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.gguf_file import GgufFile
+from weft.engine.model.weights.numberless import Numberless
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transposed
 from weft.engine.model.weights.schemes.registry import scheme_of
@@ -172,6 +173,32 @@ def load_model(
         heads=_heads(model, pooling, target, dummy=dummy),
         mtp=mtp,
     )
+
+
+def check_weights(model_dir: Path, quantization: str = "auto") -> None:
+    """Compares names and shapes of a directory's tensors with its configuration, as `load_model`
+    does, by a model on the meta device. Little is read beyond the files' headers.
+
+    Args:
+        model_dir: The directory.
+        quantization: See `load_model`.
+
+    Raises:
+        ModelError: As `load_model`.
+        ConfigError: As `load_model`.
+    """
+    config, pooling = ModelConfig.load(model_dir), load_pooling(model_dir)
+    config = _for_task(config, pooling.task, model_dir)
+    chosen = resolve_quantization(quantization, config.quantization)
+    dtype: torch.dtype = getattr(torch, resolve_dtype("auto", quantization=chosen))
+
+    def weights_of(reader: CheckpointReader) -> Weights:
+        return Weights(reader, scheme_of(chosen), dtype, torch.device("meta"))
+
+    build = class_of(config)
+    with Numberless():
+        model, _ = _read_model(model_dir, config, None, build, weights_of, mtp_head=False)
+    _heads(model, pooling, torch.device("cpu"))
 
 
 def _read_model(

@@ -73,6 +73,9 @@ class LoadReport:
     staging: StagingCounts | None = None
     """Staging pages of a pool that peers cannot reach directly; None: they can."""
     prefill_tokens_per_second: float
+    """Measured; 0: not known yet."""
+    recent_prefill_tokens_per_second: float
+    """The same; 0: no prompt was computed lately."""
     decode_tokens_per_second: float
     decode_step_s: float
     """Mean time of the latest steps in which requests decoded; 0: none did yet."""

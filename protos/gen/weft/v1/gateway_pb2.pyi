@@ -1023,6 +1023,7 @@ class Model(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_context_tokens: _builtins.int
     parent: _builtins.str
@@ -1031,6 +1032,8 @@ class Model(_message.Message):
     """It can be served: workers of every role that it needs are healthy."""
     problem: _builtins.str
     """Why not, when not ready."""
+    task: _builtins.str
+    """What it serves: generate, embed, classify or score; of an adapter what its base model does."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -1042,10 +1045,11 @@ class Model(_message.Message):
         parent: _builtins.str = ...,
         ready: _builtins.bool = ...,
         problem: _builtins.str = ...,
+        task: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "max_context_tokens", b"max_context_tokens", "name", b"name", "parent", b"parent", "problem", b"problem", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "max_context_tokens", b"max_context_tokens", "name", b"name", "parent", b"parent", "problem", b"problem", "ready", b"ready", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,7 +100,7 @@ class Mamba2(RecurrentMixer):
         conv = read_taps(weights, "conv1d", channels, config.taps)
         factors = conv.new_tensor(config.factors[1:4])
         sizes = torch.tensor(widths[1:4], device=conv.device)
-        conv *= factors.repeat_interleave(sizes)[:, None]
+        conv *= factors.repeat_interleave(sizes, output_size=channels)[:, None]
         bias = vector("conv1d.bias", channels) if config.conv_bias else None
         into = LinearSpec(
             names=("z", "x", "b", "c", "dt"),

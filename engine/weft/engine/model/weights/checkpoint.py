@@ -115,7 +115,8 @@ class Checkpoint:
             return
         tensor = self._check(part, _kinds_for(out.dtype))
         try:
-            self._reads.read(tensor.stored(), part.slices, out)
+            if not out.is_meta:
+                self._reads.read(tensor.stored(), part.slices, out)
         except (OSError, EOFError) as error:
             raise ModelError(f"cannot read {part.name} in {tensor.path}: {error}") from error
         self._left.discard(part.name)

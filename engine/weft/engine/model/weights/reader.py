@@ -41,7 +41,7 @@ class CheckpointReader(Protocol):
 
         Floats are read into floats, whole numbers and truth values into whole numbers. A missing
         tensor may be noted for `finish`, so that one message names several; then `out` becomes
-        zeros.
+        zeros. For an `out` on the meta device nothing is read, only checked.
 
         Raises:
             ModelError: The tensor is not of `part.shape` or has a dtype of another kind.

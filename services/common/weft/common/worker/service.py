@@ -375,6 +375,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response.sessions = load.sessions
         response.pinned_pages = load.pinned_pages
         response.prefill_tokens_per_second = load.prefill_tokens_per_second
+        response.recent_prefill_tokens_per_second = load.recent_prefill_tokens_per_second
         response.decode_tokens_per_second = load.decode_tokens_per_second
         if load.decode_step_s:
             response.decode_step.CopyFrom(duration(load.decode_step_s))

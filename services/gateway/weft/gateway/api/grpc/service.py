@@ -297,6 +297,7 @@ def _describe(served: ServedModel) -> gateway_pb2.Model:
         name=served.model.name,
         create_time=Timestamp(seconds=served.model.created),
         max_context_tokens=served.context_tokens,
+        task=served.task,
         ready=not problem,
         problem=problem,
     )
@@ -311,6 +312,7 @@ def _describe_adapter(resolved: ResolvedModel) -> gateway_pb2.Model:
         name=entry.name,
         create_time=Timestamp(seconds=int(entry.created)),
         max_context_tokens=resolved.served.context_tokens,
+        task=resolved.served.task,
         parent=entry.model,
         ready=not problem,
         problem=problem,
