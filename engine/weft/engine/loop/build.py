@@ -55,6 +55,7 @@ from weft.engine.loop.recurrent import (
     describe_recurrent,
     describe_store,
     keeps_in_store,
+    keeps_windows,
     make_states,
     num_block_pages,
 )
@@ -140,7 +141,7 @@ def load_parts(
     device = find_device(config)
     try:
         with _sizing_turn(config, device, progress):
-            return _load_parts(config, device, ranks, wake, progress)
+            return _load_parts(config, model, device, ranks, wake, progress)
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -164,6 +165,7 @@ def _sizing_turn(
 
 def _load_parts(
     config: EngineConfig,
+    model: ModelConfig,
     device: torch.device,
     ranks: Ranks | None,
     wake: Callable[[], None],
@@ -171,7 +173,7 @@ def _load_parts(
 ) -> EngineParts:
     """See `load_parts`."""
     peers = None if ranks is None else peers_of(ranks, config, device)
-    models = _load_models(config, device, ranks, peers, progress)
+    models = _load_models(config, model, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
         check_recurrent(config, layout.states.name)
@@ -300,6 +302,7 @@ def make_store(
 
 def _load_models(
     config: EngineConfig,
+    model: ModelConfig,
     device: torch.device,
     ranks: Ranks | None,
     peers: Peers | None,
@@ -315,7 +318,7 @@ def _load_models(
         dummy=config.dummy_weights,
         is_fixed=config.deterministic,
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
-        frees_windows=not config.keeps_windows,
+        frees_windows=not keeps_windows(config, model),
         task=config.task,
         peers=peers,
         ep=config.ep,

@@ -492,7 +492,8 @@ class Engine:
             self.sessions.pins.clear()
         if self.parts.states is not None:
             self.parts.states.memory.flush_cache()  # Before tiers are given what pages lose.
-        num_pages = sum(memory.flush_cache() for memory in self.memories)
+        # The first group comes last: the tiers would be given window pages whose nodes it drops.
+        num_pages = sum(memory.flush_cache() for memory in reversed(self.memories))
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:
@@ -562,6 +563,10 @@ class Engine:
                 # zeroed them.
                 self._executor.mark().wait()
         if self.tiers is not None:
+            if self.tiers.num_due and self.store is not None:
+                # Loads do not wait for steps. A copy for the store may still read a page that was
+                # lent to one since, and its zeroing may be of pages that one writes to.
+                self.store.settle()
             self.tiers.begin_loads()
 
     def _read_early(self, plan: Plan) -> None:

@@ -22,6 +22,7 @@ from weft.engine.executor.memory_plan import (
     pages_of,
 )
 from weft.engine.executor.ranks.start import Ranks
+from weft.engine.loop.recurrent import keeps_windows
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank
@@ -140,8 +141,9 @@ def size_pools(
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
     plan += describe_windows(layout, (num_pages, *of_windows))
-    if len(layout.groups) == 1 and loaded.config.has_windows:
-        why = config.keeps_windows or f"{loaded.config.architecture} has one page group"
+    model = loaded.config
+    if len(layout.groups) == 1 and model.has_windows:
+        why = keeps_windows(config, model) or f"{model.architecture} has one page group"
         plan.append(f"pages are kept behind sliding windows: {why}")
     return Pools(num_pages, tuple(of_windows), num_blocks, num_draft_pages, plan)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import ConfigError
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineParts
 from weft.engine.memory.layout import CacheLayout
@@ -71,6 +72,16 @@ def check_recurrent(config: EngineConfig, kind: str = "", *, has_windows: bool =
     for name, is_wrong, wanted in refused:
         if is_wrong:
             raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
+
+
+def keeps_windows(config: EngineConfig, model: ModelConfig) -> str:
+    """The reason why the engine keeps this model's pages behind sliding windows; empty: it frees
+    them.
+    """
+    is_recurrent = model.decoder is not None and bool(model.decoder.recurrent_layers)
+    if is_recurrent and config.has_tiers:
+        return "tiers hold states of recurrent layers or windows, not both"
+    return config.keeps_windows
 
 
 def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:

@@ -190,5 +190,5 @@ class StoredWindows:
             self._copied = None
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
-        """See `StoredBlocks.kept_of`."""
-        return self._windows.kept_of(request, first, end)
+        """See `StoredBlocks.kept_of`: if there is no room for all, for the last window at least."""
+        return self._windows.kept_of(request, first, end)[::-1]

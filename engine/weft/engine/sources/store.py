@@ -236,7 +236,7 @@ class StoreLink:
         if root is None or keys[0] in self._known:
             return
         # A block is queued whole, or one that is longer than the queue would never be.
-        has_room = len(self._queue) < self._transport.port.max_queued_pages
+        has_room = len(self._queue) < self._max_queued_pages
         pages = self._blocks.copy(block, root.tokens) if has_room else None
         if pages is None:
             self.counters.store_dropped_pages += len(keys)
@@ -260,7 +260,7 @@ class StoreLink:
 
     def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
         new = [index for index in indices if keys[index] not in self._known]
-        room = max(0, self._transport.port.max_queued_pages - len(self._queue))
+        room = max(0, self._max_queued_pages - len(self._queue))
         for index in new[:room]:
             key = keys[index]
             self._due.pop(key, None)
@@ -273,6 +273,21 @@ class StoreLink:
             self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
         self.counters.store_dropped_pages += len(new[room:])
         self._make_due(keys[index] for index in new[room:])
+
+    @property
+    def _max_queued_pages(self) -> int:
+        """Most pages that wait for puts. Where window pages lie beside them, pages are as much
+        smaller as a window page takes more of them.
+        """
+        most = self._transport.port.max_queued_pages
+        if self._blocks is None or not self._blocks.window_pages:
+            return most
+        return most * self._blocks.num_pages
+
+    def settle(self) -> None:
+        """Waits until the copies of blocks are made."""
+        if self._blocks is not None:
+            self._blocks.settle()
 
     def _enqueue(self, offer: _Offer) -> None:
         if not self._queue:
@@ -300,8 +315,8 @@ class StoreLink:
         is_full = len(self._queue) >= self._transport.port.max_put_pages
         if is_computing and not is_full and self._clock() < self._put_at:
             return
-        if self._queue and self._blocks is not None and len(self._open) < MAX_OPEN_PUTS:
-            self._blocks.settle()
+        if self._queue and len(self._open) < MAX_OPEN_PUTS:
+            self.settle()
         while self._queue and len(self._open) < MAX_OPEN_PUTS:
             namespace = self._queue[0].namespace
             offers: list[_Offer] = []

@@ -22,7 +22,7 @@ STAGING_BYTES = 64 << 20
 """Host memory used as a buffer where only a disk tier is configured."""
 MIN_SLOTS = 16
 MIN_BLOCKS = 2
-"""Least number of blocks of recurrent layers for which host memory has room."""
+"""Least number of blocks of recurrent layers, or window pages, for which host memory has room."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +55,8 @@ def load_tiers(
     Args:
         config: Sizes and places.
         page_bytes: Bytes of a page of the pool.
-        block_pages: Pages that a block of recurrent layers takes; 0: there are none.
+        block_pages: Pages that a block of recurrent layers, or a page of the window group, takes;
+            0: there are none.
         make_pool: See `TierParts`.
         pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
             to it; raises ConfigError if that fails. None: the pool is in host memory.
@@ -80,8 +81,8 @@ def load_tiers(
         if num_slots < (needed := MIN_BLOCKS * block_pages):
             raise ConfigError(
                 f"host_cache_bytes = {config.host_cache_bytes:,}: a block of recurrent layers "
-                f"takes {block_pages:,} pages of {page_bytes:,} bytes; give at least "
-                f"{needed * page_bytes:,}",
+                f"or a page of windows takes {block_pages:,} pages of {page_bytes:,} bytes; give "
+                f"at least {needed * page_bytes:,}",
                 param="host_cache_bytes",
             )
     else:
