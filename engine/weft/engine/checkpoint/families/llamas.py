@@ -26,13 +26,15 @@ def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     family = Family(raw, generation, where)
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
     is_mistral = fields.get("model_type") == "mistral"
+    if not is_mistral:
+        _check_no_window(family)
     return _alike(
         family,
         family.head_dim(),
         family.rope(),
         {"qkv_bias": bias, "o_bias": bias},
         mlp=_gated(family, fields.flag("mlp_bias", False)),
-        window=_window(family) if is_mistral else _no_window(family),
+        window=_window(family) if is_mistral else None,
         kv_heads=8 if is_mistral else None,
     )
 
@@ -41,8 +43,8 @@ def read_qwen2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     """Qwen2 as the text model of others."""
     family = Family(raw, generation, where)
     family.only("use_sliding_window", False)
-    window = _no_window(family)
-    return _alike(family, family.head_dim(), family.rope(), {"qkv_bias": True}, window=window)
+    _check_no_window(family)
+    return _alike(family, family.head_dim(), family.rope(), {"qkv_bias": True})
 
 
 def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -51,8 +53,8 @@ def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     family.only("use_sliding_window", False)
     bias, norms = family.fields.flag("attention_bias", False), HeadNormConfig(norm=family.rms())
     attention = {"qkv_bias": bias, "o_bias": bias, "head_norm": norms}
-    window = _no_window(family)
-    return _alike(family, family.head_dim(128), family.rope(), attention, window=window)
+    _check_no_window(family)
+    return _alike(family, family.head_dim(128), family.rope(), attention)
 
 
 def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -222,11 +224,12 @@ def _window(family: Family) -> SlidingWindow | None:
     """A window of 4096 where the file has no such field; null means none."""
     fields = family.fields
     if "sliding_window" in list(fields) and "sliding_window" not in fields:
-        return _no_window(family)
+        _check_no_window(family)
+        return None
     return family.window(family.kinds(lambda layer: SLIDING), 4096)
 
 
-def _no_window(family: Family) -> None:
+def _check_no_window(family: Family) -> None:
     """Raises ModelError if the file lists layers with a window."""
     if SLIDING in family.kinds(lambda layer: FULL):
         raise family.fields.error("layer_types", "a window is listed, but the model has none")
