@@ -10,6 +10,7 @@ import pytest
 from weft.engine.base.errors import AdapterError, ConfigError
 from weft.engine.base.request import StopCriteria
 from weft.engine.loop.llm import LLM
+from weft.testing.models.choices import OF_STATES
 from weft.testing.models.families import make_family
 from weft.testing.models.lora_reference import BASE, PeftModels, unload_all
 from weft.testing.models.tiny_adapters import write_adapter
@@ -66,7 +67,7 @@ def test_texts_are_pefts(
         for _ in range(2):
             samples = llm.generate([prompt] * 4, stop=stop, top_logprobs=20, adapters=asked)
             for adapter, sample in zip(asked, samples, strict=True):
-                models.check(adapter, prompt, sample)
+                models.check(adapter, prompt, sample, OF_STATES)
         assert llm.engine.counters()["prefix_hit_tokens"] == 4 * (44 // PAGE * PAGE)
         unload_all(llm.engine)
 

@@ -22,7 +22,12 @@ from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
-from weft.testing.models.choices import check_choices, check_same, where_experts_are_sure
+from weft.testing.models.choices import (
+    OF_STATES,
+    check_choices,
+    check_same,
+    where_experts_are_sure,
+)
 from weft.testing.models.reference_models import VOCAB
 from weft.testing.models.tiny_mtp import make_tiny_mtp
 
@@ -73,7 +78,7 @@ def check_answer(model: torch.nn.Module, prompt: list[int], answer: list[int]) -
     """Each token is the most likely one behind all the text before it."""
     logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
     with where_experts_are_sure(lambda: model, [*prompt, *answer]):
-        check_choices(logits[len(prompt) - 1 : -1], answer)
+        check_choices(logits[len(prompt) - 1 : -1], answer, OF_STATES)
 
 
 def cached_states(engine: Engine) -> States:
@@ -105,7 +110,7 @@ def check_states(path: Path, model: torch.nn.Module, found: States) -> None:
         with where_experts_are_sure(lambda: model, tokens):
             # Engines without the head keep no rows for it.
             for state, right in zip(states, expected[tokens], strict=False):
-                assert (state - right).abs().max() <= 1e-4 * right.abs().max(), len(tokens)
+                assert (state - right).abs().max() <= 1e-3 * right.abs().max(), len(tokens)
 
 
 def test_rejected_drafts_leave_nothing_in_states_that_are_cached(
@@ -128,7 +133,7 @@ def test_rejected_drafts_leave_nothing_in_states_that_are_cached(
         hits = []
         for prompt in (first, other, first, turn, tools, turn, other, first):
             answer, hit = ask(llm, prompt)
-            check_same(lambda: model, prompt, answer, texts[tuple(prompt)])
+            check_same(lambda: model, prompt, answer, texts[tuple(prompt)], near_tie=OF_STATES)
             hits.append(hit)
         assert [hit > 0 for hit in hits] == [False] * 2 + [True] * 6
         counters = llm.engine.counters()
@@ -153,7 +158,7 @@ def test_pages_without_their_states_are_not_continued(
             check_answer(model, prompt, answer)
         again = [ask(llm, prompt) for prompt in prompts]
         for prompt, (answer, _), expected in zip(prompts, again, answers, strict=True):
-            check_same(lambda: model, prompt, answer, expected)
+            check_same(lambda: model, prompt, answer, expected, near_tie=OF_STATES)
         assert 0 in [hit for _, hit in again]
         counts = load_report(llm.engine).state_counts
         assert counts is not None
@@ -184,7 +189,7 @@ def test_a_prefix_from_here_and_its_tail_from_elsewhere(path: Path, model: torch
     owner, filler = (
         make_engine(path, role, clock, **SETTINGS | sizes) for role in ("decode", "prefill")
     )
-    pair = EnginePair(owner, [filler], clock)
+    pair, leases = EnginePair(owner, [filler], clock), owner.fills._fills
     try:
         for here in (0, 3 * PAGE, 7 * PAGE + 3, 12 * PAGE + 5):
             for is_whole in (True, False):
@@ -193,7 +198,9 @@ def test_a_prefix_from_here_and_its_tail_from_elsewhere(path: Path, model: torch
                     pair.finish(pair.submit(prompt[:here], 1, []))
                 pair.on_event = partial(without_block, is_whole)
                 request = pair.submit(prompt, NUM_NEW)
-                if not is_whole:
+                if not is_whole and begin < 12 * PAGE:
+                    # All that comes has come before time passes.
+                    pair.run(lambda: [f.accepted_token for f in leases.values()] == [10 * PAGE])
                     pair.stall(owner.config.fill_progress_timeout_s + 1)
                 (answer,) = pair.finish(request)
                 check_answer(model, prompt, answer)

@@ -479,7 +479,7 @@ def test_a_worker_killed_during_a_load(mesh: TinyMesh, peft: Peft, victim: str) 
         early = post(mesh, "/v1/completions", body_of(name, [5], 1)).status_code
         # A worker that stands still for two seconds is not waited for any more.
         if early != 404:
-            wait_until(call.done, 0.25)
+            wait_until(call.done, 1.0)
         kill(mesh, victim)
         answer = call.result(TIMEOUT_S)
     mesh.wait_healthy()

@@ -101,6 +101,13 @@ async def test_chat_whole_and_streamed(caller: Caller, reference: TextReference)
     assert messages[-1].usage.completion_tokens == len(expected.token_ids)
     assert messages[-1].timeline.worker_id == "decode-0"
 
+    # But not all of them, of an answer that takes a minute.
+    request.stop.max_tokens, request.stop.ignore_eos = 4000, True
+    call = caller.stub.Chat(request)
+    first = await anext(aiter(call))
+    call.cancel()
+    assert [bool(choice.finish_reason) for choice in first.choices] == [False]
+
 
 async def test_logprobs(caller: Caller, reference: TextReference) -> None:
     expected = reference.of(RAW, NUM_TOKENS)
