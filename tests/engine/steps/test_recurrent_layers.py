@@ -12,10 +12,9 @@ import torch
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.loop.recurrent import check_recurrent, keeps_windows
+from weft.engine.loop.recurrent import check_recurrent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
@@ -240,15 +239,6 @@ def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) 
     check_recurrent(frees)
     with pytest.raises(ConfigError, match="window_pages = free: must be auto or keep for models"):
         check_recurrent(frees, has_windows=True)
-    alone: dict[str, Any] = {
-        "model_dir": model_dir,
-        "transport": "data",
-        "local_prefill_max_tokens": NEVER_SHIP_TOKENS,
-    }
-    model = ModelConfig.load(model_dir)
-    assert not keeps_windows(EngineConfig(**alone), model)
-    for tiers in ({"host_cache_bytes": 1 << 20}, {"disk_cache_dir": tmp_path}):
-        assert "tiers hold states" in keeps_windows(EngineConfig(**alone, **tiers), model)
     for settings, name in (
         ({"deterministic": True}, "deterministic"),
         ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),

@@ -12,21 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from weft.engine.base import faults
-from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.faults import FaultSpec
 from weft.engine.base.request import SamplingParams
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.local import LocalExecutor
+from weft.engine.loop.recurrent import keeps_windows
 from weft.engine.memory.keys import PageKeys, block_keys
 from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.choices import Choices
-from weft.testing.models.families import make_family
+from weft.testing.models.families import FAMILIES, SIZES, make_family
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -206,6 +208,18 @@ def test_a_flush_leaves_no_window_page_in_host_memory(model_dir: Path) -> None:
         bench.settle()
         counts = [memory.counts() for memory in bench.engine.memories]
         assert not any(found.cached for found in (*counts, bench.engine.tiers.host.counts()))
+
+
+def test_the_reason_why_such_pages_are_kept(tmp_path: Path) -> None:
+    kind, fields = FAMILIES["lfm3"]
+    fields = {**SIZES, **fields, "architectures": ["Lfm3ForCausalLM"]}
+    AutoConfig.for_model(kind, **fields).save_pretrained(tmp_path)
+    model = ModelConfig.load(tmp_path)
+    assert model.has_windows
+    alone = {"model_dir": tmp_path, **WORKERS[1]}
+    assert not keeps_windows(EngineConfig(**alone), model)
+    for tiers in ({"host_cache_bytes": 1 << 20}, {"disk_cache_dir": tmp_path}):
+        assert "tiers hold states" in keeps_windows(EngineConfig(**alone, **tiers), model)
 
 
 @FULL
