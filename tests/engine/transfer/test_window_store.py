@@ -4,6 +4,7 @@ Texts are transformers' greedy ones; the store is a dictionary.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.loop.engine import Engine
 from weft.engine.memory.keys import PageKeys, block_keys
 from weft.engine.protocol.fills import FillerEvent
@@ -150,20 +152,23 @@ def pair(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePair
     settings = {"host_cache_bytes": 100_000} if random.random() < 0.5 else {}
     settings |= {"overlap": random.choice(["off", "on"])}
     print(settings)
+    with pair_of(model_dir, **settings) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def pair_of(model_dir: Path, **settings: Any) -> Iterator[StorePair]:
+    values: dict[str, Any] = {
+        "transport": "data",
+        "has_store": True,
+        "window_pages": "free",
+        "num_pages": 120,
+        "load_back_threshold": 0,
+        "prefill_chunk_tokens": 4 * PAGE,
+        "poison_free_pages": True,
+    }
     clock = ManualClock()
-    owner = make_engine(
-        model_dir,
-        "decode",
-        clock,
-        transport="data",
-        has_store=True,
-        window_pages="free",
-        num_pages=120,
-        load_back_threshold=0,
-        prefill_chunk_tokens=4 * PAGE,
-        poison_free_pages=True,
-        **settings,
-    )
+    owner = make_engine(model_dir, "decode", clock, **(values | settings))
     made = StorePair(owner, clock)
     try:
         yield made
@@ -214,3 +219,80 @@ def test_prompts_go_on_where_the_store_has_the_last_window(
         num_found += len(fills)
         pair.forget()
     assert num_found or pair.owner.tiers is not None
+
+
+def test_a_queue_that_is_nearly_full_takes_the_last_window(
+    pair: StorePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has room for as many window pages beside the pages of a prompt, but for the first one that
+    the last step leaves.
+    """
+    monkeypatch.setattr("weft.engine.sources.store.GATHER_S", 1e9)
+    size, step, need = len(pair.blocks_of(b"")), 4, -(-(WINDOW - 1) // PAGE)
+    num_pages = LENGTH // PAGE
+    wanted = num_pages + (num_pages - step + need) * size
+    most = -(-(wanted - size + 1) // size)
+    assert most * size <= wanted
+    monkeypatch.setattr(pair.owner.parts.transport.port, "max_queued_pages", most, raising=False)
+    prompt = random_prompt(LENGTH)
+    pair.ask(prompt)
+    pair.settle()
+    keys = PageKeys(pair.owner._intake.namespace(""), PAGE).upto(prompt, num_pages)
+    assert pair.continuable(keys) == num_pages
+    assert pair.owner.store.counters.store_dropped_pages
+
+
+def test_no_load_begins_before_copies_for_the_store_are_made(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads write from other threads to pages that a copy may still read or zero on a device."""
+    monkeypatch.setattr("weft.engine.sources.store.LOOKUP_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("weft.engine.sources.store.GATHER_S", 1e9)
+    num_copied = num_waited = 0
+    pack = LocalExecutor.pack_pages
+
+    def pack_pages(executor: LocalExecutor, *args: Any) -> None:
+        nonlocal num_copied
+        num_copied += 1
+        pack(executor, *args)
+
+    class Marked:
+        def __init__(self) -> None:
+            self._num_copied = num_copied
+
+        def wait(self) -> None:
+            nonlocal num_waited
+            num_waited = max(num_waited, self._num_copied)
+
+    monkeypatch.setattr(LocalExecutor, "pack_pages", pack_pages)
+    monkeypatch.setattr(LocalExecutor, "mark", lambda executor: Marked())
+    settings = {"host_cache_bytes": 8 << 20, "poison_free_pages": False, "overlap": "off"}
+    with pair_of(model_dir, **settings) as pair:
+        known, tiers = random_prompt(LENGTH), pair.owner.tiers
+        pair.ask(known)
+        pair.forget()
+        pair.held.clear()
+        write_back, begin_loads = tiers.write_back, tiers.begin_loads
+        num_begun = num_late = 0
+
+        def note_copies() -> None:
+            nonlocal num_late
+            num_late += bool(tiers.num_due and num_waited < num_copied)
+            write_back()
+
+        def begin() -> None:
+            nonlocal num_begun
+            if tiers.num_due:
+                num_begun += 1
+                assert num_waited == num_copied
+            begin_loads()
+
+        monkeypatch.setattr(tiers, "write_back", note_copies)
+        monkeypatch.setattr(tiers, "begin_loads", begin)
+        other = pair.submit(random_prompt(LENGTH), max_tokens=NUM_NEW)
+        for _ in range(3):
+            pair.turn()
+        pair.ask(known)
+        pair.finish(other)
+        assert num_begun, "nothing was loaded"
+        assert num_late, "no copy was under way"

@@ -18,6 +18,8 @@ TOKEN_BYTES = 4
 _OF_PAGES = hashlib.blake2b(digest_size=32, person=b"weft-page")
 """Hash object that is copied for each digest: a new one takes longer than hashing a page's tokens.
 """
+_OF_BLOCKS = hashlib.blake2b(digest_size=32, person=b"weft-block")
+"""The same for pages of blocks."""
 
 
 def _page_digest(parent: bytes, namespace: bytes, tokens: bytes) -> bytes:
@@ -63,12 +65,12 @@ def block_keys(key: bytes, num_pages: int) -> list[bytes]:
     """Keys of the pages that carry the block of recurrent layers behind the page `key`, wherever
     blocks are kept in pages; 32 bytes each.
     """
-    return [
-        hashlib.blake2b(
-            key + index.to_bytes(4, "little"), digest_size=32, person=b"weft-block"
-        ).digest()
-        for index in range(num_pages)
-    ]
+    keys = []
+    for index in range(num_pages):
+        state = _OF_BLOCKS.copy()
+        state.update(key + index.to_bytes(4, "little"))
+        keys.append(state.digest())
+    return keys
 
 
 def blocks_keys(keys: Sequence[bytes], num_pages: int, block_pages: int) -> list[bytes]:
