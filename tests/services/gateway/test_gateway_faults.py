@@ -340,6 +340,7 @@ async def test_cancel_by_id(tmp_path: Path) -> None:
     async with gateway(tmp_path, endless, step_s=0.01) as mesh:
         call = chat(mesh)
         first = await call.read()
+        assert not (await mesh.typed.Cancel(gateway_pb2.CancelRequest())).found
         cancel = gateway_pb2.CancelRequest(request_id=first.request_id)
         assert (await mesh.typed.Cancel(cancel)).found
         messages = await rest_of(call)

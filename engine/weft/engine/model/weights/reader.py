@@ -118,7 +118,9 @@ class Transposed:
             self._reader.read_into(part, out)
             return
         slices = (*part.slices, *[slice(None)] * (2 - len(part.slices)))
-        turned = torch.empty(out.shape[::-1], dtype=out.dtype)
+        turned = torch.empty(
+            out.shape[::-1], dtype=out.dtype, device="meta" if out.is_meta else "cpu"
+        )
         self._reader.read_into(TensorSlice(part.name, part.shape[::-1], slices[::-1]), turned)
         out.copy_(turned.t())
 

@@ -152,6 +152,8 @@ class RequestPipeline:
         Returns:
             False if the tenant has no such request here.
         """
+        if not request_id:  # requests without a name have this one
+            return False
         found = [
             record
             for id_, record in self._open.items()
