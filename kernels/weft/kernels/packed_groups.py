@@ -167,7 +167,7 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Biased exponents of scales that are powers of 2, for doubled numbers: uint8, exact."""
+    """Biased exponents, uint8, of twice the scales. Scales are powers of 2, so none is rounded."""
     return (torch.frexp(scales.float()).exponent + _BIAS).to(torch.uint8)
 
 

@@ -199,7 +199,7 @@ def test_a_prefix_from_here_and_its_tail_from_elsewhere(path: Path, model: torch
                 pair.on_event = partial(without_block, is_whole)
                 request = pair.submit(prompt, NUM_NEW)
                 if not is_whole and begin < 12 * PAGE:
-                    # All that comes has come before time passes.
+                    # The clock stands still until ten pages are accepted: the fill brings no more.
                     pair.run(lambda: [f.accepted_token for f in leases.values()] == [10 * PAGE])
                     pair.stall(owner.config.fill_progress_timeout_s + 1)
                 (answer,) = pair.finish(request)

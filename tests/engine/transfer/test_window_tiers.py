@@ -170,7 +170,8 @@ def test_a_window_that_lacks_a_page_counts_for_nothing(
         tiers, need = bench.engine.tiers, -(-(WINDOW - 1) // PAGE)
         assert tiers is not None
         keys = PageKeys(bench.engine._intake.namespace("", b""), PAGE).upto(prompt, 20)
-        # The pages of the window before 20, then those before the borders left.
+        # Each turn drops pages from `dropped` on, so that the last border with a whole window moves
+        # from 20 pages to `found`.
         for dropped, found in ((19, 19), (18, 18), (15, 15), (2, 2)):
             bench.push_out()
             for index in range(dropped, 20):

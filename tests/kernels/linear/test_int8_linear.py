@@ -84,7 +84,7 @@ def test_products_are_those_of_the_dequantised_weights(
         peer = (peer + bias.float() + residual.float()).to(dtype)
         exact += bias.double()
         if path == "torch" and rows:
-            # So is the product with its bias, which the residual may cancel.
+            # The sum with the bias is rounded too, and the residual may cancel most of it.
             slack += torch.finfo(dtype).eps * exact.abs().max().item()
         assert_as_exact(out, peer, exact + residual.double(), slack=slack)
 

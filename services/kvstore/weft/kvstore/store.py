@@ -181,7 +181,7 @@ class KvStore:
         return border
 
     async def _whole(self, arena: PageArena, keys: list[bytes], block_pages: int) -> set[bytes]:
-        """Those of the keys whose whole block is held."""
+        """The keys among these behind which the store holds all pages of the block."""
         blocks = {key: block_keys(key, block_pages) for key in keys}
         held = await self._held_of(arena, [name for names in blocks.values() for name in names])
         return {key for key, names in blocks.items() if held.issuperset(names)}

@@ -69,7 +69,7 @@ class AltUp(NamedTuple):
     """What a layer makes of the copies before and behind its blocks."""
 
     norm: Norm
-    """Of rows before the router; its weight includes the router's 1 / H."""
+    """Normalises rows before the router. Its weight has the factor 1 / H of the router in it."""
     router: LinearWeight
     """[H] -> [C]."""
     prediction: torch.Tensor

@@ -111,7 +111,7 @@ class PlainMLP:
     layer: int
     """The layer's index."""
     up_proj: LinearWeight
-    """Its first half is the gate, if there is one."""
+    """Where the MLP has a gate, the first half of the outputs is the gate's."""
     down_proj: LinearWeight
     activation: Activation | Gating | XIELU | GaussianTopK
     is_gated: bool = field(kw_only=True)
