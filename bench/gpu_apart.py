@@ -13,6 +13,7 @@
 | `whole` | `--prefill 0 --decode 2` |
 | `auto` | `--prefill 1 --decode 1`: the cost rule decides |
 | `whole1` | `--prefill 0 --decode 1` on the first GPU |
+| `ranks` | `apart` with one worker of each role, which has half of the GPUs as ranks |
 
 Each worker has one GPU of `--device`; with four, there are twice as many workers of each role.
 
@@ -68,6 +69,7 @@ SYSTEMS = {
     "whole": "--prefill 0 --decode {count} --device {devices}",
     "auto": "--prefill {half} --decode {half} --device {devices}",
     "whole1": "--prefill 0 --decode 1 --device {first}",
+    "ranks": "--prefill 1 --decode 1 --local-prefill-max-tokens 0 --tp {half} --device {devices}",
 }
 SECTIONS = ("handover", "rate", "mixed", "burst", "goodput", "agents")
 CHECKED = (40, 512, 2000)
