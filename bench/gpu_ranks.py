@@ -24,8 +24,8 @@ are known to take long, and those that ranks add.
 then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
 
 `sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
-project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
-(the sum alone); all ranks must get the same bits.
+project's (with residual and norm, in one and in two exchanges, and small ones in words), torch's
+symmetric memory and NCCL (the sum alone); all ranks must get the same bits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 96
 LONG_TOKENS, ANSWER_TOKENS = 1_488, 1_024
 TRACED_STEPS = 10
 WIDTH, PER_GRAPH = 4096, 64
-SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+WORD_KIB = 256
+"""Size of the largest sum that is also measured with numbers that travel with their turns."""
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
     "tokens to ranks": ("_share_kernel",),
@@ -425,10 +427,11 @@ def sums_of_rank(
     world = dist.group.WORLD
     assert world is not None
     name = world.group_name
-    for once in (8 << 20, 1):
+    for once, words in ((16 << 20, 0), (1, 0), (1, WORD_KIB << 10)):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
+        device_peers._WORD_BYTES = words
         group = SharedGroup(segment, rank, size, 30.0)
-        sizes = WIDTH, torch.bfloat16, 128
+        sizes = WIDTH, torch.bfloat16, 128  # A vocabulary, of no use here.
         peers.append(device_peers.DevicePeers(group, device, world, *sizes, lambda phase: None))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
@@ -445,7 +448,7 @@ def sums_of_rank(
         exact = part.float()
         dist.all_reduce(exact)
         exact += stream.float()
-        for way, one in zip(("ours once", "ours twice"), peers, strict=True):
+        for way, one in zip(("ours once", "ours twice", "ours in words"), peers, strict=True):
             given = stream.clone()
             one.add_norm(part, given, norm)
             copies = [torch.empty_like(given) for _ in range(size)]
@@ -472,6 +475,10 @@ def sums_of_rank(
                 part, stream, norm
             ),
         }
+        if kib <= WORD_KIB:
+            ways["ours in words, norm"] = lambda part=part, stream=stream: peers[2].add_norm(
+                part, stream, norm
+            )
         for way, call in ways.items():
             try:
                 us = graph_us(call)
