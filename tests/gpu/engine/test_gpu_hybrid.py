@@ -32,7 +32,7 @@ Record = Callable[[str, object], None]
 NAMES = (*HYBRIDS_WITH_IMAGES, *(name for name in HYBRIDS if name != "jamba"))
 WIDE = (
     *("qwen3_next", "qwen3_5", "qwen3_5-images", "qwen3_5_moe", "kimi_linear", "nemotron_h"),
-    "nemotron_h-experts",
+    *("nemotron_h-experts", "ling3"),
 )
 VALUES: dict[str, Any] = {
     "page_size": PAGE,

@@ -47,9 +47,7 @@ def write_model(name: str, path: Path, seed: int, **fields: Any) -> Any:
 
 
 def missing_type(name: str) -> str:
-    """Why a family's models cannot be made, for which transformers must know their model type; empty
-    if they can.
-    """
+    """Why a family's models cannot be made: transformers lacks their model type. Else empty."""
     import transformers
 
     kind, _ = OF_REFERENCES.get(name) or FAMILIES[name]
