@@ -46,7 +46,8 @@ WAYS: dict[str, dict[int, tuple[Way, ...]]] = {
             Way("mma-direct", 16, 128, 8, 8, 3), Way("wgmma", 16, 128, 8, 8, 4),
         ),
         64: (
-            Way("mma", 64, 128, 8, 5, 4), Way("mma", 64, 256, 8, 5, 4), Way("mma", 64, 128, 4, 5, 4),
+            Way("mma", 64, 128, 8, 5, 4), Way("mma", 64, 256, 8, 5, 4),
+            Way("mma", 64, 128, 4, 5, 4),
             Way("wgmma", 64, 128, 8, 5, 4), Way("wgmma", 64, 64, 4, 4, 4),
             Way("mma-direct", 64, 256, 8, 5, 4),
         ),
@@ -68,7 +69,8 @@ WAYS: dict[str, dict[int, tuple[Way, ...]]] = {
             Way("wgmma", 16, 128, 8, 8, 4),
         ),
         64: (
-            Way("mma", 64, 128, 8, 8, 4), Way("mma", 64, 256, 8, 8, 4), Way("wgmma", 64, 128, 8, 8, 4),
+            Way("mma", 64, 128, 8, 8, 4), Way("mma", 64, 256, 8, 8, 4),
+            Way("wgmma", 64, 128, 8, 8, 4),
             Way("wgmma", 64, 64, 4, 4, 4),
         ),
         256: (
@@ -88,7 +90,8 @@ WAYS: dict[str, dict[int, tuple[Way, ...]]] = {
             Way("wgmma", 16, 64, 4, 1, 6),
         ),
         64: (
-            Way("mma", 64, 64, 4, 1, 4), Way("mma", 64, 128, 8, 1, 4), Way("wgmma", 64, 64, 4, 1, 4),
+            Way("mma", 64, 64, 4, 1, 4), Way("mma", 64, 128, 8, 1, 4),
+            Way("wgmma", 64, 64, 4, 1, 4),
             Way("mma", 64, 32, 2, 1, 4), Way("wgmma", 64, 128, 8, 1, 4),
         ),
         256: (
@@ -108,7 +111,8 @@ WAYS: dict[str, dict[int, tuple[Way, ...]]] = {
             Way("wgmma", 16, 128, 8, 12, 6),
         ),
         64: (
-            Way("mma", 64, 128, 8, 8, 4), Way("mma", 64, 256, 8, 8, 4), Way("mma", 64, 128, 4, 8, 4),
+            Way("mma", 64, 128, 8, 8, 4), Way("mma", 64, 256, 8, 8, 4),
+            Way("mma", 64, 128, 4, 8, 4),
             Way("wgmma", 64, 128, 8, 8, 4), Way("wgmma", 64, 64, 4, 4, 4),
         ),
         256: (
@@ -183,7 +187,9 @@ def time_product(
     count = 2 * ROTATING_BYTES // (product.n * product.k) + 1
     given, scales = numbers(product)
     weights = [(pack(given), scales)]
-    weights += [(torch.randint_like(weights[0][0], -(2**31), 2**31 - 1), scales) for _ in range(count)]
+    weights += [
+        (torch.randint_like(weights[0][0], -(2**31), 2**31 - 1), scales) for _ in range(count)
+    ]
     now = [draw(product, "int4") for _ in range(count)]
     plain = [torch.randn(product.n, product.k, device="cuda", dtype=BF16) for _ in range(4)]
     for rows in rows_of:
@@ -191,7 +197,13 @@ def time_product(
         exact = exact_of(x, given, scales, product)
         rounding = relative(exact.to(BF16), exact)
 
-        def note(way: str, calls: list[Any], error: float | None, rows: int = rows) -> None:
+        def note(
+            way: str,
+            calls: list[Any],
+            error: float | None,
+            rows: int = rows,
+            rounding: float = rounding,
+        ) -> None:
             row = {"product": product.name, "rows": rows, "way": way, "us": time_us(calls)}
             row["error"] = error
             found.models.append(row)
@@ -233,7 +245,9 @@ def report(found: Found, rows_of: list[int]) -> None:
             shown.append(f"{product.name} {best['us']:.1f} {best['way']}")
             for name in ("bfloat16", "now"):
                 total[name] += sum(r["us"] for r in mine if r["way"] == name)
-        print(f"layer x{rows}:", {name: round(us, 1) for name, us in total.items()}, *shown, sep="; ")
+        print(
+            f"layer x{rows}:", {name: round(us, 1) for name, us in total.items()}, *shown, sep="; "
+        )
 
 
 def main() -> None:

@@ -234,13 +234,13 @@ def resident_kernel(
     words_up = ()
     given_up = ()
     for i in gl.static_range(PARTS):
-        words = words + (gl.load(data + at + (tile * OF_TILE + i * 128)),)
+        words = words + (gl.load(data + at + (tile * OF_TILE + i * 128)),)  # noqa: RUF005 - the compiler takes no starred tuple
         if IS_GATED:
-            words_up = words_up + (gl.load(data + at + (up_words + tile * OF_TILE + i * 128)),)
+            words_up = words_up + (gl.load(data + at + (up_words + tile * OF_TILE + i * 128)),)  # noqa: RUF005 - the compiler takes no starred tuple
     for i in gl.static_range(GROUPS):
-        given = given + (gl.load(scales + at_scale + (i * width + tile * (STRIPS * 16))),)
+        given = given + (gl.load(scales + at_scale + (i * width + tile * (STRIPS * 16))),)  # noqa: RUF005 - the compiler takes no starred tuple
         if IS_GATED:
-            given_up = given_up + (
+            given_up = given_up + (  # noqa: RUF005 - the compiler takes no starred tuple
                 gl.load(scales + at_scale + (i * width + tile * (STRIPS * 16) + columns)),
             )
     _wait_for_last(IS_DEPENDENT)
@@ -260,7 +260,9 @@ def resident_kernel(
         + (row * K)[None, :, None]
         + place[None, None, :]
     )
-    exists = (slice_ < WARPS)[:, None, None] & (row < rows)[None, :, None] & (place < 64)[None, None, :]
+    exists = (
+        (slice_ < WARPS)[:, None, None] & (row < rows)[None, :, None] & (place < 64)[None, None, :]
+    )
     for i in gl.static_range(PARTS):
         async_copy.async_copy_global_to_shared(kept.index(i), x + from_x + i * 64, mask=exists)
     async_copy.commit_group()
@@ -271,7 +273,8 @@ def resident_kernel(
     out_column = gl.arange(0, STRIPS * 16, layout=gl.SliceLayout(1, flat))
     out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))
     while tile < tiles:
-        following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
+        following = tile + gl.num_programs(0)
+        is_more = following < tiles
         total = gl.zeros([WARPS, STRIPS * 16, ROWS], gl.float32, sums)
         up = gl.zeros([WARPS, STRIPS * 16, ROWS], gl.float32, sums)
         next_words = ()
@@ -284,20 +287,30 @@ def resident_kernel(
             for h in gl.static_range(2):
                 taken = kept.index(2 * g + h).permute((0, 2, 1)).load(second_of)
                 part = mma_v2(_floats(words[2 * g + h], WARPS, STRIPS, first_of), taken, part)
-                next_words = next_words + (gl.load(data + at + (following * OF_TILE + (2 * g + h) * 128)),)
+                next_words = next_words + (  # noqa: RUF005 - the compiler takes no starred tuple
+                    gl.load(data + at + (following * OF_TILE + (2 * g + h) * 128), mask=is_more),
+                )
                 if IS_GATED:
-                    part_up = mma_v2(_floats(words_up[2 * g + h], WARPS, STRIPS, first_of), taken, part_up)
-                    next_words_up = next_words_up + (
-                        gl.load(data + at + (up_words + following * OF_TILE + (2 * g + h) * 128)),
+                    part_up = mma_v2(
+                        _floats(words_up[2 * g + h], WARPS, STRIPS, first_of), taken, part_up
+                    )
+                    next_words_up = next_words_up + (  # noqa: RUF005 - the compiler takes no starred tuple
+                        gl.load(
+                            data + at + (up_words + following * OF_TILE + (2 * g + h) * 128),
+                            mask=is_more,
+                        ),
                     )
             total += part * given[g].to(gl.float32)[:, :, None]
-            next_given = next_given + (
-                gl.load(scales + at_scale + (g * width + following * (STRIPS * 16))),
+            next_given = next_given + (  # noqa: RUF005 - the compiler takes no starred tuple
+                gl.load(scales + at_scale + (g * width + following * (STRIPS * 16)), mask=is_more),
             )
             if IS_GATED:
                 up += part_up * given_up[g].to(gl.float32)[:, :, None]
-                next_given_up = next_given_up + (
-                    gl.load(scales + at_scale + (g * width + following * (STRIPS * 16) + columns)),
+                next_given_up = next_given_up + (  # noqa: RUF005 - the compiler takes no starred tuple
+                    gl.load(
+                        scales + at_scale + (g * width + following * (STRIPS * 16) + columns),
+                        mask=is_more,
+                    ),
                 )
         words = next_words
         given = next_given
@@ -306,7 +319,9 @@ def resident_kernel(
         whole = gl.sum(total, axis=0)
         if IS_GATED:
             whole = _silu(whole) * gl.sum(up, axis=0)
-        to = (split * rows + out_row)[None, :] * columns + (tile * (STRIPS * 16) + out_column)[:, None]
+        to = (split * rows + out_row)[None, :] * columns + (tile * (STRIPS * 16) + out_column)[
+            :, None
+        ]
         mask = (out_row < rows)[None, :] & (out_column < STRIPS * 16)[:, None]
         gl.store(out + to, whole.to(out.dtype.element_ty), mask=mask)
         tile += gl.num_programs(0)
@@ -332,7 +347,8 @@ def streamed_kernel(
     SPLITS: gl.constexpr,
     IS_DEPENDENT: gl.constexpr,
 ):
-    """IS_WIDE: products of four warps at once (wgmma). IS_STAGED: words pass through shared memory."""
+    """IS_WIDE: products of four warps at once (wgmma). IS_STAGED: words pass through shared
+    memory."""
     _release_next(IS_DEPENDENT)
     if IS_WIDE:
         sums: gl.constexpr = gl.NVMMADistributedLayout(
@@ -548,7 +564,7 @@ def multiply(
     grid = (triton.cdiv(rows, way.rows), triton.cdiv(columns, way.columns), way.splits)
     streamed_kernel[grid](
         out, x, data, scales, rows, columns, scales.shape[1], K=k, IS_GATED=is_gated,
-        IS_WIDE=way.kind.startswith("wgmma"), IS_STAGED="direct" not in way.kind, ROWS=way.rows, COLUMNS=way.columns, WARPS=way.warps,
-        STAGES=way.more, SPLITS=way.splits, num_warps=way.warps, **options,
+        IS_WIDE=way.kind.startswith("wgmma"), IS_STAGED="direct" not in way.kind, ROWS=way.rows,
+        COLUMNS=way.columns, WARPS=way.warps, STAGES=way.more, SPLITS=way.splits, num_warps=way.warps, **options,
     )  # fmt: skip
     return out
