@@ -24,8 +24,8 @@ are known to take long, and those that ranks add.
 then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
 
 `sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
-project's (with residual and norm, in one and in two exchanges, and small ones in words), torch's
-symmetric memory and NCCL (the sum alone); all ranks must get the same bits.
+project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
+(the sum alone); all ranks must get the same bits.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ WIDTH, PER_GRAPH = 4096, 64
 SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SUM_LIMIT_S = 60.0
 """Longest wait for the next figure of sums."""
-WORD_KIB = 256
-"""Size of the largest sum that is also measured with numbers that travel with their turns."""
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
     "tokens to ranks": ("_share_kernel",),
@@ -436,31 +434,25 @@ def sums_of_rank(
     world = dist.group.WORLD
     assert world is not None
     peers = []
-    for once, words in ((16 << 20, 0), (1, 0), (1, WORD_KIB << 10)):
+    for once in (16 << 20, 1):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
-        device_peers._WORD_BYTES = words
         group = SharedGroup(segment, rank, size, 30.0)
         sizes = WIDTH, torch.bfloat16, 128  # A vocabulary, of no use here.
         peers.append(device_peers.DevicePeers(group, device, world, *sizes, lambda phase: None))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
-    named = dict(zip(("ours once", "ours twice", "ours in words"), peers, strict=True))
-    in_words = {"ours in words": named.pop("ours in words")}
-    # Words come last: they have run least.
-    for ours, most in ((named, SUM_KIB[-1]), (in_words, WORD_KIB)):
-        for kib in (one for one in SUM_KIB if one <= most):
-            ways = our_ways(ours, kib, device, world)
-            if ours is named:
-                ways |= other_ways(kib, device, world)
-            for way, call in ways.items():
-                try:
-                    us = graph_us(call)
-                except RuntimeError as error:
-                    if rank == 0:
-                        print(f"{way}, {kib} KiB: {error}"[:300], flush=True)
-                    continue
+    ours = dict(zip(("ours once", "ours twice"), peers, strict=True))
+    for kib in SUM_KIB:
+        ways = our_ways(ours, kib, device, world) | other_ways(kib, device, world)
+        for way, call in ways.items():
+            try:
+                us = graph_us(call)
+            except RuntimeError as error:
                 if rank == 0:
-                    tells.send((way, kib, us))
+                    print(f"{way}, {kib} KiB: {error}"[:300], flush=True)
+                continue
+            if rank == 0:
+                tells.send((way, kib, us))
     torch.cuda.synchronize()
     dist.barrier()
     os._exit(0)

@@ -34,8 +34,6 @@ class Kind(NamedTuple):
     """What sums one set of peers makes."""
 
     dtype: torch.dtype
-    words: int
-    """Most rows of sums in words."""
     once: int
     """Most rows of sums with one exchange."""
     twice: int
@@ -43,9 +41,9 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(torch.float32, 0, 2, 2),
-    Kind(torch.float16, 1, 2, 2),
-    Kind(torch.float16, 0, 4, 1),
+    Kind(torch.float32, 2, 2),
+    Kind(torch.float16, 2, 2),
+    Kind(torch.float16, 4, 1),
 )
 
 
@@ -78,7 +76,7 @@ class Found(NamedTuple):
 
 
 def cases_of(size: int, kind: Kind, seed: int) -> list[Case]:
-    """Few rows, which take one exchange, the fewest in words, and many, which take two, in launches
+    """Few rows, which take one exchange, and many, which take two where there are two, in launches
     one after another; twice, so that places are used again.
     """
     numbers = torch.Generator().manual_seed(seed)
@@ -189,7 +187,6 @@ def results_of(
 ) -> list[Found]:
     """What a rank finds through new peers whose sums are of one kind."""
     row_bytes = WIDTH * kind.dtype.itemsize
-    patch.setattr(device_peers, "_WORD_BYTES", kind.words * row_bytes)
     patch.setattr(device_peers, "_ONCE_BYTES", {8: kind.once * row_bytes})
     patch.setattr(device_peers, "_TWICE_BYTES", kind.twice * size * row_bytes)
     # No time limit on the host: the interpreter has no clock.
@@ -202,7 +199,6 @@ def results_of(
     )
     assert peers.sums == "in the GPUs' memory, which is one GPU's"
     memory = peers._memory
-    assert memory.word_rows == kind.words
     assert memory.once_rows == kind.once
     memory.turns.fill_(NEARLY_AROUND)
     flags: Any = peers._kept[0]
