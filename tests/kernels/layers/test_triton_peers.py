@@ -12,7 +12,8 @@ from weft.testing.kernels.peer_ranks import EPS, KINDS, cases_of, run_ranks
 pytestmark = pytest.mark.needs("triton-interpreter")
 
 
-@pytest.mark.parametrize("size", [2, 4, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full_after(1)
+@pytest.mark.parametrize("size", [4, 2, 3])
 def test_all_ranks_get_the_same_bits_of_the_right_sums(size: int, tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
 

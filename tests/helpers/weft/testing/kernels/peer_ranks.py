@@ -150,7 +150,7 @@ def run_ranks(size: int, seed: int, store_path: str) -> tuple[list[list[Found]],
     )
     try:
         found = run_rank(segment, 0, size, seed, store_path)
-        assert others.wait(60) == 0
+        assert others.wait(120) == 0
     finally:
         others.kill()
         others.wait()
