@@ -129,8 +129,8 @@ class OneBlock:
     def settle(self) -> None:
         """The copies are made at once."""
 
-    def copy(self, block: int, namespace: bytes) -> list[int]:
-        return self.bench.memory.allocate(self.num_pages, namespace)
+    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
+        return [self.bench.memory.allocate(self.num_pages, namespace) for _ in blocks]
 
     def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
         node = Node(request.namespace, b"", 0, None)

@@ -84,9 +84,12 @@ class StoredBlocks(Protocol):
     window_pages: int
     """See `StoreLookup.window_pages`."""
 
-    def copy(self, block: int, /, namespace: bytes) -> list[int] | None:
-        """Copies a block into new pages, which the caller releases and does not read before
-        `settle`; None: there is no room.
+    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
+        """Copies blocks into new pages, which the caller releases and does not read before
+        `settle`.
+
+        Returns:
+            The pages of each of the first blocks, as many as there is room for.
         """
         ...
 
@@ -218,34 +221,36 @@ class StoreLink:
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, range(first_page, end_page))
         if self._blocks is not None:
-            for node, block in self._blocks.kept_of(request, first_page, end_page):
-                self._offer_block(node, block)
+            self._offer_blocks(self._blocks.kept_of(request, first_page, end_page))
 
     def on_kept(self, node: Node, block: int, priority: int, is_computed: bool) -> None:
         """Queues a block of recurrent layers that is kept from now on, if it was computed here."""
         if is_computed:
-            self._offer_block(node, block)
+            self._offer_blocks([(node, block)])
 
-    def _offer_block(self, node: Node, block: int) -> None:
-        """Queues the block at a page, once, in pages of its own."""
+    def _offer_blocks(self, kept: Iterable[tuple[Node, int]]) -> None:
+        """Queues the blocks at pages of one prompt, each once, in pages of their own."""
         assert self._blocks is not None
-        keys = block_keys(node.key, self._blocks.num_pages)
-        first, root = node, node.parent
+        new = [(node, block) for node, block in kept if _block_key(node) not in self._known]
+        if not new:
+            return
+        first, root = new[0][0], new[0][0].parent
         while root is not None and root.parent is not None:
             first, root = root, root.parent
-        if root is None or keys[0] in self._known:
+        if root is None:
             return
         # A block is queued whole, or one that is longer than the queue would never be.
-        has_room = len(self._queue) < self._max_queued_pages
-        pages = self._blocks.copy(block, root.tokens) if has_room else None
-        if pages is None:
-            self.counters.store_dropped_pages += len(keys)
-            self._make_due(keys[:1])
-            return
-        self._due.pop(keys[0], None)
-        self._note_known(keys[0])
-        for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
-            self._enqueue(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
+        most = -(-self._room // self._blocks.num_pages)
+        copies = self._blocks.copy([block for _, block in new[:most]], root.tokens)
+        for (node, _), pages in zip(new, copies, strict=False):
+            keys = block_keys(node.key, len(pages))
+            self._due.pop(keys[0], None)
+            self._note_known(keys[0])
+            for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
+                self._enqueue(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
+        dropped = new[len(copies) :]
+        self.counters.store_dropped_pages += len(dropped) * self._blocks.num_pages
+        self._make_due(_block_key(node) for node, _ in dropped)
 
     def offer_again(self, request: Request, end_page: int) -> None:
         """Queues again those of a request's first pages that an earlier put dropped."""
@@ -254,13 +259,12 @@ class StoreLink:
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, [i for i, key in enumerate(keys) if key in self._due])
         if self._blocks is not None:
-            for node, block in self._blocks.kept_of(request, 0, end_page):
-                if block_keys(node.key, 1)[0] in self._due:
-                    self._offer_block(node, block)
+            kept = self._blocks.kept_of(request, 0, end_page)
+            self._offer_blocks(one for one in kept if _block_key(one[0]) in self._due)
 
     def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
         new = [index for index in indices if keys[index] not in self._known]
-        room = max(0, self._max_queued_pages - len(self._queue))
+        room = self._room
         for index in new[:room]:
             key = keys[index]
             self._due.pop(key, None)
@@ -273,6 +277,11 @@ class StoreLink:
             self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
         self.counters.store_dropped_pages += len(new[room:])
         self._make_due(keys[index] for index in new[room:])
+
+    @property
+    def _room(self) -> int:
+        """Number of pages that can be queued for puts."""
+        return max(0, self._max_queued_pages - len(self._queue))
 
     @property
     def _max_queued_pages(self) -> int:
@@ -409,3 +418,8 @@ class StoreLink:
             "store_offers": len(self._queue),
             "store_puts": len(self._open),
         }
+
+
+def _block_key(node: Node) -> bytes:
+    """Key of the first page of the block at a page."""
+    return block_keys(node.key, 1)[0]
