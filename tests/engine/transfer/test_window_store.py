@@ -22,6 +22,7 @@ from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, FillTimings
 from weft.engine.protocol.messages import Outbox
 from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePutResult, StoreSegment
 from weft.engine.protocol.timeline import FillRecord
+from weft.engine.sources.store import HELD_SHARE
 from weft.engine.transfer.digest import digest_pages
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty
@@ -63,6 +64,8 @@ class StorePair(EnginePair):
     def __init__(self, owner: Engine, clock: ManualClock) -> None:
         super().__init__(owner, [], clock)
         self.held: dict[bytes, bytes] = {}
+        self.is_silent = False
+        """It answers no put."""
         self.most_sent: int | None = None
         """Pages of each fill after which it fails; None: none fails."""
 
@@ -97,7 +100,7 @@ class StorePair(EnginePair):
         )
 
     def _take_owner(self, outbox: Outbox) -> None:
-        for put in outbox.store_puts:
+        for put in () if self.is_silent else outbox.store_puts:
             self.held |= dict(zip(put.keys, put.data, strict=False))
             result = StorePutResult(put=put.put, is_answered=True, stored_pages=len(put.data))
             result.wants_data = not put.data
@@ -162,7 +165,7 @@ def pair_of(model_dir: Path, **settings: Any) -> Iterator[StorePair]:
         "transport": "data",
         "has_store": True,
         "window_pages": "free",
-        "num_pages": 120,
+        "num_pages": 600,
         "load_back_threshold": 0,
         "prefill_chunk_tokens": 4 * PAGE,
         "poison_free_pages": True,
@@ -240,6 +243,26 @@ def test_a_queue_that_is_nearly_full_takes_the_last_window(
     keys = PageKeys(pair.owner._intake.namespace(""), PAGE).upto(prompt, num_pages)
     assert pair.continuable(keys) == num_pages
     assert pair.owner.store.counters.store_dropped_pages
+
+
+def test_a_silent_store_holds_a_share_of_the_pool(
+    model_dir: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.engine.sources.store.LOOKUP_TIMEOUT_S", 60.0)
+    with pair_of(model_dir, num_pages=121) as pair:
+        pair.is_silent, store = True, pair.owner.store
+        for _ in range(6):
+            prompt = random_prompt(LENGTH)
+            assert pair.ask(prompt) == greedy(model, prompt)
+            # A window page is queued whole.
+            assert store.num_open_pages < 120 // HELD_SHARE + len(pair.blocks_of(b""))
+        assert store.counters.store_dropped_pages
+        pair.run(lambda: all(put.digests for put in store._open.values()))
+        pair.is_silent = False
+        for number in list(store._open):
+            pair.send(store_put_results=[StorePutResult(put=number, is_answered=False)])
+        pair.settle()
+        assert store.num_open_pages == 0
 
 
 def test_window_pages_are_copied_at_once(

@@ -28,6 +28,8 @@ from weft.engine.sources.fill import OwnerTransport
 LOOKUP_TIMEOUT_S = 0.1
 """Seconds after which a request is admitted without the store's answer."""
 MAX_OPEN_PUTS = 2
+HELD_SHARE = 4
+"""One page in so many of the pool may wait for the store, which must not make requests wait."""
 GATHER_S = 0.25
 """Seconds for which pages wait for others while steps run: a put costs milliseconds of processor
 time in three processes however few pages it has, and on a CPU it takes them from the steps.
@@ -146,6 +148,7 @@ class StoreLink:
         self._due: OrderedDict[bytes, None] = OrderedDict()
         """Keys of pages that were offered, and that the store does not have."""
         self._retry_at = 0.0
+        self._max_held_pages = max(1, memory.num_usable_pages // HELD_SHARE)
         self.counters = StoreCounters()
 
     # -- lookups ---------------------------------------------------------------------------------
@@ -281,7 +284,8 @@ class StoreLink:
     @property
     def _room(self) -> int:
         """Number of pages that can be queued for puts."""
-        return max(0, self._max_queued_pages - len(self._queue))
+        room = self._max_queued_pages - len(self._queue)
+        return max(0, min(room, self._max_held_pages - self.num_open_pages))
 
     @property
     def _max_queued_pages(self) -> int:
@@ -321,7 +325,9 @@ class StoreLink:
             is_computing: Whether steps run. Pages then wait, for a short time, until they fill a
                 put.
         """
-        is_full = len(self._queue) >= self._transport.port.max_put_pages
+        most = self._transport.port.max_put_pages
+        # In a small pool puts are small, so that there is room for more while one is under way.
+        is_full = len(self._queue) >= min(most, self._max_held_pages // MAX_OPEN_PUTS)
         if is_computing and not is_full and self._clock() < self._put_at:
             return
         if self._queue and len(self._open) < MAX_OPEN_PUTS:
@@ -329,7 +335,7 @@ class StoreLink:
         while self._queue and len(self._open) < MAX_OPEN_PUTS:
             namespace = self._queue[0].namespace
             offers: list[_Offer] = []
-            while self._queue and len(offers) < self._transport.port.max_put_pages:
+            while self._queue and len(offers) < most:
                 if self._queue[0].namespace != namespace:
                     break
                 offers.append(self._queue.popleft())
