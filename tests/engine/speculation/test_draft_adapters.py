@@ -57,7 +57,7 @@ def llm(target_dir: Path, **settings: Any) -> LLM:
 
 def drafter_of(engine: Engine, digest: bytes) -> AdaptedDrafter:
     """Once it has read an adapter's draft adapter."""
-    drafter = engine.drafting.drafter
+    drafter = engine.drafter
     assert isinstance(drafter, AdaptedDrafter)
     for _ in range(6000):
         drafter.draft([])

@@ -160,7 +160,7 @@ def test_trees_up_to_the_last_position_of_the_model(
 
 def choose(engine: Engine, shapes: Sequence[int | DraftShape]) -> None:
     """Lets an engine draft any of these."""
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(shapes)
+    engine.scheduler.running_plans.gate = RandomGate(shapes)
 
 
 def test_every_tree_has_a_graph_that_is_no_deeper() -> None:

@@ -101,7 +101,7 @@ def storm(
         own |= {"drafter": "model", "draft_dir": model_dir}
     owner = make_engine(model_dir, "decode", clock, **own, **shared)
     if is_drafting:
-        owner.drafting.gate = owner.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
+        owner.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
         for name in ("p0", "p1")
@@ -136,7 +136,7 @@ def test_random_ends_and_faults_leave_nothing(storm: Storm) -> None:
     counters = storm.owner.counters()
     print(storm.faults, counters)
     assert not unseen(storm)
-    assert storm.owner.drafting.drafter is None or counters["accepted_tokens"] > NUM_REQUESTS
+    assert storm.owner.drafter is None or counters["accepted_tokens"] > NUM_REQUESTS
     reasons = {reason for sent in storm.sent for told in sent.reasons.values() for reason in told}
     assert reasons == {"length", "cancelled"}
 

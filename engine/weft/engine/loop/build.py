@@ -70,6 +70,7 @@ from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import check_ranks, describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.protocol.store import StoreLookup, StorePut
+from weft.engine.scheduler.adapters import NoAdapters
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages
@@ -273,7 +274,9 @@ def _load_parts(
         info=describe_engine(config, loaded, layout, pools.num_pages, max_tokens, plane, notices),
         tiers=tiers,
         sampler=sampler,
-        adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
+        adapters=AdapterManager(lora.limits, lora, wake, host)
+        if lora is not None
+        else NoAdapters(),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,

@@ -113,16 +113,16 @@ class WatchedTrees:
     def __init__(
         self, engine: Engine, known: TreeDrafter, shapes: Sequence[int | DraftShape] = MIXED
     ) -> None:
-        assert engine.drafting.drafter is not None
-        self._drafter, self._known = engine.drafting.drafter, known
+        assert engine.drafter is not None
+        self._drafter, self._known = engine.drafter, known
         self._tokens = engine.pipeline._executor.known
         self.trees: list[tuple[list[int], VerifyItem, DraftTree]] = []
         """Tokens so far, what was asked for, and what came."""
         self._page_size = engine.config.page_size
         speculate(engine, known, shapes)
         engine.pipeline._drafter = self
-        assert isinstance(engine.drafting.gate, RandomGate)
-        self._gate = engine.drafting.gate
+        assert isinstance(engine.scheduler.running_plans.gate, RandomGate)
+        self._gate = engine.scheduler.running_plans.gate
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
@@ -220,7 +220,7 @@ class KnownTreeGraphs:
         self._known = engine.pipeline._executor.known
         self.num_late = 0
         """Trees whose begin the host did not know."""
-        drafter = engine.drafting.drafter
+        drafter = engine.drafter
         assert isinstance(drafter, EagleDrafter)
         drafter._tree_graphs = self  # type: ignore[assignment]
         drafter.waits_for_trees = False
