@@ -276,7 +276,7 @@ def test_what_is_not_begun_is_not_taken() -> None:
         num_prompt_tokens = 1
 
     request = Sample()
-    constraints._grammars[1] = grammar("a*")  # type: ignore[index]
+    constraints.grammars[1] = grammar("a*")  # type: ignore[index]
     for _ in range(2):
         constraints._maker = MaskMaker()
         constraints.begin_masks([request])  # type: ignore[list-item]

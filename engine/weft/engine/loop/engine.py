@@ -511,7 +511,7 @@ class Engine:
             self._check_queue()
             self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
-            can_run = self._constraints.admit(request)
+            can_run = submit.sampling.constraint is None or self._constraints.admit(request)
         except WeftError as error:
             self._out.failed(key, error)
             return
@@ -523,7 +523,7 @@ class Engine:
             self._groups.add(first)
             self._look_up(first)
             self.scheduler.add(first, is_held=not can_run)
-        else:
+        elif request.params.constraint is not None:
             self._constraints.end(request, is_last=True)
 
     def _check_queue(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,8 +27,17 @@ Made = Masks | WeftError | None
 
 class MaskSource(Protocol):
     """The constraints of requests (`weft.engine.features.constraints`): they hold requests back
-    until they are compiled, then make a mask for each token.
+    until they are compiled, then make a mask for each token. Nothing else is asked about requests
+    without one.
     """
+
+    lost_s: float
+    """Seconds that steps have waited for masks that were too slow; its reader sets it to 0."""
+
+    @property
+    def grammars(self) -> Mapping[RequestKey, object]:
+        """The grammar of each unfinished request whose constraint has been compiled."""
+        ...
 
     def admit(self, request: Request) -> bool:
         """Whether a new request may run now; if not, `take_compiled` will return it.
@@ -56,11 +65,6 @@ class MaskSource(Protocol):
         """
         ...
 
-    @property
-    def are_in_use(self) -> bool:
-        """Whether any unfinished request has a constraint."""
-        ...
-
     def begin_masks(
         self,
         requests: Sequence[Request],
@@ -85,10 +89,6 @@ class MaskSource(Protocol):
 
     def take_masks(self) -> list[tuple[Request, Made]]:
         """Waits for the masks that `begin_masks` started."""
-        ...
-
-    def take_lost_s(self) -> float:
-        """Seconds that steps have waited for masks that were too slow, since the last call."""
         ...
 
     def sizes(self) -> dict[str, int]:

@@ -572,7 +572,7 @@ class Scheduler:
         """The state of a request that is being admitted. What is cached behind its match is taken
         first, so that the choice knows what a fill or load would bring; kept only for these.
         """
-        if self._fills is None:
+        if self._fills is None or not request.num_reusable_tokens:
             return State.PREFILLING
         if request.candidates or self._limits.has_tiers:
             end_token = request.num_reusable_tokens

@@ -17,10 +17,9 @@ import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.draft_config import HeadKind
 from weft.engine.model.archs.decoder import Decoder, read_norm
-from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.decoder_only import DecoderOnlyLM, LMHead
 from weft.engine.model.interface import Model
 from weft.engine.model.layers.layer import Layer
-from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.stack import run_all, runs_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.schemes.plain import PlainScheme

@@ -72,6 +72,7 @@ class FleetAdapterManager:
         metrics: Where loads are counted.
         models: The base models by name.
         cards: Cards of the models, which tokenizers of adapters must fit.
+        num_using: Number of this gateway's requests with an adapter of a content.
         load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
         linger_s: Seconds for which a retired content stays after its last request.
         max_bytes: A larger adapter is refused.
@@ -84,6 +85,7 @@ class FleetAdapterManager:
         metrics: GatewayMetrics,
         models: Mapping[str, ModelCard],
         cards: AdapterCards,
+        num_using: Callable[[bytes], int],
         *,
         load_timeout_s: float,
         linger_s: float,
@@ -94,6 +96,7 @@ class FleetAdapterManager:
         self._metrics = metrics
         self._models = models
         self._cards = cards
+        self._num_running = num_using
         self._load_timeout_s = load_timeout_s
         self._linger_s = linger_s
         self._max_bytes = max_bytes
@@ -461,7 +464,7 @@ class FleetAdapterManager:
         The workers' counts include requests of other gateways.
         """
         reported = sum(one.num_requests for one in holders(self._fleet, entry))
-        return max(self._directory.num_using(entry.digest_bytes), reported)
+        return max(self._num_running(entry.digest_bytes), reported)
 
     async def _tidy(self, now: float) -> None:
         """Drops retired entries that have been unused for a while, and loads whose gateway died.

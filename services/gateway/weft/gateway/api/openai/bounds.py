@@ -16,7 +16,7 @@ from weft.engine.base.request import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S
+from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_LOGIT_BIAS,
