@@ -38,9 +38,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 from serving.setup import ROOT, describe_lines, describe_setup
 from speculation import DRAFT
-from weft.engine.base import draft_shapes
+from weft.engine.base import drafts as draft_shapes
 from weft.engine.base.config import MAX_TREE_REQUESTS
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.request import StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.dtypes import resolve_dtype

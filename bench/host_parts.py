@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
 from speculation import ANSWER, DRAFT, PROMPTS, ServedModel, lasting, read_prompts
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.resolve import resolve_model

@@ -1,4 +1,4 @@
-"""Checks of KV pools, `[num_pages, ...]`."""
+"""Checks of KV pools, `[num_pages, ...]`, and of the rows that are written to them."""
 
 from __future__ import annotations
 
@@ -43,3 +43,10 @@ def has_dense_pages(pool: torch.Tensor) -> bool:
     stride, such as those of a plane that shares pages with other planes.
     """
     return pool.is_contiguous() or pool[:1].is_contiguous()
+
+
+def check_rows(rows: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    """Raises ValueError unless these are the positions and the places in a pool of so many rows."""
+    for name, index in (("positions", positions), ("slots", slots)):
+        if index.shape != (rows,) or index.dtype != torch.int64 or not index.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [{rows}] int64")

@@ -20,7 +20,7 @@ from weft.engine.checkpoint.eagle3_config import Eagle3Config
 from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.loop.llm import LLM
-from weft.engine.model.adapters.draft_adapter import read_draft_adapter
+from weft.engine.model.heads.draft_adapter import read_draft_adapter
 from weft.engine.model.heads.eagle3 import adaptable_shapes
 from weft.testing.engine.drafters import RandomGate
 

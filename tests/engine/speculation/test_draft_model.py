@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.encodings import StepArrays

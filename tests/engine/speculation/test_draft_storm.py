@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.draft_shapes import tree_shapes
+from weft.engine.base.drafts import tree_shapes
 from weft.engine.loop.engine import Engine
 from weft.testing.engine.draft_storm import check_storm, draft_storm, known_of, samplings_of
 from weft.testing.engine.drafters import KnownDrafter, KnownGraphs, RandomGate

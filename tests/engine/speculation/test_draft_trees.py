@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import Sampler

@@ -234,7 +234,7 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
     """Of requests with drafts on the device; beside them decodes, and prompts."""
     bench = Bench()
     most = NUM_SLOTS * MAX_PAGES * PAGE
-    columns = RaggedColumns(most, NUM_SLOTS, most, 3)
+    columns = RaggedColumns(most, NUM_SLOTS, most, 4)
     bench.inputs.ragged_batch(columns)
     for _ in range(40):
         bench.known.tokens.random_(3, VOCAB)
@@ -297,7 +297,7 @@ def test_words_of_trees_come_with_the_step(kind: str) -> None:
         arrays.ancestors = words if has_trees else None
         copies_before = bench.num_copies
         if kind == "ragged":
-            columns = RaggedColumns(len(tokens) + 5, NUM_SLOTS, len(tokens), 0, has_trees)
+            columns = RaggedColumns(len(tokens) + 5, NUM_SLOTS, len(tokens), 1, has_trees)
             bench.inputs.send_ragged(arrays, columns)
             batch = bench.inputs.ragged_batch(columns)
         else:

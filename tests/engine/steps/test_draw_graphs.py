@@ -19,10 +19,10 @@ from weft.engine.drawing.encode import step_input
 from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import WAYS, CapturedDraws, Way
+from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket
-from weft.engine.executor.keeping import DraftKeeper
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem

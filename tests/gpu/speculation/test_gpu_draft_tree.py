@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.base.draft_shapes import DraftShape, tree_shapes
-from weft.engine.base.drafts import DraftTree
+from weft.engine.base.drafts import DraftShape, tree_shapes
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.base.token_trees import TokenTree
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
@@ -272,7 +272,7 @@ class BothWays:
         trees = fetched(self._drafter, items, self._known)
         others = self._drafter._grow_and_wait(items)
         for item, tree, other in zip(items, trees, others, strict=True):
-            if isinstance(tree, DraftTree) and isinstance(other, DraftTree) and item.tree:
+            if isinstance(tree, TokenTree) and isinstance(other, TokenTree) and item.tree:
                 self.num_trees += 1
                 assert len(tree) == item.max_drafts
                 # Of a graph all levels are grown.
@@ -283,7 +283,7 @@ class BothWays:
         """See `Drafter.forget`."""
 
 
-def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
     parents = [-1, *tree.parents]
     return {
         tuple(tree[row - 1] for row in path_to(parents, node)[1:])

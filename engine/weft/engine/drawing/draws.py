@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from weft.engine.base.arrays import NO_NUMBERS, Int64Array
 from weft.engine.base.device_copies import Fetched
-from weft.engine.base.drafts import DraftTree, LaterDrafts, parents_of
+from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.errors import InvalidRequest, WeftError
 from weft.engine.base.request import TokenLogprob
+from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.drawing.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
@@ -175,7 +176,7 @@ def _run_of_tree(
         [tokens[row] for row in path],
         [logprobs[row] for row in path],
         len(drafts),
-        is_tree=isinstance(drafts, DraftTree),
+        is_tree=isinstance(drafts, TokenTree),
     )
 
 
@@ -437,7 +438,7 @@ class Drawer:
             if _needs_drafts(item)
         }
         drafts = [plan.drafts[index - len(plan.decodes)] for index in indices.values()]
-        self._constraints.begin_masks([*indices], drafts=drafts, is_awaited=True)
+        self._constraints.begin_masks([*indices], ahead=drafts, is_awaited=True)
         errors: dict[int, WeftError] = {}
         rows: list[int] = []
         counts: list[int] = []

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
-from weft.engine.base.drafts import LaterDrafts, parents_of
+from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.step_input import LATE, PooledRows, ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem

@@ -15,8 +15,8 @@ from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies, Marks
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import CapturedDraws, Way
+from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
-from weft.engine.executor.keeping import DraftKeeper
 from weft.engine.model.interface import LogitsInParts, Model
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows

@@ -20,11 +20,11 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
+from weft.engine.executor.drafts.keeping import DraftKeeper, KeptStates
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.host_inputs import HostInputs
-from weft.engine.executor.keeping import DraftKeeper, KeptStates
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
@@ -149,7 +149,7 @@ class LocalExecutor:
         self.states: StateMemory | None = None
         """Memory of recurrent layers; None: the model has none."""
         if layout.states is not None:
-            ring_rows = num_ring_rows(layout.page_size, max_drafts)
+            ring_rows = num_ring_rows(layout.page_size, 1 + max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
             # On GPUs each rank has blocks of its own, and `layout` is already one rank's there.
             plane = layout.states if blocks is None else layout.states.of_rank(num_ranks)

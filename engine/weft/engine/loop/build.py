@@ -360,7 +360,7 @@ def _windows(
         if prefixes is not None:
             index = WindowIndex(prefixes, group.reach, config.page_size)
         memory = PageMemory(num_pages, index, tracks_freed=config.poison_free_pages)
-        sizes = group.reach, config.page_size, config.max_step_tokens, config.most_drafts
+        sizes = group.reach, config.page_size, config.max_step_tokens, 1 + config.most_drafts
         windows.append(WindowPages(memory, index, *sizes))
     return tuple(windows)
 

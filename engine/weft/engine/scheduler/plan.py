@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from weft.engine.base.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
-from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.drafts import DraftShape, LaterDrafts
 from weft.engine.base.request import TokenLogprob
 from weft.engine.base.tasks import Pool
 from weft.engine.scheduler.columns import RequestColumns

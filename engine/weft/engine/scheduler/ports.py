@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.errors import WeftError
 from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
@@ -69,7 +69,7 @@ class MaskSource(Protocol):
         self,
         requests: Sequence[Request],
         accepted: Sequence[Sequence[int]] | None = None,
-        drafts: Sequence[Sequence[int]] | None = None,
+        ahead: Sequence[Sequence[int]] | None = None,
         *,
         rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
@@ -80,7 +80,7 @@ class MaskSource(Protocol):
             requests: The requests.
             accepted: For each request, the tokens that it has already drawn in this step; None: no
                 tokens.
-            drafts: For each request, the drafts that get masks too; None: no drafts.
+            ahead: For each request, tokens that may follow and get masks too; None: none.
             rows: Returns the rows by slot into which masks may be written; None: they are returned
                 instead.
             is_awaited: Whether `take_masks` follows at once.

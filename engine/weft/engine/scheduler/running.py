@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from weft.engine.base.arrays import BoolArray
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.columns import RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits

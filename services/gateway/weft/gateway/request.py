@@ -193,7 +193,7 @@ class Sampling:
     n: int = 1
     constraint: Constraint | None = None
     speculate: bool = True
-    """Whether tokens may be drafted; the text is the same."""
+    """Whether the worker may speculate; the text is the same."""
 
     def with_defaults(self, defaults: SamplingDefaults) -> Sampling:
         """A copy with defaults for the parameters that the client did not give."""

@@ -132,7 +132,7 @@ class Constraints:
         self,
         requests: Sequence[Request],
         accepted: Sequence[Sequence[int]] | None = None,
-        drafts: Sequence[Sequence[int]] | None = None,
+        ahead: Sequence[Sequence[int]] | None = None,
         *,
         rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
@@ -152,7 +152,7 @@ class Constraints:
             tokens = request.tokens[begin:]
             if accepted is not None:
                 tokens += accepted[index][max(0, begin - len(request.tokens)) :]
-            behind = () if drafts is None else drafts[index]
+            behind = () if ahead is None else ahead[index]
             jobs.append(MaskJob(state, tokens, behind, request.slot))
             masked.append(request)
         if not masked:

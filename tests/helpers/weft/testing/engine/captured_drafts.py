@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.executor.drafts.draft_rows import AdapterRows

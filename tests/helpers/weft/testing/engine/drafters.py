@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.base.device_copies import Fetched
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.drawing.draws import Drawn
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.executor.step_input import LATE, StepInput
