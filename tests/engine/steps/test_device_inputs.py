@@ -20,6 +20,7 @@ from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.step import Step
+from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
@@ -84,9 +85,8 @@ class Bench:
             tokens += request.tokens[start:end]
             positions += range(start, end)
         columns = (np.array(column, np.int64) for column in (slots[:num_decodes], starts))
-        adapters = [request.adapter_slot for request in chosen[:num_decodes]]
-        adapter_slots = np.array(adapters, np.int64) if any(adapters) else None
-        plan = Plan(chosen[:num_decodes], *columns, chunks, adapter_slots)
+        plan = Plan(chosen[:num_decodes], *columns, chunks)
+        plan.columns = RequestColumns.of(plan.decodes)
         return plan, tokens, positions
 
 

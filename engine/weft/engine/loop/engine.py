@@ -415,8 +415,6 @@ class Engine:
     def _take_inbox(self, inbox: Inbox) -> None:
         for order in inbox.adapter_orders:
             self.adapters.order(order)
-            if self.drafter is not None:
-                self.drafter.order(order)
         for drains in inbox.drains:
             self.is_draining = self.filler.is_draining = drains
             if drains:

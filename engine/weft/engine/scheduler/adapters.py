@@ -10,8 +10,39 @@ from weft.engine.base.errors import AdapterNotFound, ConfigError, WeftError
 from weft.engine.protocol.adapters import AdapterOrder, AdapterState
 from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.policies.base import AdmissionQueue
-from weft.engine.scheduler.ports import AdapterResidency
 from weft.engine.scheduler.state import Request
+
+
+class AdapterResidency(Protocol):
+    """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
+
+    def begin(self, digest: bytes) -> None:
+        """Registers a request that will need the adapter; `end` must follow."""
+        ...
+
+    def end(self, digest: bytes) -> None:
+        """Unregisters a request that needed it."""
+        ...
+
+    def is_here(self, digest: bytes) -> bool:
+        """Whether requests with the adapter may be admitted."""
+        ...
+
+    def enter(self, digest: bytes) -> int:
+        """Admits a request: the adapter stays on the device until `leave`. Returns its slot."""
+        ...
+
+    def leave(self, digest: bytes) -> None:
+        """Ends a request's use; steps that have begun may still use the adapter."""
+        ...
+
+    def step_began(self, number: int) -> None:
+        """Notes that a step has begun. Numbers increase."""
+        ...
+
+    def step_ended(self, number: int) -> None:
+        """Notes that a step, and all before it, have ended on the device too."""
+        ...
 
 
 class AdapterWaitlist:

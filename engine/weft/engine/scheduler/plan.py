@@ -129,7 +129,6 @@ class Plan:
         slots: [len(decodes)], slots of these requests.
         starts: [len(decodes)], positions of the tokens that they bring.
         chunks: Pieces of prompts; their rows come after those of the decodes.
-        adapter_slots: [len(decodes)], slots of their adapters; None: no request has one.
     """
 
     def __init__(
@@ -138,13 +137,11 @@ class Plan:
         slots: Int64Array = NO_NUMBERS,
         starts: Int64Array = NO_NUMBERS,
         chunks: Sequence[PlanItem] = (),
-        adapter_slots: Int64Array | None = None,
     ) -> None:
         self.decodes = decodes
         self.slots = slots
         self.starts = starts
         self.chunks = chunks
-        self.adapter_slots = adapter_slots
         self.verifies: Sequence[VerifyItem] = ()
         """Requests with drafts."""
         self.drafts: Sequence[Sequence[int]] = ()

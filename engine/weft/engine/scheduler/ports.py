@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from weft.engine.base.drafts import DraftShape
 from weft.engine.base.errors import WeftError
-from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, RequestKey, State
 
@@ -120,38 +119,6 @@ class DraftGate(Protocol):
         return {}
 
 
-class AdapterResidency(Protocol):
-    """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
-
-    def begin(self, digest: bytes) -> None:
-        """Registers a request that will need the adapter; `end` must follow."""
-        ...
-
-    def end(self, digest: bytes) -> None:
-        """Unregisters a request that needed it."""
-        ...
-
-    def is_here(self, digest: bytes) -> bool:
-        """Whether requests with the adapter may be admitted."""
-        ...
-
-    def enter(self, digest: bytes) -> int:
-        """Admits a request: the adapter stays on the device until `leave`. Returns its slot."""
-        ...
-
-    def leave(self, digest: bytes) -> None:
-        """Ends a request's use; steps that have begun may still use the adapter."""
-        ...
-
-    def step_began(self, number: int) -> None:
-        """Notes that a step has begun. Numbers increase."""
-        ...
-
-    def step_ended(self, number: int) -> None:
-        """Notes that a step, and all before it, have ended on the device too."""
-        ...
-
-
 class Fills(Protocol):
     """Other sources of a request's pages (`weft.engine.sources`)."""
 
@@ -205,12 +172,8 @@ class Drafter(Protocol):
     def forget(self, slot: int) -> None:
         """Frees the state of a slot whose request is gone."""
 
-    def order(self, order: AdapterOrder) -> None:
-        """Follows an order to load or unload an adapter, which may bring a draft adapter."""
-        return None
-
     def sizes(self) -> dict[str, int]:
-        """Sizes of the structures that grow with adapters and requests."""
+        """Sizes of the structures that grow with requests."""
         return {}
 
     def close(self) -> None:

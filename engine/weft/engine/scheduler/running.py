@@ -148,7 +148,7 @@ class RunningPlans:
         if not chosen.all():
             fixed, starts = fixed.of_rows(np.flatnonzero(chosen).tolist()), starts[chosen]
         plan.decodes, plan.slots, plan.starts = fixed.requests, fixed.slots, starts
-        plan.adapter_slots, plan.columns = fixed.adapter_slots, fixed
+        plan.columns = fixed
 
     def launch(self, plan: Plan) -> None:
         """Notes that the step planned last begins."""

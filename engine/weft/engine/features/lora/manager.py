@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,6 +104,7 @@ class AdapterManager:
         wake: Called from other threads when `turn` has something to take.
         host: Priority of the engine thread, to which the manager's threads give way.
         clock: Monotonic seconds.
+        on_order: Called with each order, which may concern more than the manager.
     """
 
     def __init__(
@@ -113,8 +114,10 @@ class AdapterManager:
         wake: Callable[[], None],
         host: HostPriority | None = None,
         clock: Clock = monotonic,
+        on_order: Sequence[Callable[[AdapterOrder], None]] = (),
     ) -> None:
         self._limits = limits
+        self._on_order = on_order
         self._store = store
         self.residency = Residency(RowPool(limits.num_rows, limits.max_loras))
         """Residency on the device, for the scheduler."""
@@ -192,6 +195,8 @@ class AdapterManager:
             self._load(order)
         else:
             self._unload(order)
+        for follow in self._on_order:
+            follow(order)
 
     def states(self) -> list[AdapterState]:
         """States of all adapters."""

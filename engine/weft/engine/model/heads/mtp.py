@@ -11,7 +11,6 @@ were trained: the first one drafts all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 import torch
 from weft.engine.base.errors import ModelError
@@ -99,7 +98,7 @@ class MtpHead:
             before = step.states.rows_before(states)
         x = self._joined(step.token_ids, before)
         normed = Stream(x).normed(self._layer.input_norm)
-        self._layer.mixer.write(normed, replace(step, lora=None), pool)
+        self._layer.mixer.write(normed, step.without_additions(), pool)
         keep_last_states(states, rows, kept)
         return states.index_select(0, step.logits_rows), states
 

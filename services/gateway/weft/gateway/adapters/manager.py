@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from prometheus_client import Counter
 from weft.common.adapters.manifest import Entry, LoadUnderWay, Manifest, check_name
 from weft.common.tasks import log_failure
 from weft.engine.base.errors import (
@@ -25,7 +26,7 @@ from weft.gateway.adapters.cards import AdapterCards, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders
 from weft.gateway.fleet.fleet import Fleet
-from weft.gateway.telemetry.metrics import GatewayMetrics
+from weft.gateway.telemetry.metrics import DURATION_BUCKETS_S, GatewayMetrics
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.validate import invalid
 
@@ -93,7 +94,19 @@ class FleetAdapterManager:
     ) -> None:
         self._directory = directory
         self._fleet = fleet
-        self._metrics = metrics
+        self._loads = Counter(
+            "weft_adapter_loads",
+            "Loads of LoRA adapters asked of this gateway, by outcome: ok, or the failure's reason "
+            "in lower case.",
+            ["outcome"],
+            registry=metrics.registry,
+        )
+        self._loads.labels("ok")
+        self._load_time = metrics.histogram(
+            "weft_adapter_load_seconds",
+            "From such a call to its answer, copying and all workers' loads included.",
+            DURATION_BUCKETS_S,
+        )
         self._models = models
         self._cards = cards
         self._num_running = num_using
@@ -164,8 +177,8 @@ class FleetAdapterManager:
             self._has_copies = True
             raise
         finally:
-            self._metrics.adapter_loads.labels(outcome).inc()
-            self._metrics.adapter_load_time.observe(loop.time() - began)
+            self._loads.labels(outcome).inc()
+            self._load_time.observe(loop.time() - began)
 
     async def _load(self, order: LoadOrder) -> Entry:
         self._check(order)

@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 from weft.engine.base.request import MAX_TOP_LOGPROBS, Constraint
-from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.api.edge import CallFacts, check_client_id, earliest, given_sampling
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
     ChatBody,
     CompletionBody,
     GenerationBody,
-    LoadAdapterBody,
     Message,
     TokenizeBody,
     ToolBody,
@@ -271,24 +269,6 @@ def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | No
         return (echoed if listed is None else listed), param
     check_range(param, listed, 0, MAX_TOP_LOGPROBS)  # The number of the other field may be larger.
     return max(listed, echoed), param
-
-
-def load_order(body: LoadAdapterBody) -> LoadOrder:
-    """The load order that a body contains.
-
-    Raises:
-        InvalidRequest: It names two base models.
-    """
-    if body.model and body.base_model_name and body.model != body.base_model_name:
-        raise invalid("base_model_name", "contradicts model; give one of them")
-    return LoadOrder(
-        name=body.lora_name,
-        path=body.lora_path,
-        model=body.model or body.base_model_name or "",
-        replaces=bool(body.load_inplace),
-        is_pinned=bool(body.pinned),
-        is_lenient=bool(body.lenient),
-    )
 
 
 def _targets(body: GenerationBody) -> Targets:
