@@ -15,12 +15,17 @@ of all ranks.
 answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
 second and card.
 
+`--parts` adds where a step's time goes. On the device a kernel counts from the end of what ran
+before it, so that kernels which start early do not count their wait for others, and all times add
+up to the step's; a sum contains the wait for the other ranks. On the host it times the calls that
+are known to take long, and those that ranks add.
+
 `--quick` runs every kind of step but a few times, which fills caches of compiled kernels; ranks may
 then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
 
 `sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
-project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
-(the sum alone); all ranks must get the same bits.
+project's (with residual and norm, in one and in two exchanges, and small ones in words), torch's
+symmetric memory and NCCL (the sum alone); all ranks must get the same bits.
 """
 
 from __future__ import annotations
@@ -36,8 +41,10 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,6 +57,7 @@ from torch.profiler import ProfilerActivity, profile
 from weft.engine.base.request import SamplingParams
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.quantization import resolve_quantization
+from weft.engine.executor.ranks import ranked
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel import device_peers
 from weft.engine.parallel.segment import Segment
@@ -62,15 +70,27 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 96
 LONG_TOKENS, ANSWER_TOKENS = 1_488, 1_024
 TRACED_STEPS = 10
 WIDTH, PER_GRAPH = 4096, 64
-SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+WORD_KIB = 256
+"""Size of the largest sum that is also measured with numbers that travel with their turns."""
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
     "tokens to ranks": ("_share_kernel",),
-    "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash"),
-    "products": ("gemm", "nvjet", "cutlass", "linear", "product", "matmul", "tile", "_mm", "moe"),
-    "drawing": ("greedy", "draw", "sampl", "keep_tokens"),
+    "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash", "latent"),
+    "drawing": ("greedy", "draw", "sampl", "keep_tokens", "_largest", "_gather_kernel"),
+    "experts": ("_direct_", "_sorted_", "_route_", "_count_", "_few_kernel", "moe"),
+    "products": ("gemm", "nvjet", "cutlass", "linear", "product", "matmul", "tile", "_mm", "fp8"),
 }
 """Kinds of kernels by parts of their names; the first that fits."""
+
+
+HOST_CALLS: dict[str, tuple[Any, str]] = {
+    "graphs launched": (torch.cuda.CUDAGraph, "replay"),
+    "frames made": (ranked, "encode_step"),
+    "pages told": (ranked.RankedExecutor, "_new_pages"),
+    "frames posted": (SharedGroup, "post"),
+}
+"""Calls of a step on the host by what they do: where each is looked up."""
 
 
 class Gate(NamedTuple):
@@ -113,7 +133,8 @@ class Case(NamedTuple):
     """Requests of the step of long ones; 0: none."""
     has_parts: bool
     quantization: str
-    has_prompts: bool
+    prompts: int
+    """Prompts of 4,096 tokens beside each other; 0: no prompts are measured."""
     is_quick: bool
     device: str
     gate: Gate | None
@@ -136,19 +157,19 @@ def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
 
 def pages_of(case: Case) -> int:
     """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
-    prompts = 8 * 4_096 // 16 if case.has_prompts else 0
+    prompts = case.prompts * 4_096 // 16
     rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
     long = case.long * (LONG_TOKENS + NEW_TOKENS) // 16
     pages = 640 + max(prompts, rows, long) // 16 * 16
     return min(pages, 2_048) if case.is_quick else pages
 
 
-def engine_case(case: Case) -> dict[str, Any]:
-    """Measures one model on some GPUs."""
+def engine_case(case: Case, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measures one model on some GPUs; gives all that is known to `keep` after each row."""
     name, tp, ep = case.name, case.tp, case.ep
     began = time.perf_counter()
     found: dict[str, Any] = {"model": name, "tp": tp, "ep": ep, "quantization": case.quantization}
-    found |= {"decode": {}, "ttft_ms": {}, "parts": {}}
+    found |= {"decode": {}, "ttft_ms": {}, "parts": {}, "host_us": {}}
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_config(Path(folder), name, **case.changed)
         config = ModelConfig.load(model_dir)
@@ -187,12 +208,15 @@ def engine_case(case: Case) -> dict[str, Any]:
                 )
                 if case.has_parts and batch <= 64 and not case.is_quick:
                     found["parts"][batch] = parts_of_step(llm, batch)
-            if case.has_prompts:
-                prompts(llm, config, rates, found, case.is_quick)
+                    found["host_us"][batch] = host_parts(llm, batch)
+                keep(found)
+            if case.prompts:
+                prompts(llm, config, case, rates, found)
+                keep(found)
             if case.long and not case.is_quick:
                 long_answers(llm, config, case, rates, sizes, found)
+            keep(found)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
-    return found
 
 
 def decode(
@@ -215,22 +239,22 @@ def decode(
     step_s = run.seconds / run.num_steps
     context = prompt_tokens + NEW_TOKENS - run.num_steps / 2
     roof_s = decode_work(config, batch, context, sizes).seconds(rates)
-    host_ms = 1e3 * statistics.median(run.host_s)
+    host_s = sorted(second for run in runs for second in run.host_s)
+    host_ms, host_p10_ms = (1e3 * host_s[len(host_s) * part // 10] for part in (5, 1))
     row = {"step_ms": 1e3 * step_s, "tok_s": batch / step_s, "share": roof_s / step_s}
-    row |= {"host_ms": host_ms, "roof_ms": 1e3 * roof_s}
+    row |= {"host_ms": host_ms, "host_p10_ms": host_p10_ms, "roof_ms": 1e3 * roof_s}
     print(
         f"  batch {batch:4}: {row['step_ms']:7.3f} ms a step, {row['tok_s']:8.0f} tok/s, "
-        f"{row['share']:5.1%} of {row['roof_ms']:.3f} ms, host {host_ms:.2f} ms",
+        f"{row['share']:5.1%} of {row['roof_ms']:.3f} ms, host {host_ms:.2f} ms, a tenth "
+        f"below {host_p10_ms:.2f}",
         flush=True,
     )
     return row
 
 
-def prompts(
-    llm: LLM, config: ModelConfig, rates: Rates, found: dict[str, Any], is_quick: bool
-) -> None:
+def prompts(llm: LLM, config: ModelConfig, case: Case, rates: Rates, found: dict[str, Any]) -> None:
     """First tokens of lone prompts, and the rate of prompts beside each other."""
-    if is_quick:
+    if case.is_quick:
         for batch, length in ((1, 2048), (1, 8192), (2, 4096)):
             run_batch(llm, batch, length, 2)
         return
@@ -241,11 +265,12 @@ def prompts(
         found["ttft_ms"][length] = {"ms": ms, "share": 1e3 * roof / ms, "all_ms": all_ms}
         each = ", ".join(f"{one:.0f}" for one in all_ms)
         print(f"  first token of {length}: {ms:.1f} ms ({each}), {1e3 * roof / ms:.1%} of the roof")
-    times = [run_batch(llm, 8, 4096, 2).first_token_s for _ in range(2)]
-    rate = 8 * 4096 / min(times)
-    share = prompt_work(config, [4096] * 8).seconds(rates) / min(times)
-    found["prefill"] = {"tok_s": rate, "share": share}
-    print(f"  prefill 8 x 4,096: {rate:,.0f} tok/s, {share:.1%} of the roof", flush=True)
+    count = case.prompts
+    times = [run_batch(llm, count, 4096, 2).first_token_s for _ in range(2)]
+    rate = count * 4096 / min(times)
+    share = prompt_work(config, [4096] * count).seconds(rates) / min(times)
+    found["prefill"] = {"prompts": count, "tok_s": rate, "share": share}
+    print(f"  prefill {count} x 4,096: {rate:,.0f} tok/s, {share:.1%} of the roof", flush=True)
 
 
 def long_answers(
@@ -259,7 +284,7 @@ def long_answers(
     """Output tokens a second and card of prompts and answers of 1,024 tokens, by arithmetic."""
     row = decode(llm, config, case.long, LONG_TOKENS, rates, sizes, is_quick=False)
     answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / case.long
-    prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.has_prompts else 0.0
+    prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.prompts else 0.0
     rate = ANSWER_TOKENS / (answer_s + prompt_s) / case.tp
     found["long"] = {**row, "requests": case.long, "tok_s_card": rate}
     print(f"  1,024 to 1,024, {case.long} requests: {rate:,.0f} output tok/s a card", flush=True)
@@ -301,18 +326,58 @@ def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
 
 
 def parts_of(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """Microseconds of one step by kind of kernel, in none, and, behind `_: `, by kernel."""
+    """Microseconds of one step by kind of kernel, in none, and, behind `_: `, by kernel; each from
+    the end of those that began before it.
+    """
     times: defaultdict[str, float] = defaultdict(float)
     busy, until = 0.0, 0.0
     for start, end, name in spans:
         lowered = name.lower()
         fits = (kind for kind, names in KINDS.items() if any(part in lowered for part in names))
-        times[next(fits, "others")] += end - start
-        times[f"_: {name[:34]}"] += end - start
-        busy += max(0.0, end - max(start, until))
+        alone = max(0.0, end - max(start, until))
+        times[next(fits, "others")] += alone
+        times[f"_: {name[:34]}"] += alone
+        busy += alone
         until = max(until, end)
     times["gaps"] = until - spans[0][0] - busy
     return times
+
+
+def host_parts(llm: LLM, batch: int) -> dict[str, float]:
+    """Mean microseconds of a decode step on the host of rank 0 by call, and of the rest."""
+    times: defaultdict[str, float] = defaultdict(float)
+    count, known = 0, dict[str, float]()
+
+    def note(step: int) -> None:
+        nonlocal count, known
+        if step == 1:
+            times.clear()
+        count, known = step - 1, dict(times)
+
+    with ExitStack() as stack:
+        for what, (owner, name) in HOST_CALLS.items():
+            call = timed(getattr(owner, name), what, times)
+            stack.enter_context(mock.patch.object(owner, name, call))
+        run = run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS, note)
+    found = {what: 1e6 * seconds / count for what, seconds in known.items()}
+    found["rest"] = 1e6 * statistics.mean(run.host_s[1:]) - sum(found.values())
+    print(f"  us of a step on the host: {listed(found, 9)}", flush=True)
+    return found
+
+
+def timed(
+    call: Callable[..., Any], what: str, times: defaultdict[str, float]
+) -> Callable[..., Any]:
+    """The call, whose seconds are added to `times`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            times[what] += time.perf_counter() - began
+
+    return run
 
 
 def listed(times: dict[str, float], count: int) -> str:
@@ -336,7 +401,7 @@ def sums(sizes: Sequence[int]) -> dict[str, Any]:
             for rank in ranks:
                 rank.start()
             try:
-                table = results.get(timeout=50)
+                table = results.get(timeout=120)
             finally:
                 for rank in ranks:
                     rank.join(10)
@@ -362,10 +427,11 @@ def sums_of_rank(
     world = dist.group.WORLD
     assert world is not None
     name = world.group_name
-    for once in (8 << 20, 1):
+    for once, words in ((16 << 20, 0), (1, 0), (1, WORD_KIB << 10)):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
+        device_peers._WORD_BYTES = words
         group = SharedGroup(segment, rank, size, 30.0)
-        sizes = WIDTH, torch.bfloat16, 128
+        sizes = WIDTH, torch.bfloat16, 128  # A vocabulary, of no use here.
         peers.append(device_peers.DevicePeers(group, device, world, *sizes, lambda phase: None))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
@@ -382,7 +448,7 @@ def sums_of_rank(
         exact = part.float()
         dist.all_reduce(exact)
         exact += stream.float()
-        for way, one in zip(("ours once", "ours twice"), peers, strict=True):
+        for way, one in zip(("ours once", "ours twice", "ours in words"), peers, strict=True):
             given = stream.clone()
             one.add_norm(part, given, norm)
             copies = [torch.empty_like(given) for _ in range(size)]
@@ -409,6 +475,10 @@ def sums_of_rank(
                 part, stream, norm
             ),
         }
+        if kib <= WORD_KIB:
+            ways["ours in words, norm"] = lambda part=part, stream=stream: peers[2].add_norm(
+                part, stream, norm
+            )
         for way, call in ways.items():
             try:
                 us = graph_us(call)
@@ -460,7 +530,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=0, help="requests of a step of long ones")
     parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
     parser.add_argument("--layers", type=int, help="of a shorter model, to fill caches of kernels")
-    parser.add_argument("--decode-only", action="store_true", help="no prompts")
+    parser.add_argument("--prompts", type=int, default=8, help="beside each other; 0: none at all")
     parser.add_argument("--quick", action="store_true", help="no figures, to fill those caches")
     parser.add_argument("--device", default="cuda", help="as of an engine, cuda:0,cuda:1")
     parser.add_argument("--quantization", default="auto", help="auto or fp8")
@@ -476,14 +546,22 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="  %(relativeCreated)d ms: %(message)s")
     if len(set(devices := arguments.device.split(","))) < len(devices):
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    asked, gate = arguments.quantization, None
+    name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
+    name += "" if asked == "auto" else f"-{asked}"
     if arguments.what == "sums":
-        found, name = sums(arguments.ranks), "sums"
+        name = "sums"
+
+    def keep(found: dict[str, Any]) -> None:
+        if arguments.out:
+            content = {**describe_gpu(arguments.commit), "results": found}
+            (arguments.out / f"ranks-{name}.json").write_text(json.dumps(content, indent=1))
+
+    if arguments.what == "sums":
+        keep(sums(arguments.ranks))
     else:
-        asked, gate = arguments.quantization, None
         if arguments.gate is not None:
             gate = Gate(arguments.gate, arguments.calls, arguments.turn, arguments.gate_s)
-        name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
-        name += "" if asked == "auto" else f"-{asked}"
         changed: dict[str, Any] = {}
         if arguments.layers is not None:
             kinds = (MODELS | LARGE_MODELS)[arguments.model].get("layer_types")
@@ -497,20 +575,17 @@ def main() -> None:
             arguments.long,
             arguments.parts,
             asked,
-            not arguments.decode_only,
+            arguments.prompts,
             arguments.quick,
             arguments.device,
             gate,
             changed,
         )
         try:
-            found = engine_case(case)
+            engine_case(case, keep)
         finally:
             if gate is not None:
                 gate.leave()
-    if arguments.out:
-        content = {**describe_gpu(arguments.commit), "results": found}
-        (arguments.out / f"ranks-{name}.json").write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from weft.kernels.gpu.peer_sum import (
 )
 from weft.kernels.norm import Norm
 
-_ONCE_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
+_WORD_BYTES = 0
+"""Bytes of the largest sum whose numbers travel with their turns."""
+_ONCE_BYTES = {2: 16 << 20, 4: 256 << 10, 8: 128 << 10}
 """Bytes of the largest sum with one exchange, by number of ranks. With two ranks both ways send the
 same."""
 _TWICE_BYTES = 16 << 20
@@ -43,6 +45,7 @@ class DevicePeers:
         dtype: Their dtype.
         columns: Size of the vocabulary.
         agree: Waits until all ranks have come to a phase, and raises what another one raises.
+        is_fixed: Whether a row's norm must have the same bits in sums of any number of rows.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -59,6 +62,8 @@ class DevicePeers:
         dtype: torch.dtype,
         columns: int,
         agree: Callable[[str], object],
+        *,
+        is_fixed: bool = False,
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
@@ -68,7 +73,9 @@ class DevicePeers:
         self._kept: list[object] = []
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
-        layout = layout_of(self.size, width * itemsize, once, twice)
+        can_have_words = itemsize == 2 and width % 4 == 0 and not is_fixed
+        words = _WORD_BYTES // (width * itemsize) if can_have_words else 0
+        layout = layout_of(self.size, width * itemsize, once, twice, words)
         try:
             bases = self._mapped(layout.end, device, ranks)[1]
             rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
@@ -93,6 +100,7 @@ class DevicePeers:
             self.size,
             width,
             itemsize,
+            words,
             once,
             twice,
             bases,
@@ -236,7 +244,10 @@ def link_of(devices: Sequence[int]) -> str:
 
 
 def rows_of(size: int, row_bytes: int) -> tuple[int, int]:
-    """Most rows of a sum with one exchange, and of a sum with two."""
-    once = next(most for ranks, most in _ONCE_BYTES.items() if size <= ranks or ranks == 8)
-    most = max(1, once // row_bytes)
-    return most, max(1, _TWICE_BYTES // row_bytes // size) * size
+    """Most rows of a sum with one exchange, and of a sum with two, which is not made where the
+    former is no smaller.
+    """
+    most_bytes = next(most for ranks, most in _ONCE_BYTES.items() if size <= ranks or ranks == 8)
+    once = max(1, most_bytes // row_bytes)
+    twice = max(1, _TWICE_BYTES // row_bytes // size) * size
+    return once, size if once >= twice else twice

@@ -234,6 +234,7 @@ class Scheduler:
             num_waiting = len(self.prefilling) + len(self.waiting)
             wanted = self._prompt_budget(len(self.running), num_waiting)
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
+        self._admit_ahead(now)
         for request in self.prefilling:
             if not request.num_pending:
                 continue  # All of it is under way, and nothing is drawn behind it.
@@ -270,24 +271,48 @@ class Scheduler:
         self.waiting.observe(self.running)
         self._lacks_pages = False
         while budget > 0 and self._free_slots and (request := self._admit_next(now)):
-            self.waiting.remove(request)
-            self.waiting.on_admitted(request)
-            if request.state is State.PREFILLING:
-                self._enter_prefilling(request)
-                if items is None:
-                    budget -= request.num_pending
-                else:
-                    taken = self._plan_chunk(request, budget, items)
-                    budget = self._budget_behind(budget, taken, items)
+            self._take_in(request)
+            if request.state is not State.PREFILLING:
+                continue
+            if items is None:
+                budget -= request.num_pending
             else:
-                self.filling.append(request)
+                taken = self._plan_chunk(request, budget, items)
+                budget = self._budget_behind(budget, taken, items)
         has_others = items or self.running or self.prefilling or self.filling
         if self._lacks_pages and is_empty and not (has_others or self.pages.num_returning):
             self._strip_waiting()
 
-    def _admit_next(self, now: float) -> Request | None:
-        """Admits the first candidate that needs only pages and a slot."""
+    def _admit_ahead(self, now: float) -> None:
+        """Admits what goes before all prompts under way by the policy, which may leave no room in a
+        step for as long as they last.
+        """
+        while self.waiting and self.prefilling and self._free_slots:
+            request = self._admit_next(now, ahead_of=self.prefilling[0])
+            if request is None:
+                return
+            self._take_in(request)
+
+    def _take_in(self, request: Request) -> None:
+        """Moves an admitted request to those that are computed or filled."""
+        self.waiting.remove(request)
+        self.waiting.on_admitted(request)
+        if request.state is State.PREFILLING:
+            self._enter_prefilling(request)
+        else:
+            self.filling.append(request)
+
+    def _admit_next(self, now: float, ahead_of: Request | None = None) -> Request | None:
+        """Admits the first candidate that needs only pages and a slot.
+
+        Args:
+            now: On the engine's clock.
+            ahead_of: A prompt that is being computed, before which the candidate must go; None:
+                any candidate.
+        """
         for request in islice(self.waiting.candidates(now), MAX_PASSED_OVER):
+            if ahead_of is not None and not self._goes_before(request, ahead_of):
+                return None
             if request.num_launched or now < request.lookup_until:
                 continue
             if request.leader is not None and self.sharing.still_waits(request):
@@ -311,6 +336,13 @@ class Scheduler:
             self._lacks_pages = True
             return None
         return None
+
+    def _goes_before(self, request: Request, other: Request) -> bool:
+        """Whether a waiting request goes before a prompt that is being computed. One that has aged
+        is not overtaken, whatever its rank.
+        """
+        queue = self.waiting
+        return queue.rank(request) < queue.rank(other) and queue.precedes(request, other)
 
     def _may_take_off(self, request: Request) -> bool:
         """Whether tokens in flight leave room for a prompt that is computed for another worker."""

@@ -110,7 +110,8 @@ def peers_of(
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     sizes = model.hidden_size, dtype, model.num_embeddings
     ranks = join(others.rank, others.size, others.store_path)
-    peers = DevicePeers(others.group, device, ranks, *sizes, others.agree)
+    parts = others.group, device, ranks, *sizes, others.agree
+    peers = DevicePeers(*parts, is_fixed=config.deterministic)
     others.agree("peers")
     return peers
 

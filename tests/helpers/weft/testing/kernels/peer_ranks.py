@@ -1,7 +1,7 @@
 """Processes that add up, share tokens and gather logits as ranks with a GPU each do, by Triton's
 interpreter on memory of the host.
 
-    python -m weft.testing.kernels.peer_ranks FD BYTES RANK SIZE SEED
+    python -m weft.testing.kernels.peer_ranks FD BYTES RANK SIZE DTYPE SEED
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Found(NamedTuple):
     """Of rank 0."""
 
 
-def cases_of(size: int, seed: int) -> list[Case]:
-    """Few rows, which take one exchange, and many, which take two, in launches one after another;
-    twice, so that places are used again.
+def cases_of(size: int, dtype: torch.dtype, seed: int) -> list[Case]:
+    """Few rows, which take one exchange, the fewest in words, and many, which take two, in launches
+    one after another; twice, so that places are used again.
     """
     numbers = torch.Generator().manual_seed(seed)
     cases = []
@@ -60,9 +60,9 @@ def cases_of(size: int, seed: int) -> list[Case]:
         count = int(torch.randint(1, 300, (1,), generator=numbers))
         cases.append(
             Case(
-                torch.randn(size, rows, WIDTH, generator=numbers),
-                torch.randn(rows, WIDTH, generator=numbers),
-                torch.rand(WIDTH, generator=numbers),
+                torch.randn(size, rows, WIDTH, generator=numbers).to(dtype),
+                torch.randn(rows, WIDTH, generator=numbers).to(dtype),
+                torch.rand(WIDTH, generator=numbers).to(dtype),
                 torch.randint(0, 1 << 40, (count,), generator=numbers),
                 torch.randn(1 + rows % 2, COLUMNS, generator=numbers),
             )
@@ -76,21 +76,21 @@ class Ranks:
     Args:
         segment: Of `num_bytes(size)` bytes.
         size: Number of ranks.
+        dtype: Of rows; float32 or of 16 bits.
     """
 
-    def __init__(self, segment: Segment, size: int) -> None:
-        self.size, self.rows = size, (2, 2 * size)
+    def __init__(self, segment: Segment, size: int, dtype: torch.dtype) -> None:
+        self.size, self.dtype, self.rows = size, dtype, rows_of(size, dtype)
         self._segment = segment
-        layout = peer_sum.layout_of(size, 4 * WIDTH, *self.rows)
-        self._of_sums = layout.end
+        self._of_sums = layout_of(size, dtype).end
         self._of_logits = peer_logits.memory_bytes(size, COLUMNS, LOGITS_ROWS)
 
     @classmethod
-    def create(cls, size: int) -> Ranks:
+    def create(cls, size: int, dtype: torch.dtype) -> Ranks:
         """Makes the memory, in which flags are about to wrap around."""
-        layout = peer_sum.layout_of(size, 4 * WIDTH, 2, 2 * size)
+        layout = layout_of(size, dtype)
         of_logits = peer_logits.memory_bytes(size, COLUMNS, LOGITS_ROWS)
-        ranks = cls(Segment.create(size * (layout.end + of_logits), "test"), size)
+        ranks = cls(Segment.create(size * (layout.end + of_logits), "test"), size, dtype)
         for rank in range(size):
             flags = ranks._memory(rank, 0, layout.tokens).view(torch.int32)
             flags.fill_(NEARLY_AROUND)
@@ -99,9 +99,10 @@ class Ranks:
     def start(self, rank: int, seed: int) -> subprocess.Popen[bytes]:
         """Starts the process of another rank."""
         number = self._segment.number
-        numbers = (number, self._segment.size, rank, self.size, seed)
+        name = str(self.dtype).removeprefix("torch.")
+        given = (number, self._segment.size, rank, self.size, name, seed)
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, numbers)],
+            [sys.executable, "-m", __name__, *map(str, given)],
             pass_fds=(number,),
             stdout=subprocess.PIPE,
         )
@@ -114,9 +115,11 @@ class Ranks:
     def _run(self, rank: int, seed: int) -> list[Found]:
         places = [self._memory(other, 0, 1).data_ptr() for other in range(self.size)]
         bases = torch.tensor(places)
-        turns = torch.full((peer_sum.num_turns(*self.rows),), NEARLY_AROUND, dtype=torch.int32)
+        turns = torch.full((peer_sum.num_turns(*self.rows[1:]),), NEARLY_AROUND, dtype=torch.int32)
         nothing = torch.zeros(2, dtype=torch.int64)
-        sums = PeerMemory(rank, self.size, WIDTH, 4, *self.rows, bases, turns, nothing)
+        sums = PeerMemory(
+            rank, self.size, WIDTH, self.dtype.itemsize, *self.rows, bases, turns, nothing
+        )
         own = self._memory(rank, self._of_sums, 4 * LOGITS_ROWS * COLUMNS)
         logits = LogitsMemory(
             rank,
@@ -129,8 +132,9 @@ class Ranks:
             nothing,
         )
         found = []
-        for case in cases_of(self.size, seed):
-            total, wide = case.stream.clone(), torch.zeros(len(case.stream), 2 * WIDTH)
+        for case in cases_of(self.size, self.dtype, seed):
+            total = case.stream.clone()
+            wide = torch.zeros(len(total), 2 * WIDTH, dtype=self.dtype)
             tap = wide[:, WIDTH:]
             normed = peer_sum.sum_rows(
                 sums, case.parts[rank], total, total, Norm(case.gain, EPS), tap
@@ -150,18 +154,31 @@ class Ranks:
         return found
 
 
+def rows_of(size: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Most rows of sums in words, with one exchange and with two."""
+    return int(dtype.itemsize == 2), 2, 2 * size
+
+
+def layout_of(size: int, dtype: torch.dtype) -> peer_sum.Layout:
+    """Of the memory of each rank."""
+    words, once, twice = rows_of(size, dtype)
+    return peer_sum.layout_of(size, dtype.itemsize * WIDTH, once, twice, words)
+
+
 def main(argv: list[str]) -> None:
     """Computes as one rank, and writes a digest of what it has found to standard output."""
-    number, num_bytes, rank, size, seed = map(int, argv)
-    ranks = Ranks(Segment(number, num_bytes), size)
+    number, num_bytes, rank, size = map(int, argv[:4])
+    name, seed = argv[4], int(argv[5])
+    ranks = Ranks(Segment(number, num_bytes), size, getattr(torch, name))
     np.save(sys.stdout.buffer, digest_of(ranks.run(rank, seed)))
 
 
 def digest_of(found: list[Found]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """All bits but those of the logits, in one array."""
     parts = [part.contiguous() for one in found for part in one[:4]]
-    bits = [part if part.dtype == torch.int64 else part.view(torch.int32).long() for part in parts]
-    joined: np.ndarray[Any, np.dtype[np.int64]] = torch.cat([b.flatten() for b in bits]).numpy()
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [part.view(whole[part.element_size()]).long().flatten() for part in parts]
+    joined: np.ndarray[Any, np.dtype[np.int64]] = torch.cat(bits).numpy()
     return joined
 
 

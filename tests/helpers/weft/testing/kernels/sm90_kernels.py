@@ -515,11 +515,11 @@ def compile_ranks() -> None:
         share = memory_of_logits.share
         peer_logits.gather_logits(memory_of_logits, torch.zeros(3, share.stop - share.start))
         memory = peer_sum.PeerMemory(
-            rank, 2, width, 2, 4, 8, numbers[:2], torch.zeros(99, dtype=torch.int32), numbers[:2]
+            rank, 2, width, 2, 2, 4, 8, numbers[:2], torch.zeros(99, dtype=torch.int32), numbers[:2]
         )
         peer_sum.share_tokens(memory, numbers)
         norm = Norm(torch.ones(width, dtype=BF16), 1e-5)
-        for rows in (3, 7):
+        for rows in (2, 3, 7):
             x = torch.zeros(rows, width, dtype=BF16)
             peer_sum.sum_rows(memory, x, x, x, norm, x)
             peer_sum.sum_rows(memory, x, x, x)
