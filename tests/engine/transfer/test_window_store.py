@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.keys import PageKeys
+from weft.engine.protocol.store import StorePutResult
 from weft.engine.sources.store import HELD_SHARE
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty
