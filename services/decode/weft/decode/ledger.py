@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from weft.common.telemetry.request_log import LoggedPrompt, terms
+from weft.engine.base.token_ids import TokenIds
 from weft.engine.protocol.submits import GatewayBatch
 from weft.v1 import decode_pb2
 
@@ -23,7 +24,7 @@ class Ledger:
         self._has_tokens = has_tokens
         self._open: dict[_Key, tuple[LoggedPrompt, set[int]]] = {}
 
-    def on_submit(self, message: decode_pb2.Submit, session: int, prompt: list[int]) -> None:
+    def on_submit(self, message: decode_pb2.Submit, session: int, prompt: TokenIds) -> None:
         """Records a submit on its way to the engine.
 
         Args:
@@ -43,7 +44,7 @@ class Ledger:
             is_pooled=message.HasField("pool"),
             top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,
             num_prompt_tokens=len(prompt),
-            prompt_ids=prompt if self._has_tokens else None,
+            prompt_ids=prompt.tolist() if self._has_tokens else None,
         )
         samples = set(range(max(1, message.sampling.n)))
         samples -= {entry.sample for entry in message.progress if entry.finished}
