@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from weft.engine.base.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.base.tasks import Pool, PooledVectors
+from weft.engine.base.token_ids import TokenIds
 from weft.engine.protocol.timeline import FillCandidate, Timeline
 
 
@@ -29,7 +30,7 @@ class Submit:
     gateway: int
     request_id: str
     attempt: int
-    prompt: list[int]
+    prompt: TokenIds
     sampling: SamplingParams
     stop: StopCriteria
     top_logprobs: int | None = None

@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 from weft.common.telemetry.request_log import LoggedPrompt, terms
+from weft.engine.base.token_ids import TokenIds
 from weft.engine.protocol.submits import GatewayBatch
 from weft.v1 import common_pb2, decode_pb2
 
@@ -33,7 +34,7 @@ class Ledger:
         self._has_tokens = has_tokens
         self._open: dict[_Key, _Open] = {}
 
-    def on_submit(self, message: decode_pb2.Submit, session: int, prompt: list[int]) -> None:
+    def on_submit(self, message: decode_pb2.Submit, session: int, prompt: TokenIds) -> None:
         """Records a submit on its way to the engine.
 
         Args:
@@ -54,7 +55,7 @@ class Ledger:
             is_pooled=message.HasField("pool"),
             top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,
             num_prompt_tokens=len(prompt),
-            prompt_ids=prompt if self._has_tokens else None,
+            prompt_ids=prompt.tolist() if self._has_tokens else None,
         )
         samples = set(range(max(1, message.sampling.n)))
         samples -= {entry.sample for entry in message.progress if entry.finished}
