@@ -44,6 +44,7 @@ from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import (
     chunked_recurrence,
     copied_tiles,
+    delta_steps,
     dependent_launch,
     encoder_attention,
     fp8_linear,
@@ -79,7 +80,7 @@ from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts
 from weft.kernels.rope import rope_and_cache, rotate_heads
 from weft.kernels.scaled_kv import SCALE_BYTES
 from weft.kernels.sequences import Sequences
-from weft.kernels.slot_states import Channels, HeadForm, LayerMemory
+from weft.kernels.slot_states import Channels, DeltaGates, HeadForm, LayerMemory
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
@@ -266,7 +267,12 @@ def compile_recurrences(is_full: bool) -> None:
     blocks = states, torch.zeros(2, 4 * step, 3, dtype=BF16)
     rings = torch.zeros(2, 24, 4 * step, dtype=BF16), *(torch.zeros(2, 24, 8) for _ in "gb")
     found = torch.zeros(2, 24, 4, 128, dtype=BF16), torch.zeros(2, 24, 8, 128, dtype=BF16)
-    slot_states.step_heads(form, plan, LayerMemory(blocks, rings, found), (inputs, gate, gate))
+    memory = LayerMemory(blocks, rings, found)
+    slot_states.step_heads(form, plan, memory, (inputs, gate, gate))
+    delta = DeltaGates(gate[0], gate[0], 2)
+    for count in (3, 64) if is_full else (3,):
+        plans, ba = plan[:1].expand(count, -1).contiguous(), gate.to(BF16).repeat(1, 2)
+        delta_steps.step_delta(form, delta, plans, memory, (inputs, ba))
     memory = LayerMemory(blocks[1:], rings[:1])
     slot_states.step_conv(conv, None, plan, memory, inputs)
 
