@@ -249,7 +249,7 @@ def compile_recurrences(is_full: bool) -> None:
     recurrence.recurrence(of_steps, states)
     x, tails = torch.zeros(4, 512, dtype=BF16), torch.zeros(2, 512, 3, dtype=BF16)
     recurrence.short_conv(x, torch.zeros(4, 512), None, tails, bounds, has_silu=True)
-    recurrent_rows.gated_norm(v, v, v[0, 0], 1e-6, form="silu", gates_first=False)
+    recurrent_rows.gated_norm(v, v[:, :, None], v[0, 0], 1e-6, form="silu", gates_first=False)
     recurrent_rows.delta_gates(gate.to(BF16).repeat(1, 2), gate[0], gate[0], 8)
     if is_full:
         for decay in (gate, torch.zeros(4, 8, 128)):
