@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import moe_lora
+from weft.kernels.gpu import moe_direct, moe_lora
 from weft.kernels.moe import route_reference
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -352,7 +352,7 @@ def test_a_mutated_kernel_is_noticed(
     "change",
     [
         ("tl.load(shares + pair, mask=number < TOP_K,", "tl.load(shares + pair, mask=number < 2,"),
-        ("(number < TOP_K)[:, None] & (part < K)", "(number < TOP_K)[:, None] & (part < 16)"),
+        ("(is_pair[:, None] & (part < K)", "(is_pair[:, None] & (part < 16)"),
     ],
 )  # fmt: skip
 def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
@@ -366,6 +366,26 @@ def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
         out = run(copies["moe"], case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_shared_expert_in_the_launches_of_the_others(rows: int, tmp_path: Path) -> None:
+    fresh_seed()
+    case = moe_case(rows, 40, 24, 6, 3, dtype=torch.float16)
+    gate_up, down, gate = (torch.randn(*shape).half() / 5 for shape in ((48, 40), (40, 24), (1, 40)))
+
+    def whole(dtype: torch.dtype) -> torch.Tensor:
+        x, *wide = (each.to(dtype) for each in (case.x, gate_up, down, gate))
+        first, up = (x @ wide[0].T).chunk(2, dim=1)
+        added = (F.silu(first) * up) @ wide[1].T * (x @ wide[2].T).sigmoid()
+        return case.compute(dtype) - case.residual.to(dtype) + added
+
+    shared = moe_direct.SharedExpert(gate_up, down, gate)
+    with moe_copies(tmp_path) as copies:
+        assert copies["moe_direct"].joins_shared(case.x, 3, 24)
+        given = case.x, *case.routing, case.w13, case.w2, None, None
+        out = copies["moe_direct"].direct_moe(*given, shared=shared)
+    assert_as_exact(out, whole(torch.float16), whole(torch.float64))
 
 
 def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:
