@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import moe_direct, moe_lora
+from weft.kernels.gpu import moe_lora
+from weft.kernels.gpu.moe_direct import joins_shared
+from weft.kernels.gpu.stream import GpuStream
 from weft.kernels.moe import route_reference
+from weft.kernels.norm import Norm
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
-from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case
+from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case, shared_case
 from weft.testing.kernels.near_ties import clear_logits
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -368,24 +371,22 @@ def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
         assert_as_exact(out, eager, exact)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_shared_expert_in_the_launches_of_the_others(rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_shared_expert_beside_the_others(rows: int) -> None:
+    """In the launches of the others up to two rows; with the norm behind it, and without."""
     fresh_seed()
-    case = moe_case(rows, 40, 24, 6, 3, dtype=torch.float16)
-    gate_up, down, gate = (torch.randn(*shape).half() / 5 for shape in ((48, 40), (40, 24), (1, 40)))
-
-    def whole(dtype: torch.dtype) -> torch.Tensor:
-        x, *wide = (each.to(dtype) for each in (case.x, gate_up, down, gate))
-        first, up = (x @ wide[0].T).chunk(2, dim=1)
-        added = (F.silu(first) * up) @ wide[1].T * (x @ wide[2].T).sigmoid()
-        return case.compute(dtype) - case.residual.to(dtype) + added
-
-    shared = moe_direct.SharedExpert(gate_up, down, gate)
-    with moe_copies(tmp_path) as copies:
-        assert copies["moe_direct"].joins_shared(case.x, 3, 24)
-        given = case.x, *case.routing, case.w13, case.w2, None, None
-        out = copies["moe_direct"].direct_moe(*given, shared=shared)
-    assert_as_exact(out, whole(torch.float16), whole(torch.float64))
+    pending, compute = shared_case((rows, 40, 24, 6, 3), torch.float16, "cpu")
+    assert joins_shared(pending.routed.x.value, 3, 24) == (rows < 3)
+    before, gain = torch.randn(rows, 40).half(), torch.ones(40).half()
+    exact, eager = (compute(kind, before) for kind in (torch.float64, torch.float16))
+    stream = GpuStream(before.clone(), None)
+    stream.add(pending)
+    normed = stream.normed(Norm(gain, 1e-5)).value
+    assert_as_exact(stream.settle(), eager, exact)
+    assert_as_exact(normed, *(F.rms_norm(each, (40,), eps=1e-5) for each in (eager, exact)))
+    stream = GpuStream(before.clone(), None)
+    stream.add(pending)
+    assert_as_exact(stream.settle(), eager, exact)
 
 
 def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ from weft.kernels.gpu import (
 )
 from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu.moe import routed_moe
-from weft.kernels.gpu.moe_parts import ExpertParts
+from weft.kernels.gpu.moe_parts import ExpertParts, SharedExpert
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.latent_attention import LatentSpec
 from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
@@ -216,6 +216,9 @@ def compile_experts(is_full: bool) -> None:
     for rows in (1, 12, 2000):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
+    if is_full:
+        x, logits, shared = x[:1], logits[:1], SharedExpert(w13[0], w2[0], x[:1])
+        routed_moe(x, logits, 4, w13, w2, None, renormalise=True, shared=shared)
     # Of 16 experts the 8 are a share; of four and of sixteen a row.
     share = more._replace(placement=torch.zeros(16, dtype=torch.int32))
     for rows, top_k in ((1, 4), (1, 16), (12, 4), (2000, 4)) if is_full else ():
