@@ -144,7 +144,7 @@ def shared_case(
         dtype: Of weights and rows.
         device: Where they lie.
     """
-    rows, hidden, inner, experts, top_k = sizes
+    _, hidden, inner, experts, top_k = sizes
     routed = moe_case(*sizes, dtype)
     shapes = (experts, hidden), (2 * inner, hidden), (hidden, inner), (1, hidden)
     weights = [(torch.randn(n, k) / k**0.5).to(dtype) for n, k in shapes]
