@@ -36,7 +36,14 @@ from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gpu import slot_states
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.sequences import Sequences
-from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots, step_heads
+from weft.kernels.slot_states import (
+    Channels,
+    DeltaGates,
+    HeadForm,
+    LayerMemory,
+    plan_slots,
+    step_delta,
+)
 
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
@@ -117,9 +124,9 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
         memory = LayerMemory(blocks, rings, kept)
         inputs = (
             torch.randn(3 * batch, channels, device="cuda", dtype=BF16),
-            -torch.rand(3 * batch, 32, device="cuda"),
-            torch.rand(3 * batch, 32, device="cuda"),
+            torch.randn(3 * batch, 64, device="cuda", dtype=BF16),
         )
+        gates = DeltaGates(*-torch.rand(2, 32, device="cuda"), 32)
         slots = torch.arange(batch, device="cuda")
         table = (slots + 1)[:, None].expand(-1, 3).contiguous()
         for tile, (behind, count) in itertools.product(STEP_TILES, ((14, 1), (15, 1), (10, 3))):
@@ -127,10 +134,11 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
             borders = torch.full((batch + 1,), 4 * PAGE, device="cuda")
             bounds = count * torch.arange(batch + 1, device="cuda", dtype=torch.int32)
             positions = 4 * PAGE + behind + torch.arange(count * batch, device="cuda") % count
-            of_rows = tuple(part[: count * batch] for part in inputs)
+            of_rows = inputs[0][: count * batch], inputs[1][: count * batch]
             ends = torch.full_like(borders, 4 * PAGE + behind)
             rows = plan_slots(slots, bounds, positions, borders, ends, table, PAGE)
-            took = graph_seconds(lambda: step_heads(form, rows, memory, of_rows))  # noqa: B023
+            given = form, gates, rows, memory, of_rows
+            took = graph_seconds(partial(step_delta, *given))
             roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
             row = {"tile": tile, "batch": batch, "behind": behind, "rows": count}
             found.append(row | {"us": 1e6 * took, "share": roof / took})

@@ -23,7 +23,8 @@ def gated_norm(
 
     Args:
         x: [T, G, D]: each group of D is normalised by itself.
-        gate: [T, G, D], before its activation.
+        gate: [T, G, D], before its activation; or [T, G / N, N, D], whose groups have no common
+            step.
         weight: [G, D] or [D] of the norm; None: there is no norm, only the gate.
         eps: Added to the mean square.
         form: The gate's activation.
@@ -32,11 +33,13 @@ def gated_norm(
     Returns:
         [T, G, D], dtype of `gate`; computed in float32.
     """
+    if gate.dim() == 3:
+        gate = gate[:, :, None]
     if x.is_cuda:
         from weft.kernels.gpu import recurrent_rows as gpu
 
         return gpu.gated_norm(x, gate, weight, eps, form=form, gates_first=gates_first)
-    wide = x.float()
+    gate, wide = gate.flatten(1, 2), x.float()
     factor = F.silu(gate.float()) if form == "silu" else torch.sigmoid(gate.float())
     if gates_first or weight is None:
         wide = wide * factor

@@ -84,6 +84,19 @@ class HeadForm(NamedTuple):
     """[channels] int64: each channel's place in the tail; None: its own number."""
 
 
+class DeltaGates(NamedTuple):
+    """How a gated delta net's decay and beta come from a product: see
+    `weft.kernels.gated_delta.delta_gates`.
+    """
+
+    rates: torch.Tensor
+    """[H] float32."""
+    dt_bias: torch.Tensor
+    """[H] float32."""
+    shared: int
+    """Heads of a group."""
+
+
 def plan_slots(
     slots: torch.Tensor,
     cu_q_lens: torch.Tensor,
@@ -143,6 +156,31 @@ def step_heads(
     from weft.kernels.gpu import slot_states as gpu
 
     return gpu.step_heads(form, rows.plan, memory, inputs)
+
+
+def step_delta(
+    form: HeadForm,
+    gates: DeltaGates,
+    rows: SlotRows,
+    memory: LayerMemory,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """`step_heads` of a gated delta net, whose gates are computed on the way.
+
+    Args:
+        form: The layer, with decays of heads, and without a bias of the convolution.
+        gates: The same.
+        rows: As for `step_heads`.
+        memory: The same.
+        inputs: The convolution's, [T, channels] or [T, Hk, channels of a key head] in any steps
+            from head to head, of the dtype of the ring; and the product of the gates, [T, 2 * H].
+
+    Returns:
+        [T, H, Dv] of the dtype of the first input; zeros for rows of no request.
+    """
+    from weft.kernels.gpu import delta_steps as gpu
+
+    return gpu.step_delta(form, gates, rows.plan, memory, inputs)
 
 
 def step_conv(

@@ -17,7 +17,7 @@ from weft.engine.checkpoint.recurrent_config import GatedDeltaConfig
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import DeviceStates, StateMemory
 from weft.engine.model.layers import gated_delta
-from weft.kernels.gpu import recurrence
+from weft.kernels.gpu import recurrence, recurrent_rows
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.linear import LinearWeight
 
@@ -70,6 +70,7 @@ def test_a_layer_makes_few_launches(
     )
     monkeypatch.setattr(gated_delta, "short_conv", recurrence.short_conv)
     monkeypatch.setattr(gated_delta, "gated_delta", recurred)
+    monkeypatch.setattr(gated_delta, "delta_gates", recurrent_rows.delta_gates)
     cpu = torch.device("cpu")
     config = GatedDeltaConfig(
         key_heads=KEY_HEADS, value_heads=HEADS, key_dim=DIM, value_dim=DIM, taps=4, eps=1e-6
@@ -109,11 +110,10 @@ def test_a_layer_makes_few_launches(
         *(torch.from_numpy(each) for each in (arrays.slots, bounds, positions)),
     )
     inputs = [
-        torch.zeros(len(positions), CHANNELS, dtype=torch.bfloat16),
-        *torch.zeros(2, len(positions), HEADS),
+        torch.zeros(len(positions), width, dtype=torch.bfloat16) for width in (CHANNELS, 2 * HEADS)
     ]
     with torch.inference_mode(), launches:
-        out = step.run(0, inputs, layer.scan, layer.few_rows)
+        out = step.run(0, inputs, layer.scan, layer.few_rows, layer.ring_inputs)
     assert len(out) == len(positions)
     assert len(launches.names) <= most, launches.names
 

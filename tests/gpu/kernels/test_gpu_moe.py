@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.gpu import moe as gpu_moe
 from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.moe_direct import joins_shared
 from weft.kernels.gpu.moe_parts import ExpertParts
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.gpu.stream import GpuStream
 from weft.kernels.moe import Routing, moe, pack_experts
+from weft.kernels.norm import Norm
 from weft.kernels.side_stream import rehearsal
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -26,6 +29,7 @@ from weft.testing.kernels.moe_cases import (
     make_adapters,
     moe_case,
     share_of_adapters,
+    shared_case,
 )
 
 pytestmark = pytest.mark.needs("cuda")
@@ -273,6 +277,24 @@ def test_few_rows_and_none(dtype: torch.dtype) -> None:
         case = whole._replace(x=x, ids=ids, shares=shares, residual=whole.residual[:rows].clone())
         out = moe(x, Routing(ids, shares), packed, case.residual)
         assert_as_exact(out, compute(case, dtype), compute(case, torch.float64))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_shared_expert_beside_the_others(rows: int) -> None:
+    """In the launches of the others up to two rows; twice in a row, so that launches overlap."""
+    fresh_seed()
+    pending, compute = shared_case((rows, 2048, 512, 32, 10), torch.bfloat16, CUDA)
+    assert joins_shared(pending.routed.x.value, 10, 512) == (rows < 3)
+    value = torch.randn(rows, 2048).bfloat16()
+    for _ in range(2):
+        exact, eager = (compute(kind, value) for kind in (torch.float64, torch.bfloat16))
+        stream = GpuStream(value.cuda(), None)
+        stream.add(pending)
+        normed = stream.normed(Norm(torch.ones(2048, device=CUDA).bfloat16(), 1e-5)).value
+        value = stream.settle().cpu()
+        assert_as_exact(value, eager, exact)
+        wanted = (F.rms_norm(each, (2048,), eps=1e-5) for each in (eager, exact))
+        assert_as_exact(normed.cpu(), *wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 64, 2000])

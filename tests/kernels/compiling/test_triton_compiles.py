@@ -22,7 +22,8 @@ KERNELS = {
     "8 bits": "_decode _extend _rope_and_cache",
     "fixed": "_fixed _fixed_linear _sorted",
     "latents": "_latent _merge_latents",
-    "recurrences": "_recurrence _conv _tails _norm _gates _states _outputs _plan _shares _heads",
+    "recurrences": "_recurrence _conv _tails _norm _gates _states _outputs _plan _shares _heads "
+    "_prepare",
     "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",
     "adapters of experts": "_direct_inner _sorted _shrink _expand _weigh",
     "drafts": "_join _keep _largest _sliced_linear",

@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.gpu import moe_lora
+from weft.kernels.gpu.moe_direct import joins_shared
+from weft.kernels.gpu.stream import GpuStream
 from weft.kernels.moe import route_reference
+from weft.kernels.norm import Norm
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
-from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case
+from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case, shared_case
 from weft.testing.kernels.near_ties import clear_logits
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -352,7 +355,7 @@ def test_a_mutated_kernel_is_noticed(
     "change",
     [
         ("tl.load(shares + pair, mask=number < TOP_K,", "tl.load(shares + pair, mask=number < 2,"),
-        ("(number < TOP_K)[:, None] & (part < K)", "(number < TOP_K)[:, None] & (part < 16)"),
+        ("(is_pair[:, None] & (part < K)", "(is_pair[:, None] & (part < 16)"),
     ],
 )  # fmt: skip
 def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
@@ -366,6 +369,24 @@ def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
         out = run(copies["moe"], case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_shared_expert_beside_the_others(rows: int) -> None:
+    """In the launches of the others up to two rows; with the norm behind it, and without."""
+    fresh_seed()
+    pending, compute = shared_case((rows, 40, 24, 6, 3), torch.float16, "cpu")
+    assert joins_shared(pending.routed.x.value, 3, 24) == (rows < 3)
+    before, gain = torch.randn(rows, 40).half(), torch.ones(40).half()
+    exact, eager = (compute(kind, before) for kind in (torch.float64, torch.float16))
+    stream = GpuStream(before.clone(), None)
+    stream.add(pending)
+    normed = stream.normed(Norm(gain, 1e-5)).value
+    assert_as_exact(stream.settle(), eager, exact)
+    assert_as_exact(normed, *(F.rms_norm(each, (40,), eps=1e-5) for each in (eager, exact)))
+    stream = GpuStream(before.clone(), None)
+    stream.add(pending)
+    assert_as_exact(stream.settle(), eager, exact)
 
 
 def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:

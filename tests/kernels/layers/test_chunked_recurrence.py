@@ -57,8 +57,8 @@ def test_mamba2() -> None:
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_norms_with_gates(form: GateForm, has_weight: bool) -> None:
     fresh_seed()
-    x, gate = torch.randn(5, 3, 20), torch.randn(5, 3, 27)[..., :20]
-    for weight in (torch.randn(20), torch.randn(3, 20)) if has_weight else (None,):
+    x, gate = torch.randn(5, 6, 20), torch.randn(5, 3, 47)[..., :40].unflatten(2, (2, 20))
+    for weight in (torch.randn(20), torch.randn(6, 20)) if has_weight else (None,):
         for first in (False, True):
             settings = {"form": form, "gates_first": first}
             made = rows_gpu.gated_norm(x, gate, weight, 1e-3, **settings)

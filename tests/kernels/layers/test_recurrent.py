@@ -314,6 +314,9 @@ def test_gated_norms(gates_first: bool) -> None:
     torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-5)
     plain = gated_norm(x, gate, None, 1e-5, form="sigmoid", gates_first=gates_first)
     torch.testing.assert_close(plain, x * gate.sigmoid())
+    in_pairs = gated_norm(*(torch.cat([each, -each], 1) for each in (x, gate)), None, 1e-5)
+    split = gated_norm(torch.cat([x, -x], 1), torch.stack([gate, -gate], 1), None, 1e-5)
+    assert torch.equal(in_pairs, split)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
-from weft.kernels.gated_delta import gated_delta_reference
+from weft.kernels.gated_delta import delta_gates, gated_delta_reference
+from weft.kernels.gpu import delta_steps
 from weft.kernels.gpu import slot_states as gpu
 from weft.kernels.mamba2 import mamba2_reference
 from weft.kernels.short_conv import short_conv_reference
-from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots
+from weft.kernels.slot_states import Channels, DeltaGates, HeadForm, LayerMemory, plan_slots
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -25,6 +26,12 @@ TILED_KEYS = 96
 """Whole tiles of keys, whose number is no power of two."""
 MANY = 16
 """Requests from which on keys are taken in such tiles."""
+MANY_DELTA = 64
+"""Requests from which on the ring's keys are taken in halves by gated delta nets."""
+DELTA_KINDS = ("delta", "delta apart", "delta wide")
+"""Whose gates are computed on the way: of one head of keys, of two whose channels are sorted by
+kind, and of two whose rows have something else between them.
+"""
 
 
 class Case:
@@ -34,13 +41,27 @@ class Case:
         self.kind, self.keys = kind, keys
         self.length = 2 * page + 3
         ring_rows = page + 2 * (1 + DRAFTS)
+        self.groups = 2 if kind in DELTA_KINDS[1:] else GROUPS
+        self.heads = heads = self.groups * SHARED
         step = 2 * keys + SHARED * VALUES
-        self.channels = GROUPS * step
+        self.widths = [keys, keys, SHARED * VALUES]
+        self.channels = self.groups * step
         self.conv = torch.randn(taps, self.channels)
-        first, second, third = (Channels(at, step) for at in (0, keys, 2 * keys))
-        sizes = HEADS, SHARED, keys, VALUES
-        self.form = HeadForm(self.conv, None, first, second, third, *sizes, keys**-0.5, True)
-        gates: tuple[tuple[int, ...], ...] = ((HEADS,), (HEADS,))
+        places = [Channels(at, step) for at in (0, keys, 2 * keys)]
+        self.in_tails = None
+        if kind == "delta apart":
+            firsts = (0, self.groups * keys, 2 * self.groups * keys)
+            places = [Channels(*pair) for pair in zip(firsts, self.widths, strict=True)]
+            numbers = torch.arange(self.channels).view(self.groups, step)
+            kinds = numbers.split(self.widths, dim=1)
+            self.in_tails = torch.cat([part.flatten() for part in kinds])
+        sizes = heads, SHARED, keys, VALUES
+        self.form = HeadForm(
+            self.conv, None, *places, *sizes, keys**-0.5, True, in_tails=self.in_tails
+        )
+        of_gates = self.heads if kind == "delta apart" else SHARED
+        self.delta = DeltaGates(-torch.rand(heads), torch.randn(heads), of_gates)
+        gates: tuple[tuple[int, ...], ...] = ((heads,), (heads,))
         if kind == "by element":
             gates = ((HEADS, keys), (HEADS,))
         if kind == "mamba2":
@@ -51,7 +72,7 @@ class Case:
             self.form = forms._replace(rates=rates, skips=skips)
         tail = (self.channels, taps - 1)
         blocks = [
-            torch.full((40, HEADS, keys, VALUES), torch.nan),
+            torch.full((40, heads, keys, VALUES), torch.nan),
             torch.full((40, *tail), torch.nan),
         ]
         for pool in blocks:
@@ -60,27 +81,41 @@ class Case:
         rings = [torch.full((SLOTS + 1, ring_rows, *width), torch.nan) for width in widths]
         found = [
             torch.full((SLOTS + 1, ring_rows, *shape), torch.nan)
-            for shape in ((GROUPS, keys), (HEADS, VALUES))
+            for shape in ((self.groups, keys), (heads, VALUES))
         ]
         self.memory = LayerMemory(tuple(blocks), tuple(rings), tuple(found))
         self.gates = gates
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         rows = torch.randn(self.length, self.channels)
+        if self.kind in DELTA_KINDS:
+            return rows, torch.randn(self.length, 2 * self.heads)
         gates = [torch.rand(self.length, *shape) for shape in self.gates]
         if self.kind != "mamba2":
             gates[0] = -gates[0]
         return rows, *gates
 
+    def step(self, plan: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if self.kind not in DELTA_KINDS:
+            return gpu.step_heads(self.form, plan, self.memory, inputs)
+        rows, ba = inputs
+        if self.kind == "delta wide":
+            by_key_head = rows.unflatten(1, (self.groups, -1))
+            rows = torch.cat([by_key_head, by_key_head[..., :5]], 2)[..., : by_key_head.shape[2]]
+        return delta_steps.step_delta(self.form, self.delta, plan, self.memory, (rows, ba))
+
     def whole(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         x, gate, *beta = inputs
+        if self.kind in DELTA_KINDS:
+            gate, *beta = delta_gates(gate, *self.delta)
         bounds, form = torch.tensor([0, len(x)]), self.form
         tail = torch.zeros(1, self.channels, self.conv.shape[0] - 1)
         mixed = short_conv_reference(x, form.conv, form.bias, tail, bounds, has_silu=True)[0]
-        widths = [self.keys, self.keys, SHARED * VALUES]
-        parts = torch.unflatten(mixed, 1, (GROUPS, -1)).split(widths, dim=2)
-        values = parts[2].reshape(len(x), HEADS, VALUES)
-        states = torch.zeros(1, HEADS, self.keys, VALUES)
+        if self.in_tails is not None:
+            mixed = torch.empty_like(mixed).index_copy_(1, self.in_tails, mixed)
+        parts = torch.unflatten(mixed, 1, (self.groups, -1)).split(self.widths, dim=2)
+        values = parts[2].reshape(len(x), self.heads, VALUES)
+        states = torch.zeros(1, self.heads, self.keys, VALUES)
         if form.rates is not None and form.skips is not None:
             b, c = parts[1], parts[0]
             return mamba2_reference(values, gate, form.rates, b, c, form.skips, states, bounds)[0]
@@ -90,7 +125,10 @@ class Case:
 @pytest.mark.parametrize(
     ("kind", "taps", "page"),
     [
-        ("one", 4, PAGE),
+        ("delta wide", 4, PAGE),
+        pytest.param("delta apart", 4, PAGE, marks=pytest.mark.full),
+        pytest.param("one", 4, PAGE, marks=pytest.mark.full),
+        pytest.param("delta", 3, LONG_PAGE, marks=pytest.mark.full),
         pytest.param("by element", 2, PAGE, marks=pytest.mark.full),
         pytest.param("mamba2", 3, PAGE, marks=pytest.mark.full),
         pytest.param("one", 4, LONG_PAGE, marks=pytest.mark.full),
@@ -144,7 +182,7 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int, page: 
         assert torch.equal(plan[written, 7], expected[written, 7])
         assert torch.equal(plan[:, 8], expected[:, 8])
         assert torch.equal(torch.stack([borders, ends]), shadows)
-        made = gpu.step_heads(case.form, plan, case.memory, inputs)
+        made = case.step(plan, inputs)
         assert not made[len(positions) :].any()
         for number, (slot, right) in enumerate(zip(slots, good, strict=True)):
             first, begin = int(bounds[number]), known[slot]
@@ -154,22 +192,26 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int, page: 
             known[slot] += right
 
 
-def test_keys_in_whole_tiles() -> None:
+@pytest.mark.parametrize(
+    ("kind", "many"),
+    [("delta", MANY_DELTA), pytest.param("one", MANY, marks=pytest.mark.full)],
+)
+def test_keys_in_whole_tiles(kind: str, many: int) -> None:
     """Keys of no other head are read, though the number of tiles is no power of two; the step in
     the middle writes a block, and the last one reads it.
     """
     fresh_seed()
-    case = Case("one", 2, PAGE, TILED_KEYS)
+    case = Case(kind, 2, PAGE, TILED_KEYS)
     inputs = case.inputs()
     whole = case.whole(inputs)
-    slots, (borders, ends) = torch.tensor([0] + [SLOTS] * (MANY - 1)), torch.zeros(2, 3).long()
-    blocks, at = torch.zeros(MANY, 3, dtype=torch.int64), 0
+    slots, (borders, ends) = torch.tensor([0] + [SLOTS] * (many - 1)), torch.zeros(2, 3).long()
+    blocks, at = torch.zeros(many, 3, dtype=torch.int64), 0
     blocks[0] = torch.tensor([1, 2, 3])
     for count in (2, 3, 2):
-        bounds = torch.tensor([0] + [count] * MANY).int()
+        bounds = torch.tensor([0] + [count] * many).int()
         rows = torch.arange(at, at + count)
         plan = gpu.plan(slots, bounds, rows, borders, ends, blocks, PAGE)
-        made = gpu.step_heads(case.form, plan, case.memory, tuple(part[rows] for part in inputs))
+        made = case.step(plan, tuple(part[rows] for part in inputs))
         torch.testing.assert_close(made, whole[rows], rtol=1e-3, atol=1e-3)
         at += count
     written = case.memory.blocks[0].isfinite().flatten(1).all(dim=1)

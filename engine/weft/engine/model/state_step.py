@@ -25,9 +25,11 @@ from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
 
 FewRows = Callable[[SlotRows, LayerMemory, tuple[torch.Tensor, ...]], torch.Tensor]
-"""Takes the first rows of a step, [T, *shape] of each part of the ring, through a layer's states in
-place; see `weft.kernels.slot_states`. Returns what a `Scan` does.
+"""Takes the first rows of a step, [T, ...] of each input, through a layer's states in place; see
+`weft.kernels.slot_states`. Returns what a `Scan` does.
 """
+RingInputs = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Makes of a layer's inputs, [T, ...], those of a `Scan`."""
 Rows = torch.Tensor | slice
 """Numbers of rows, int64; a range where they follow one another, which is read without a copy."""
 
@@ -134,14 +136,16 @@ class StateStep:
         inputs: Sequence[torch.Tensor],
         scan: Scan,
         few_rows: FewRows | None = None,
+        ring_inputs: RingInputs | None = None,
     ) -> torch.Tensor:
         """Runs a recurrent layer: reads and writes blocks and rings.
 
         Args:
             layer: Index of the layer in the state plane.
-            inputs: For each part of `StatePlane.ring`, [T, *shape], of the step's rows.
+            inputs: [T, ...] each, of the step's rows.
             scan: The layer's mathematics.
             few_rows: The same in place, for `few`.
+            ring_inputs: Makes what `scan` takes of the inputs; None: it takes them as they are.
 
         Returns:
             [T, ...]: outputs of the step's rows.
@@ -153,7 +157,8 @@ class StateStep:
             outputs.append(few_rows(self.few, memory, first))
             inputs = [part[self.num_few :] for part in inputs]
         if self.rounds:
-            outputs += self._scan(memory, inputs, scan)
+            given = inputs if ring_inputs is None else ring_inputs(inputs)
+            outputs += self._scan(memory, given, scan)
         return _at(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.back)
 
     def _scan(

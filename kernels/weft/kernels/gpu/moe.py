@@ -29,7 +29,7 @@ from weft.kernels.gpu.moe_lora_tiles import (
     shrink_items,
     tokens_of,
 )
-from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert
 from weft.kernels.gpu.moe_products import multiply_sorted
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
@@ -107,6 +107,7 @@ def routed_moe(
     renormalise: bool,
     form: RouterForm = SOFTMAX,
     more: ExpertParts = PLAIN_EXPERTS,
+    shared: SharedExpert | None = None,
     is_fixed: bool = False,
 ) -> torch.Tensor:
     """Routing and `moe` of a layer, with what follows it, in as few launches as there may be.
@@ -123,6 +124,8 @@ def routed_moe(
         renormalise: The shares of a row's experts add up to 1.
         form: How logits become shares.
         more: As in `moe`.
+        shared: Added too, where `moe_direct.joins_shared` holds; its requirements are those of
+            `direct_moe`.
         is_fixed: As in `moe`.
 
     Returns:
@@ -132,7 +135,12 @@ def routed_moe(
     if _is_direct(rows, w13) or is_fixed:
         # Norms add squares in one order only if they are all one kernel's.
         routed = route(logits, top_k, renormalise, form, more.placement)
-        out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
+        if shared is None:
+            out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
+        else:
+            assert not isinstance(w13, PackedExperts)
+            assert not isinstance(w2, PackedExperts)
+            out = direct_moe(x, *routed, w13, w2, None, None, more, shared)
         return out if after is None else add_rms_norm(out, *after)[0]
     if lora is None and _is_few_packed(x, w13, w2):
         routed = route(logits, top_k, renormalise, form, more.placement)

@@ -21,7 +21,7 @@ from weft.kernels.gpu.fp8_weights import (
 )
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
-from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, gated
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.quantised import Fp8Experts
@@ -43,6 +43,18 @@ _MAX_AT_ONCE = 1 << 13
 """Experts of a row times elements of K up to which all of a program's columns are loaded at once.
 """
 
+_MAX_JOINED_ROWS = 2
+"""Most rows whose shared expert is computed in the routed ones' launches. On an H100 a layer of
+Qwen3-Next's experts takes 41.4 us for one row and 69.4 for two, and 49.0 and 75.1 with launches of
+its own, but 131.5 and 130.1 for four.
+"""
+
+
+def joins_shared(x: torch.Tensor, top_k: int, inner_size: int) -> bool:
+    """Whether `direct_moe` takes a shared expert with the routed ones of x, [T, H]."""
+    is_whole = next_power_of_2(top_k + 1) * next_power_of_2(inner_size) <= _MAX_AT_ONCE
+    return 0 < x.shape[0] <= _MAX_JOINED_ROWS and x.dtype.itemsize == 2 and is_whole
+
 
 def direct_moe(
     x: torch.Tensor,
@@ -53,10 +65,16 @@ def direct_moe(
     residual: torch.Tensor | None,
     lora: ExpertAddition | None,
     more: ExpertParts = PLAIN_EXPERTS,
+    shared: SharedExpert | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.gpu.moe.moe` of at most MAX_DIRECT_ROWS rows, in two launches."""
+    """`weft.kernels.gpu.moe.moe` of at most MAX_DIRECT_ROWS rows, in two launches.
+
+    `shared` is added where `joins_shared` holds and there are no other parts, adapters or scales.
+    Its pairs follow those of the routed experts.
+    """
     (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
-    inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    num_shared, (gate_up, down, gate) = (0, (None,) * 3) if shared is None else (rows, shared)
+    inner = torch.empty((pairs + num_shared, width), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     experts, is_share = w2.shape[0], more.placement is not None
     options, added = launch_options(x.device), None
@@ -69,20 +87,21 @@ def direct_moe(
         programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
         # Of pairs whose experts are here, on average.
         own_pairs = max(1, pairs * experts // more.num_routed(experts))
-        parts = min(width, max(1, programs // own_pairs))
+        parts = min(width, max(1, programs // (own_pairs + num_shared)))
     data, scaling = _scaled(w13)
-    _direct_inner_kernel[(pairs, parts)](
-        inner, x, data, ids, added, more.gate_up_bias, width, experts, K=hidden, TOP_K=top_k,
-        TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(), **scaling,
-        **options,
+    _direct_inner_kernel[(pairs + num_shared, parts)](
+        inner, x, data, gate_up, ids, added, more.gate_up_bias, width, experts, pairs, K=hidden,
+        TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(),
+        **scaling, **options,
     )  # fmt: skip
-    tile, at_once = next_power_of_2(width), next_power_of_2(top_k)
+    tile, at_once = next_power_of_2(width), next_power_of_2(top_k + (num_shared > 0))
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
     data, scaling = _scaled(w2)
     _direct_out_kernel[(rows, cdiv(hidden, _OUT_COLUMNS))](
-        out, inner, data, ids, shares, residual, more.down_bias, hidden, experts, K=width,
-        TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once if is_whole else 1, COLUMNS=_OUT_COLUMNS,
-        TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **scaling, **options,
+        out, inner, x, data, down, gate, ids, shares, residual, more.down_bias, hidden, experts,
+        pairs, K=width, TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once if is_whole else 1,
+        COLUMNS=_OUT_COLUMNS, TILE=tile if is_whole else min(_OUT_TILE, tile),
+        BLOCK_HIDDEN=next_power_of_2(hidden), num_warps=4, **scaling, **options,
     )  # fmt: skip
     if lora is not None:
         down_additions(inner, ids, shares, hidden, experts, lora, options, out, is_share=is_share)
@@ -99,11 +118,13 @@ def _direct_inner_kernel(
     inner: tl.tensor,
     x: tl.tensor,
     w13: tl.tensor,
+    shared: tl.tensor,
     ids: tl.tensor,
     added: tl.tensor,
     bias: tl.tensor,
     width: int,
     experts: int,
+    pairs: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -127,16 +148,24 @@ def _direct_inner_kernel(
     release_next(IS_DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
-    expert = tl.load(ids + pair).to(tl.int64)
+    own_row = pair // TOP_K
+    if shared is None:
+        expert = tl.load(ids + pair).to(tl.int64)
+    else:
+        is_shared = pair >= pairs
+        expert = tl.load(ids + pair, mask=pair < pairs, other=0).to(tl.int64)
+        own_row = tl.where(is_shared, pair - pairs, own_row)
     if IS_SHARE:  # noqa: SIM102 - known when compiled, unlike the other
         if expert >= experts:
             return
     gate_at = w13 + expert * 2 * width * K
+    if shared is not None:
+        gate_at = tl.where(is_shared, shared, gate_at)
     of_expert = scales_of_expert(scales, expert, 2 * width, K, SCALE_ROWS)
     up_at = gate_at + tl.cast(width, tl.int64) * K
     if bias is not None:
         bias += expert * 2 * width
-    row = x + pair // TOP_K * K
+    row = x + own_row * K
     begin = tl.program_id(1)
     step = tl.num_programs(1)
     if TILE >= K:
@@ -232,13 +261,17 @@ def _store_inner(
 def _direct_out_kernel(
     out: tl.tensor,
     inner: tl.tensor,
+    x: tl.tensor,
     w2: tl.tensor,
+    shared: tl.tensor,
+    shared_gate: tl.tensor,
     ids: tl.tensor,
     shares: tl.tensor,
     residual: tl.tensor,
     bias: tl.tensor,
     hidden: int,
     experts: int,
+    pairs: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -247,6 +280,7 @@ def _direct_out_kernel(
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
     IS_SHARE: tl.constexpr,
 ) -> None:
     """out[row] = residual[row] + share * down of inner, over the row's experts; BLOCK_K of them at
@@ -262,13 +296,27 @@ def _direct_out_kernel(
         pair = row * TOP_K + number
         expert = tl.load(ids + pair, mask=number < TOP_K, other=0).to(tl.int64)
         share = tl.load(shares + pair, mask=number < TOP_K, other=0.0)
-        mask = ((number < TOP_K)[:, None] & (part < K)[None, :])[:, None, :]
+        is_pair = number < TOP_K
+        if shared is not None:
+            is_shared, is_pair = number == TOP_K, number <= TOP_K
+            pair = tl.where(is_shared, pairs + row, pair)
+        mask = (is_pair[:, None] & (part < K)[None, :])[:, None, :]
         if IS_SHARE:
             is_here = expert < experts
             mask = mask & is_here[:, None, None]
             expert = tl.where(is_here, expert, 0)
         begin = w2 + (expert[:, None] * hidden + last[None, :]) * K
+        if shared is not None:
+            of_shared = shared + last[None, :] * K + expert[:, None] * 0
+            begin = tl.where(is_shared[:, None], of_shared, begin)
         tiles = _once(begin[:, :, None] + part[None, None, :], mask)
+        if shared is not None:
+            # As ids and shares, rows were there before `_direct_inner_kernel` released this one.
+            element = tl.arange(0, BLOCK_HIDDEN)
+            is_there = element < hidden
+            given = tl.load(x + row * hidden + element, mask=is_there, other=0.0).to(tl.float32)
+            given *= tl.load(shared_gate + element, mask=is_there, other=0.0).to(tl.float32)
+            share = tl.where(is_shared, tl.sigmoid(tl.sum(given, axis=0)), share)
         wait_for_last(IS_DEPENDENT)
         at = (pair[:, None] * K + part[None, :])[:, None, :]
         values = tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)

@@ -51,6 +51,20 @@ class ExpertParts(NamedTuple):
         }
 
 
+class SharedExpert(NamedTuple):
+    """An expert that takes every row, of the routed experts' dtype and inner size, without biases.
+
+    Its share is the sigmoid of the product of the row and `gate`.
+    """
+
+    gate_up: torch.Tensor
+    """[2 * I, H], rows of gate first."""
+    down: torch.Tensor
+    """[H, I]."""
+    gate: torch.Tensor
+    """[1, H]."""
+
+
 PLAIN_EXPERTS = ExpertParts()
 """silu(gate) * up, without biases."""
 

@@ -179,17 +179,21 @@ def _conv_kernel(
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None]
+    # Few programs have rows near a beginning. What lies before it is of the first taps.
+    if tl.min(tl.where(is_row, row - begin, TAPS), axis=0) < TAPS - 1:
+        for tap in tl.static_range(TAPS - 1):
+            source = row - (TAPS - 1 - tap)
+            is_old = is_row & (source < begin)
+            first = sequence * channels * (TAPS - 1) + (source - begin + TAPS - 1)
+            before = tails + first[:, None] + (channel * (TAPS - 1))[None]
+            old = tl.load(before, mask=is_old[:, None] & is_channel[None], other=0.0)
+            factor = tl.load(weight + tap * channels + channel, mask=is_channel, other=0.0)
+            total += factor.to(tl.float32)[None] * old.to(tl.float32)
     for tap in tl.static_range(TAPS):
         source = row - (TAPS - 1 - tap)
         is_own = is_row & (source >= begin)
         at = x + (source * x_row)[:, None] + channel[None]
         found = tl.load(at, mask=is_own[:, None] & is_channel[None], other=0.0).to(tl.float32)
-        is_old = is_row & (source < begin)
-        if tl.max(is_old.to(tl.int32), axis=0) > 0:
-            first = sequence * channels * (TAPS - 1) + (source - begin + TAPS - 1)
-            before = tails + first[:, None] + (channel * (TAPS - 1))[None]
-            old = tl.load(before, mask=is_old[:, None] & is_channel[None], other=0.0)
-            found += old.to(tl.float32)
         factor = tl.load(weight + tap * channels + channel, mask=is_channel, other=0.0)
         total += factor.to(tl.float32)[None] * found
     if HAS_SILU:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 
 if TYPE_CHECKING:
     from weft.kernels.gated_norm import GateForm
@@ -24,19 +25,19 @@ def gated_norm(
     form: GateForm,
     gates_first: bool,
 ) -> torch.Tensor:
-    """`weft.kernels.gated_norm.gated_norm` for CUDA tensors."""
+    """`weft.kernels.gated_norm.gated_norm` for CUDA tensors, with a gate of four axes."""
     rows, groups, width = x.shape
     x = x.contiguous()
-    gate = gate if gate.stride(2) == 1 else gate.contiguous()
+    gate = gate if gate.stride(3) == 1 else gate.contiguous()
     out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
     # Triton's functions of sizes serve kernels too, and take microseconds.
     block = 1 << (width - 1).bit_length()
     together = min(max(1, _ELEMENTS // block), 1 << max(0, rows * groups - 1).bit_length())
     _norm_kernel[(-(-rows * groups // together),)](
-        *(x, gate, weight, out, gate.stride(0), gate.stride(1), rows * groups, groups, eps),
+        *(x, gate, weight, out, *gate.stride()[:3], rows * groups, groups, eps),
         *(0 if weight is None or weight.dim() == 1 else width,),
-        WIDTH=width, BLOCK=block, TOGETHER=together, IS_SILU=form == "silu",
-        GATES_FIRST=gates_first, num_warps=4,
+        WIDTH=width, BLOCK=block, TOGETHER=together, INNER=gate.shape[2], IS_SILU=form == "silu",
+        GATES_FIRST=gates_first, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -63,6 +64,7 @@ def _norm_kernel(
     out: tl.tensor,
     gate_row: int,
     gate_group: int,
+    gate_inner: int,
     count: int,
     groups: int,
     eps: float,
@@ -70,16 +72,21 @@ def _norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
+    INNER: tl.constexpr,
     IS_SILU: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
     number = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     element = tl.arange(0, BLOCK)
     mask = (number < count)[:, None] & (element < WIDTH)[None]
     place = number[:, None] * WIDTH + element[None]
     row, group = number // groups, number % groups
     wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    at = gate + (row * gate_row + group * gate_group)[:, None] + element[None]
+    of_group = row * gate_row + group // INNER * gate_group + group % INNER * gate_inner
+    at = gate + of_group[:, None] + element[None]
     given = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     factor = tl.sigmoid(given)
     if IS_SILU:

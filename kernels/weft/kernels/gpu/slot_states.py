@@ -5,12 +5,12 @@ A row adds the product of its key and an update to a head's state; both are kept
 block, and its products with the ring's keys times their updates: the state need not be made but
 where a block is written. A launch convolves rows, one finds the products with the ring's keys, and
 in the last one a program has some values of one head of one request, and reads its part of the
-block once for all rows.
+block once for all rows. Gated delta nets have the first two launches in one: see `delta_steps`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ _TILES = {1: (32, 4, 128), 16: (64, 2, 32)}
 requests on. For 256 requests on an H200 the last takes 222 us, (128, 4, 32) 258, (32, 2, 32) 280
 and (64, 2, 64) 365 (bench/gpu_hybrid.py).
 """
-_ROWS = 16
+SHARE_ROWS = 16
 """Rows of the ring whose products are taken at once."""
 _STAGES = 3
 """Stages of the loop over keys: Triton loads the keys of later turns ahead."""
@@ -36,6 +36,27 @@ _REGISTERS = 128
 """Registers of a thread: with more, fewer programs would load at the same time."""
 _CHANNELS = 1024
 """Channels of a program."""
+
+
+class Shares(NamedTuple):
+    """What `_shares_kernel` tells the launch that reads blocks."""
+
+    shares: torch.Tensor
+    """[R, ring rows, H, 2, ring rows in whole `SHARE_ROWS`] float32."""
+    factors: torch.Tensor
+    """[R, ring rows, H, 4] float32."""
+    decays: torch.Tensor | None = None
+    """[R, ring rows, H, Dk in a power of 2] float32, of decays by key."""
+
+    @classmethod
+    def empty(cls, mixed: torch.Tensor, heads: int, block_keys: int = 0) -> Shares:
+        """Of rows [R, ring rows, channels] and this many heads; `block_keys`: of decays by key."""
+        sizes = *mixed.shape[:2], heads
+        whole = cdiv(mixed.shape[1], SHARE_ROWS) * SHARE_ROWS
+        shares = mixed.new_empty((*sizes, 2, whole), dtype=torch.float32)
+        factors = mixed.new_empty((*sizes, 4), dtype=torch.float32)
+        decays = mixed.new_empty((*sizes, block_keys), dtype=torch.float32) if block_keys else None
+        return cls(shares, factors, decays)
 
 
 def plan(
@@ -62,43 +83,63 @@ def step_heads(
 ) -> torch.Tensor:
     """`weft.kernels.slot_states.step_heads` for CUDA tensors."""
     new, gate, *beta = (part if part.stride(-1) == 1 else part.contiguous() for part in inputs)
-    states, tails = memory.blocks
     ring, ring_gate, *ring_beta = memory.rings
-    keys, updates = memory.found
-    requests, channels = plan.shape[0], new.shape[1]
-    mixed = new.new_empty((requests, ring.shape[1], channels))
+    keys, by_key = memory.found[0], gate.dim() == 3
+    requests, rows, channels = plan.shape[0], ring.shape[1], new.shape[1]
+    mixed, tails = new.new_empty((requests, rows, channels)), memory.blocks[1]
     _convolve(form.conv, form.bias, plan, (ring, tails), new, mixed, form.in_tails, for_heads=True)
-    out = new.new_empty((new.shape[0], form.heads, form.value_dim))
-    values, warps, tile = _TILES[max(count for count in _TILES if count <= max(1, requests))]
-    values = min(values, max(16, next_power_of_2(form.value_dim)))
-    rows, by_key = ring.shape[1], gate.dim() == 3
     block_keys = max(16, next_power_of_2(form.key_dim))
-    sizes = requests, rows, form.heads
-    shares = new.new_empty((*sizes, 2, cdiv(rows, _ROWS) * _ROWS), dtype=torch.float32)
-    factors = new.new_empty((*sizes, 4), dtype=torch.float32)
-    decays = new.new_empty((*sizes, block_keys), dtype=torch.float32) if by_key else None
-    found = shares, factors, decays
-    shapes = {
-        "RING_ROWS": rows, "HEADS": form.heads, "SHARED": form.shared, "KEYS": form.key_dim,
-        "BLOCK_KEYS": block_keys, "ROWS": _ROWS, "BY_KEY": by_key,
-    }  # fmt: skip
-    of_ring = ring_gate.stride(0), ring_gate.stride(1)
-    of_beta = (ring_beta[0].stride(0), ring_beta[0].stride(1)) if beta else (0, 0)
+    found = Shares.empty(mixed, form.heads, block_keys if by_key else 0)
     _shares_kernel[(requests * form.heads,)](
         *(plan, mixed, gate, beta[0] if beta else None, ring_gate),
         *(ring_beta[0] if beta else None, keys, form.rates, *found, channels, gate.stride(0)),
-        *(beta[0].stride(0) if beta else 0, *of_ring, *of_beta, keys.stride(0), keys.stride(1)),
-        *(form.scale, *form.queries, *form.keys),
-        **shapes, IS_UNIT=form.is_unit, num_warps=1, num_stages=1, **launch_options(new.device),
+        *(beta[0].stride(0) if beta else 0, ring_gate.stride(0), ring_gate.stride(1)),
+        *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if beta else (0, 0)),
+        *(keys.stride(0), keys.stride(1), form.scale, *form.queries, *form.keys),
+        RING_ROWS=rows, HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
+        BLOCK_KEYS=block_keys, ROWS=SHARE_ROWS, IS_UNIT=form.is_unit, BY_KEY=by_key,
+        num_warps=1, num_stages=1, **launch_options(new.device),
     )  # fmt: skip
+    return read_blocks(form, plan, memory, mixed, found, len(new))
+
+
+def read_blocks(
+    form: HeadForm,
+    plan: torch.Tensor,
+    memory: LayerMemory,
+    mixed: torch.Tensor,
+    found: Shares,
+    count: int,
+) -> torch.Tensor:
+    """What rows read in the states, [count, H, Dv]; writes updates and blocks.
+
+    Args:
+        form: The layer.
+        plan: [R, 9].
+        memory: Of the layer; rings have the new rows.
+        mixed: [R, ring rows, channels]: convolved rows that heads have not taken.
+        found: Their products with the ring's keys.
+        count: Rows of the step.
+    """
+    (states, _), (keys, updates) = memory.blocks, memory.found
+    _, ring_gate, *ring_beta = memory.rings
+    requests, rows, channels = mixed.shape
+    out = mixed.new_empty((count, form.heads, form.value_dim))
+    values, warps, tile = _TILES[max(least for least in _TILES if least <= max(1, requests))]
+    values = min(values, max(16, next_power_of_2(form.value_dim)))
+    block_keys = max(16, next_power_of_2(form.key_dim))
     _heads_kernel[(requests * form.heads, cdiv(form.value_dim, values))](
-        *(plan, mixed, ring_gate, ring_beta[0] if beta else None, keys, updates, states),
-        *(form.rates, form.skips, *found, out, len(out), channels, *of_ring, *of_beta),
+        *(plan, mixed, ring_gate, ring_beta[0] if ring_beta else None, keys, updates, states),
+        *(form.rates, form.skips, *found, out, count, channels),
+        *(ring_gate.stride(0), ring_gate.stride(1)),
+        *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if ring_beta else (0, 0)),
         *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
         *(states.stride(0), *form.queries, *form.keys, *form.values),
-        **shapes, VALUES=form.value_dim, BLOCK_VALUES=values, TILE=min(tile, block_keys),
-        PRECISION="ieee" if new.dtype == torch.float32 else _PRECISION, STAGES=_STAGES,
-        num_warps=warps, num_stages=1, maxnreg=_REGISTERS, **launch_options(new.device),
+        RING_ROWS=rows, HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
+        VALUES=form.value_dim, BLOCK_KEYS=block_keys, BLOCK_VALUES=values, ROWS=SHARE_ROWS,
+        TILE=min(tile, block_keys), BY_KEY=found.decays is not None,
+        PRECISION="ieee" if mixed.dtype == torch.float32 else _PRECISION, STAGES=_STAGES,
+        num_warps=warps, num_stages=1, maxnreg=_REGISTERS, **launch_options(mixed.device),
     )  # fmt: skip
     return out
 

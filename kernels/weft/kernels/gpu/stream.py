@@ -5,6 +5,7 @@ with the products around them.
 from __future__ import annotations
 
 import torch
+from weft.kernels.activation import SILU
 from weft.kernels.gpu.fp8_linear import gated_mlp, rounds_rows
 from weft.kernels.gpu.linear import (
     add_product,
@@ -17,7 +18,8 @@ from weft.kernels.gpu.linear import (
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.moe import begin_ranks, routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
-from weft.kernels.gpu.moe_parts import ExpertParts
+from weft.kernels.gpu.moe_direct import joins_shared
+from weft.kernels.gpu.moe_parts import ExpertParts, SharedExpert
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
@@ -53,7 +55,7 @@ class GpuStream(Stream):
             raise ValueError("hidden states must be contiguous")
         super().__init__(value, taps)
         self._folds = False
-        self._pending: Sum | GatedSum | Combine | Computed | None = None
+        self._pending: Pending | None = None
         self._entered: int | None = None
 
     def begin_run(self, folds: bool) -> None:
@@ -73,7 +75,8 @@ class GpuStream(Stream):
             self._take(None)
             return Normed(value if norm is None else norm(value))
         pending, self._pending = self._pending, None
-        tap = None if pending is None or isinstance(pending, Combine) else self._tap()
+        are_experts = isinstance(pending, Combine | SharedCombine)
+        tap = None if pending is None or are_experts else self._tap()
         if self._folds:
             if pending is not None:
                 _add_within(self._value, pending, tap)
@@ -89,7 +92,7 @@ class GpuStream(Stream):
         """See `Stream.add`."""
         if self._pending is not None:
             self.settle()
-        if isinstance(pending, SharedCombine):
+        if isinstance(pending, SharedCombine) and not _joins(pending):
             # Its rows are a norm's result, which later additions do not change.
             self._value = pending.shared_sum().added_to(self._value)
             pending = pending.routed
@@ -110,7 +113,7 @@ class GpuStream(Stream):
             return self._value
         if self._folds:
             _add_within(self._value, pending, None)
-        elif isinstance(pending, Combine):
+        elif isinstance(pending, Combine | SharedCombine):
             self._value.add_(_combine(pending, None))
         else:
             self._value = pending.added_to(self._value)
@@ -225,9 +228,7 @@ def can_fold(
     return is_plain and takes_norm(rows, first, to_first) and adds_within(rows, last, to_last)
 
 
-def _add_within(
-    value: torch.Tensor, pending: Sum | GatedSum | Combine | Computed, tap: torch.Tensor | None
-) -> None:
+def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:
     """Adds to the stream, of few rows, by the product itself."""
     assert isinstance(pending, Sum | GatedSum)
     x, w, lora = pending.inner() if isinstance(pending, GatedSum) else pending
@@ -236,7 +237,7 @@ def _add_within(
 
 def _add_and_norm(
     value: torch.Tensor,
-    pending: Sum | GatedSum | Combine | Computed,
+    pending: Pending,
     norm: Norm,
     tap: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -244,7 +245,7 @@ def _add_and_norm(
 
     Not of experts it puts the sum to `tap` too, if given.
     """
-    if isinstance(pending, Combine):
+    if isinstance(pending, Combine | SharedCombine):
         return _combine(pending, NormAfter(value, *norm))
     if isinstance(pending, Computed):
         return add_rms_norm(pending.value, value, *norm, None, tap)[0]
@@ -280,8 +281,40 @@ def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
     return linear(inner, down), added
 
 
-def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
-    """The sum of each row's experts, or, where a norm follows, its result."""
+def _joins(pending: SharedCombine) -> bool:
+    """Whether the shared expert is computed in the launches of the routed ones."""
+    shared, gate, routed, factor = pending
+    if not isinstance(shared, GatedSum) or gate is None or factor != 1.0:
+        return False
+    weights, w = (shared.gate_up, shared.down, gate), routed.w
+    experts, stacked = w.experts, w.experts.stacked or ()
+    is_plain = all(
+        isinstance(weight.form, PlainForm) and weight.bias is None and not weight.is_fixed
+        for weight in weights
+    ) and all(isinstance(matrices, torch.Tensor) for matrices in stacked)
+    adapters = routed.lora, shared.to_gate_up, shared.to_down
+    others = *adapters, experts.biases, experts.placement
+    return (
+        is_plain
+        and not experts.is_fixed
+        and not w.form.scales_input
+        and experts.gating == SILU
+        and all(other is None for other in others)
+        and shared.down.in_features == experts.inner_size
+        and joins_shared(routed.x.value, w.top_k, experts.inner_size)
+    )
+
+
+def _combine(pending: Combine | SharedCombine, after: NormAfter | None) -> torch.Tensor:
+    """The sum of each row's experts, or, where a norm follows, its result; of a shared one too only
+    if `_joins`.
+    """
+    joined = None
+    if isinstance(pending, SharedCombine):
+        shared, gate, pending, _ = pending
+        assert isinstance(shared, GatedSum)
+        assert gate is not None
+        joined = SharedExpert(shared.gate_up.data, shared.down.data, gate.data)
     if pending.w.form.scales_input:
         total = pending.partial()
         return total if after is None else add_rms_norm(total, *after)[0]
@@ -301,5 +334,6 @@ def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
         renormalise=w.renormalise,
         form=w.form,
         more=ExpertParts(experts.gating, experts.biases, experts.placement),
+        shared=joined,
         is_fixed=is_fixed,
     )

@@ -18,7 +18,14 @@ from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
 from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv
-from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
+from weft.kernels.slot_states import (
+    Channels,
+    DeltaGates,
+    HeadForm,
+    LayerMemory,
+    SlotRows,
+    step_delta,
+)
 from weft.kernels.stream import Normed
 
 
@@ -74,6 +81,9 @@ class GatedDelta(RecurrentMixer):
             is_unit=True,
             in_tails=in_tails,
         )
+        # One product has beta and the decay of all heads behind each other, or of each key head.
+        shared = self._shared if config.is_fused else self.value_heads
+        self._gates = DeltaGates(self.rates, self.dt_bias, shared)
         self._of_tails = None if in_tails is None else in_tails.argsort()
 
     @classmethod
@@ -158,18 +168,18 @@ class GatedDelta(RecurrentMixer):
         found = [x.linear(w, one) for w, one in zip(self.projections, added, strict=True)]
         rows, config = len(found[0]), self.config
         of_values = self._shared * config.value_dim
-        channels = 2 * config.key_dim + of_values
         if config.is_fused:
             qkvz = found[0].view(rows, self.key_heads, -1)
-            qkv, z = torch.split(qkvz, [channels, of_values], dim=2)
-            qkv = qkv.flatten(1)
+            qkv, z = torch.split(qkvz, [2 * config.key_dim + of_values, of_values], dim=2)
         else:
             qkv, z = found[:2]
-        # One product has beta and the decay of all heads behind each other, or of each key head.
-        shared = self._shared if config.is_fused else self.value_heads
-        decay, beta = delta_gates(found[-1], self.rates, self.dt_bias, shared)
-        gate = z.reshape(rows, self.value_heads, config.value_dim)
-        return Projected((qkv, decay, beta), gate)
+        gate = z.view(rows, self.key_heads, self._shared, config.value_dim)
+        return Projected((qkv, found[-1]), gate)
+
+    def ring_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """See `RecurrentMixer.ring_inputs`."""
+        qkv, ba = inputs
+        return qkv.flatten(1), *delta_gates(ba, *self._gates)
 
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
@@ -195,7 +205,8 @@ class GatedDelta(RecurrentMixer):
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         """See `RecurrentMixer.few_rows`."""
-        return step_heads(self._form, rows, memory, inputs)
+        qkv, ba = inputs
+        return step_delta(self._form, self._gates, rows, memory, (qkv, ba))
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

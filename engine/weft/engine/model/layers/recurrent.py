@@ -24,7 +24,7 @@ class Projected(NamedTuple):
     """What a recurrent layer computes of each row by itself."""
 
     inputs: tuple[torch.Tensor, ...]
-    """For each part of the ring, [T, *shape]: what later states depend on."""
+    """[T, ...] each: what later states depend on, of which `ring_inputs` makes the ring's parts."""
     gate: torch.Tensor
     """[T, ...]: what the row's own result is multiplied by, before its activation."""
 
@@ -67,6 +67,10 @@ class RecurrentMixer(ABC):
     def project(self, x: Normed, step: Step) -> Projected:
         """Computes what there is of each row by itself."""
 
+    def ring_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What `scan` takes of `Projected.inputs`, [T, *shape] for each part of the ring."""
+        return inputs
+
     @abstractmethod
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
@@ -77,7 +81,7 @@ class RecurrentMixer(ABC):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The same in place, on a GPU: a `FewRows`."""
+        """The same in place, on a GPU, of `Projected.inputs`: a `FewRows`."""
 
     @abstractmethod
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -105,7 +109,8 @@ class RecurrentMixer(ABC):
         """Takes all rows through the states."""
         assert step.states is not None, "a model with recurrent layers has states"
         projected = self.project(x, step)
-        out = step.states.run(self.in_plane, projected.inputs, self.scan, self.few_rows)
+        forms = self.scan, self.few_rows, self.ring_inputs
+        out = step.states.run(self.in_plane, projected.inputs, *forms)
         return Query(self.gated(out, projected.gate))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import ExpertAddition, LoraWeights
-from weft.kernels.moe import Routing
+from weft.kernels.moe import ExpertWeights, Routing, SparseMlpWeight, route_reference
+from weft.kernels.stream import Combine, GatedSum, Normed, SharedCombine
 from weft.testing.kernels.lora_cases import LoraCase, Shared, draw_slots, make_expert_lora
 
 
@@ -129,3 +131,38 @@ def moe_case(
         (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype),
         (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype),
     )
+
+
+def shared_case(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str
+) -> tuple[SharedCombine, Callable[[torch.dtype, torch.Tensor], torch.Tensor]]:
+    """A mixture with a shared expert that a gate multiplies, as models on a GPU have it, and what
+    it adds to rows, row by row.
+
+    Args:
+        sizes: As of `moe_case`.
+        dtype: Of weights and rows.
+        device: Where they lie.
+    """
+    _, hidden, inner, experts, top_k = sizes
+    routed = moe_case(*sizes, dtype)
+    shapes = (experts, hidden), (2 * inner, hidden), (hidden, inner), (1, hidden)
+    weights = [(torch.randn(n, k) / k**0.5).to(dtype) for n, k in shapes]
+    x, w13, w2, *here = (each.to(device) for each in (routed.x, routed.w13, routed.w2, *weights))
+    router, gate_up, down, gate = (
+        LinearWeight(*each.shape, dtype, each is here[1], PlainForm(each), None) for each in here
+    )
+    packed = ExpertWeights(hidden, inner, dtype, (), (), (w13, w2), None)
+    combine = Combine(Normed(x), SparseMlpWeight(router, packed, top_k, True), None, 0)
+    case = replace(
+        routed, routing=route_reference(combine.router_logits().cpu(), top_k, renormalise=True)
+    )
+
+    def compute(kind: torch.dtype, residual: torch.Tensor) -> torch.Tensor:
+        x, up, down, gate = (each.to(kind) for each in (routed.x, *weights[1:]))
+        first, second = (x @ up.T).chunk(2, dim=1)
+        added = (F.silu(first) * second) @ down.T * (x @ gate.T).sigmoid()
+        return replace(case, residual=residual.cpu()).compute(kind) + added
+
+    shared = GatedSum(Normed(x), gate_up, down, None, None)
+    return SharedCombine(shared, gate, combine), compute

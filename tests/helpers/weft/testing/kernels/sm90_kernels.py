@@ -44,6 +44,7 @@ from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import (
     chunked_recurrence,
     copied_tiles,
+    delta_steps,
     dependent_launch,
     encoder_attention,
     fp8_linear,
@@ -67,7 +68,7 @@ from weft.kernels.gpu import (
 )
 from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu.moe import routed_moe
-from weft.kernels.gpu.moe_parts import ExpertParts
+from weft.kernels.gpu.moe_parts import ExpertParts, SharedExpert
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.latent_attention import LatentSpec
 from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
@@ -79,7 +80,7 @@ from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts
 from weft.kernels.rope import rope_and_cache, rotate_heads
 from weft.kernels.scaled_kv import SCALE_BYTES
 from weft.kernels.sequences import Sequences
-from weft.kernels.slot_states import Channels, HeadForm, LayerMemory
+from weft.kernels.slot_states import Channels, DeltaGates, HeadForm, LayerMemory
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
@@ -215,6 +216,9 @@ def compile_experts(is_full: bool) -> None:
     for rows in (1, 12, 2000):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
+    if is_full:
+        x, logits, shared = x[:1], logits[:1], SharedExpert(w13[0], w2[0], x[:1])
+        routed_moe(x, logits, 4, w13, w2, None, renormalise=True, shared=shared)
     # Of 16 experts the 8 are a share; of four and of sixteen a row.
     share = more._replace(placement=torch.zeros(16, dtype=torch.int32))
     for rows, top_k in ((1, 4), (1, 16), (12, 4), (2000, 4)) if is_full else ():
@@ -248,7 +252,7 @@ def compile_recurrences(is_full: bool) -> None:
     recurrence.recurrence(of_steps, states)
     x, tails = torch.zeros(4, 512, dtype=BF16), torch.zeros(2, 512, 3, dtype=BF16)
     recurrence.short_conv(x, torch.zeros(4, 512), None, tails, bounds, has_silu=True)
-    recurrent_rows.gated_norm(v, v, v[0, 0], 1e-6, form="silu", gates_first=False)
+    recurrent_rows.gated_norm(v, v[:, :, None], v[0, 0], 1e-6, form="silu", gates_first=False)
     recurrent_rows.delta_gates(gate.to(BF16).repeat(1, 2), gate[0], gate[0], 8)
     if is_full:
         for decay in (gate, torch.zeros(4, 8, 128)):
@@ -266,7 +270,12 @@ def compile_recurrences(is_full: bool) -> None:
     blocks = states, torch.zeros(2, 4 * step, 3, dtype=BF16)
     rings = torch.zeros(2, 24, 4 * step, dtype=BF16), *(torch.zeros(2, 24, 8) for _ in "gb")
     found = torch.zeros(2, 24, 4, 128, dtype=BF16), torch.zeros(2, 24, 8, 128, dtype=BF16)
-    slot_states.step_heads(form, plan, LayerMemory(blocks, rings, found), (inputs, gate, gate))
+    memory = LayerMemory(blocks, rings, found)
+    slot_states.step_heads(form, plan, memory, (inputs, gate, gate))
+    delta = DeltaGates(gate[0], gate[0], 2)
+    for count in (3, 64) if is_full else (3,):
+        plans, ba = plan[:1].expand(count, -1).contiguous(), gate.to(BF16).repeat(1, 2)
+        delta_steps.step_delta(form, delta, plans, memory, (inputs, ba))
     memory = LayerMemory(blocks[1:], rings[:1])
     slot_states.step_conv(conv, None, plan, memory, inputs)
 
