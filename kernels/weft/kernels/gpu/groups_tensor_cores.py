@@ -34,7 +34,8 @@ _MAX_NARROW_ROWS = 16
 _LARGE_WEIGHT = 1 << 24
 """Numbers beyond which programs of more columns take less time."""
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-"""Triton 3.9 has another name for it, and raises under the earlier one."""
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Triton 3.9 has other names for both; the earlier one of copies raises there."""
 
 
 class TensorShape(NamedTuple):
@@ -388,7 +389,7 @@ def _tensor_cores_kernel(
         async_copy.wait_group(STAGES - 2)
         if IS_WIDE:
             fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
         ahead = group + STAGES - 1
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         is_in = _are_in(is_row, place, ahead, end, K)
