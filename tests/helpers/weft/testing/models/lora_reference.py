@@ -171,7 +171,7 @@ def order(engine: Engine, message: AdapterOrder, timeout_s: float = 60.0) -> Non
 
 def unload_all(engine: Engine) -> None:
     """Unloads all adapters, and checks that nothing of them is left."""
-    manager = engine.adapters.manager
+    manager = engine.adapters
     assert manager is not None
     for state in manager.states():
         unload(engine, state.digest)
