@@ -73,7 +73,7 @@ def tensor_shape(rows: int, columns: int, k: int, *, is_gated: bool) -> TensorSh
 
 def _splits(wanted: int, programs: int, k: int) -> int:
     """Among how many programs K is cut, for about as many as are wanted; at most 8."""
-    return max(1, min(8, wanted // programs, triton.cdiv(k, LONG_UNIT)))
+    return max(1, min(8, wanted // programs, -(-k // LONG_UNIT)))
 
 
 def can_multiply(x: torch.Tensor, weight: PackedGroups) -> bool:
@@ -177,7 +177,7 @@ in the last bits of 128's mantissa is 128 more than itself, of which 136 is subt
 
 
 @gluon.constexpr_function
-def _powers(count, rank, dim, start=1):
+def _powers(count: int, rank: int, dim: int, start: int = 1) -> list[list[int]]:
     """Bases of `count` places of a dimension, in steps of `start`."""
     bases, step = [], start
     while step < start * count:
@@ -187,7 +187,22 @@ def _powers(count, rank, dim, start=1):
 
 
 @gluon.constexpr_function
-def _words_layout(columns, warps):
+def _sums_layout(is_wide: bool, rows: int, warps: int) -> gl.NVMMADistributedLayout:
+    """Of products [columns, rows]."""
+    version, shape = ([3, 0], [16, rows, 16]) if is_wide else ([2, 0], [16, 8])
+    return gl.NVMMADistributedLayout(version, warps_per_cta=[warps, 1], instr_shape=shape)
+
+
+@gluon.constexpr_function
+def _x_layout(is_wide: bool) -> gl.NVMMASharedLayout | gl.SwizzledSharedLayout:
+    """Of rows of x in shared memory."""
+    if is_wide:
+        return gl.NVMMASharedLayout(128, 16, rank=2)
+    return gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+
+
+@gluon.constexpr_function
+def _words_layout(columns: int, warps: int) -> gl.DistributedLinearLayout:
     """Of words [columns, 16] for all four threads of a row."""
     rows = [[8, 0], *_powers(columns // 16 // warps, 2, 0, 16 * warps)]
     lanes = [[0, 0], [0, 0], *_powers(8, 2, 0)]
@@ -197,7 +212,7 @@ def _words_layout(columns, warps):
 
 
 @gluon.constexpr_function
-def _numbers_layout(columns, warps):
+def _numbers_layout(columns: int, warps: int) -> gl.DistributedLinearLayout:
     """Of numbers [columns, 16 bytes, word or number, thread of a row]."""
     rows = [[8, 0, 0, 0], *_powers(columns // 16 // warps, 4, 0, 16 * warps)]
     lanes = [*_powers(4, 4, 3), *_powers(8, 4, 0)]
@@ -206,7 +221,13 @@ def _numbers_layout(columns, warps):
 
 
 @gluon.jit
-def _operands(words, select, COLUMNS: gl.constexpr, by: gl.constexpr, layout: gl.constexpr):
+def _operands(
+    words: gl.tensor,
+    select: gl.tensor,
+    COLUMNS: gl.constexpr,
+    by: gl.constexpr,
+    layout: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
     """Words [COLUMNS, 16] of a group as two operands, [COLUMNS, 64] each: numbers less 8."""
     apart = gl.reshape(words, [COLUMNS, 4, 4])
     apart = gl.convert_layout(apart, gl.SliceLayout(3, by), assert_trivial=True)
@@ -218,14 +239,21 @@ def _operands(words, select, COLUMNS: gl.constexpr, by: gl.constexpr, layout: gl
 
 
 @gluon.jit
-def _operand(numbers, COLUMNS: gl.constexpr, layout: gl.constexpr):
+def _operand(numbers: gl.tensor, COLUMNS: gl.constexpr, layout: gl.constexpr) -> gl.tensor:
     # Column, 16 bytes, half of them, which of two numbers, thread.
     apart = gl.permute(gl.reshape(numbers, [COLUMNS, 4, 2, 2, 4]), (0, 1, 2, 4, 3))
     return gl.convert_layout(gl.reshape(apart, [COLUMNS, 64]), layout, assert_trivial=True)
 
 
 @gluon.jit
-def _multiply(lower, upper, taken, IS_WIDE: gl.constexpr, second_of: gl.constexpr, zeros):
+def _multiply(
+    lower: gl.tensor,
+    upper: gl.tensor,
+    taken: gl.shared_memory_descriptor,
+    IS_WIDE: gl.constexpr,
+    second_of: gl.constexpr,
+    zeros: gl.tensor,
+) -> gl.tensor:
     """A group's product with its columns of x in shared memory, [ROWS, 128]; wide: its beginning,
     in two parts of which each counts for `_finished`.
     """
@@ -241,7 +269,13 @@ def _multiply(lower, upper, taken, IS_WIDE: gl.constexpr, second_of: gl.constexp
 
 
 @gluon.jit
-def _finished(part, lower, upper, LATER: gl.constexpr, IS_WIDE: gl.constexpr):
+def _finished(
+    part: gl.tensor,
+    lower: gl.tensor,
+    upper: gl.tensor,
+    LATER: gl.constexpr,
+    IS_WIDE: gl.constexpr,
+) -> gl.tensor:
     """A product once it is complete, of which the operands stay in registers until then; `LATER`
     parts of others may still be multiplied.
     """
@@ -251,7 +285,9 @@ def _finished(part, lower, upper, LATER: gl.constexpr, IS_WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _are_in(is_row, place, group, end, K: gl.constexpr):
+def _are_in(
+    is_row: gl.tensor, place: gl.tensor, group: gl.tensor, end: gl.tensor, K: gl.constexpr
+) -> gl.tensor:
     """Whether values of x exist in a group."""
     if K % 128 == 0:
         are_in = is_row & (place < 128)[None, :]
@@ -261,7 +297,7 @@ def _are_in(is_row, place, group, end, K: gl.constexpr):
 
 
 @gluon.jit
-def _given(scales, offsets, at):
+def _given(scales: gl.tensor, offsets: gl.tensor, at: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
     """Scales and offsets as they are kept; where there are none, another stands for them."""
     scale = gl.load(scales + at)
     offset = scale
@@ -271,7 +307,9 @@ def _given(scales, offsets, at):
 
 
 @gluon.jit
-def _scaled(part, sums, given, HAS_OFFSETS: gl.constexpr):
+def _scaled(
+    part: gl.tensor, sums: gl.tensor, given: gl.tuple, HAS_OFFSETS: gl.constexpr
+) -> gl.tensor:
     """A group's sums with scales; an offset belongs to each number, which is 8 less than stored."""
     scale = given[0].to(gl.float32)
     total = part * scale[:, None]
@@ -282,16 +320,16 @@ def _scaled(part, sums, given, HAS_OFFSETS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def _tensor_cores_kernel(
-    out,
-    x,
-    data,
-    scales,
-    offsets,
-    bias,
-    residual,
-    rows,
-    columns,
-    width,
+    out: gl.tensor,
+    x: gl.tensor,
+    data: gl.tensor,
+    scales: gl.tensor,
+    offsets: gl.tensor,
+    bias: gl.tensor,
+    residual: gl.tensor,
+    rows: int,
+    columns: int,
+    width: int,
     IS_DEPENDENT: gl.constexpr,
     K: gl.constexpr,
     IS_GATED: gl.constexpr,
@@ -301,23 +339,15 @@ def _tensor_cores_kernel(
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
-):
+) -> None:
     """Parts of a split product are written as they are, [SPLITS, rows, columns] float32."""
     if IS_DEPENDENT:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
-    if IS_WIDE:
-        sums_of: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, 16]
-        )
-        x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    else:
-        sums_of: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8]
-        )
-        x_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+    sums_of: gl.constexpr = _sums_layout(IS_WIDE, ROWS, WARPS)
+    x_shared: gl.constexpr = _x_layout(IS_WIDE)
     first_of: gl.constexpr = gl.DotOperandLayout(0, sums_of, 2)
     second_of: gl.constexpr = gl.DotOperandLayout(1, sums_of, 2)
     by_column: gl.constexpr = gl.SliceLayout(1, sums_of)
