@@ -58,6 +58,11 @@ from weft.kernels.gpu.groups_product import (
     multiply_groups,
     product_shape,
 )
+from weft.kernels.gpu.groups_tensor_cores import (
+    TensorShape,
+    multiply_wide,
+    tensor_shape,
+)
 from weft.kernels.gpu.moe import MAX_PACKED_ROWS
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
 from weft.kernels.gpu.moe_sort import sort_pairs
@@ -65,7 +70,7 @@ from weft.kernels.gpu.moe_tiles import packed_tiles
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
 from weft.kernels.scaled_kv import SCALE_BYTES
 
-Shape = GroupsShape | FewRowsShape
+Shape = GroupsShape | FewRowsShape | TensorShape
 Format = Literal["int4", "mxfp4"]
 FEW = (
     FewRowsShape(8, 16, 4), FewRowsShape(8, 16, 2), FewRowsShape(16, 16, 4), FewRowsShape(8, 32, 4),
@@ -75,19 +80,28 @@ FEW = (
 SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
+    8: (
+        GroupsShape(8, 16, 4, 4, 6), TensorShape(8, 32, 2, 6), TensorShape(8, 64, 4, 6),
+        TensorShape(8, 64, 4, 6, 4), TensorShape(8, 64, 4, 4, 8),
+    ),
     16: (
-        GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 2, 2, 3), GroupsShape(16, 32, 2, 2, 4),
-        GroupsShape(16, 64, 2, 2, 3), GroupsShape(16, 32, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
-        GroupsShape(16, 32, 2, 2, 4, 4), GroupsShape(16, 64, 2, 2, 3, 8),
-        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 16, 4, 4, 4),
+        GroupsShape(16, 32, 4, 4, 4, 2), TensorShape(16, 32, 2, 6), TensorShape(16, 32, 2, 4),
+        TensorShape(16, 64, 4, 6), TensorShape(16, 64, 4, 6, 4), TensorShape(16, 64, 4, 4, 8),
+        TensorShape(16, 32, 2, 6, 4),
+    ),
+    32: (
+        GroupsShape(32, 64, 0, 4, 6), TensorShape(32, 64, 4, 4), TensorShape(32, 64, 4, 4, 4),
+        TensorShape(32, 64, 4, 6, 8), TensorShape(32, 128, 8, 4, 8),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
-        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 3, 8, True),
+        GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8), TensorShape(64, 64, 4, 4),
+        TensorShape(64, 128, 8, 4), TensorShape(64, 64, 4, 4, 4), TensorShape(64, 128, 8, 4, 4),
+        TensorShape(64, 128, 8, 4, 8), TensorShape(64, 64, 4, 3),
     ),
     256: (
-        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
-        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
+        GroupsShape(256, 128, 0, 8, 2, 1, True), TensorShape(64, 64, 4, 4),
+        TensorShape(64, 128, 8, 4), TensorShape(64, 128, 8, 4, 2),
+        TensorShape(128, 128, 8, 3), TensorShape(128, 128, 8, 3, 2),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -174,7 +188,10 @@ def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: Shape) 
     is_gated = product.is_gated and shape.splits == 1 and shape.columns < 128
     if product.is_gated and not is_gated:
         out = torch.empty((x.shape[0], product.n), device="cuda", dtype=BF16)
-    multiply_groups(out, x, w, shape, is_gated=is_gated)
+    if isinstance(shape, TensorShape):
+        multiply_wide(out, x, w, is_gated=is_gated, shape=shape)
+    else:
+        multiply_groups(out, x, w, shape, is_gated=is_gated)
     if product.is_gated and not is_gated:
         silu_and_mul(out)
 
@@ -189,6 +206,8 @@ def shapes_of(product: Product, rows: int, number_format: Format, is_sweep: bool
     )
     if rows <= MAX_ROWS:
         chosen = few_rows_shape(rows, product.k, half, is_gated=product.is_gated)
+    elif number_format == "int4":
+        chosen = tensor_shape(rows, product.columns, product.k, is_gated=product.is_gated)
     return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.int_groups import IntGroups
 
-_LONG_UNIT = 128
+LONG_UNIT = 128
 """Longest group; longer ones are kept as several with the same scale."""
 LONG_HALF, _SHORT_HALF = 64, 32
 """Half the columns of a block of groups of 128, and of shorter ones."""
@@ -136,7 +136,7 @@ def _first_of(
 
 def half_of(unit: int) -> int:
     """Half the columns of a block of groups of `unit` columns."""
-    return LONG_HALF if unit >= _LONG_UNIT else _SHORT_HALF
+    return LONG_HALF if unit >= LONG_UNIT else _SHORT_HALF
 
 
 def pack_groups(matrix: IntGroups) -> PackedGroups:
@@ -148,7 +148,7 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
     if matrix.bits != 4:
         raise ValueError("only matrices of 4 bits are packed for GPUs")
     rows, columns = matrix.shape
-    unit = min(matrix.group, _LONG_UNIT)
+    unit = min(matrix.group, LONG_UNIT)
     half = half_of(unit)
     filled = -(-columns // (2 * half)) * 2 * half
     zero = 0 if matrix.is_e2m1 or matrix.offsets is not None else 8

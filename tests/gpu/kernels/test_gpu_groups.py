@@ -19,11 +19,12 @@ pytestmark = pytest.mark.needs("cuda")
 
 KINDS: list[tuple[int, Kind]] = [
     (32, "plain"), (32, "offsets"), (64, "plain"), (128, "plain"), (128, "offsets"), (32, "e2m1"),
+    (128, "wide"), (256, "plain"), (256, "offsets"),
 ]  # fmt: skip
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("rows", [1, 2, 13, 24, 100, 200, 300])
+@pytest.mark.parametrize("rows", [1, 2, 5, 13, 24, 100, 200, 300])
 @pytest.mark.parametrize(("group", "kind"), KINDS)
 def test_products(rows: int, group: int, kind: Kind) -> None:
     fresh_seed()
@@ -33,8 +34,13 @@ def test_products(rows: int, group: int, kind: Kind) -> None:
     x = torch.randn(rows, k, device="cuda", dtype=BF16)
     bias = torch.randn(columns, device="cuda", dtype=BF16)
     residual = torch.randn(rows, columns, device="cuda", dtype=BF16)
-    w, pair = pack_linear(down, bias, None, BF16), pack_gate_up(both, None, None, BF16)
-    assert isinstance(w.form, PackedGroups)
+    bias_of_both = torch.randn(2 * columns, device="cuda", dtype=BF16)
+    w, pair = pack_linear(down, bias, None, BF16), pack_gate_up(both, bias_of_both, None, BF16)
+    for each in (w, pair):
+        assert isinstance(each.form, PackedGroups)
+        if each.form.scales.is_floating_point():
+            # Of rows that do not exist.
+            each.form.scales[:, each.form.rows :] = float("nan")
 
     def product(dtype: torch.dtype) -> torch.Tensor:
         wide = down.dequantised(torch.float32).to(dtype)
@@ -42,7 +48,7 @@ def test_products(rows: int, group: int, kind: Kind) -> None:
 
     def gated(dtype: torch.dtype) -> torch.Tensor:
         wide = both.dequantised(torch.float32).to(dtype)
-        gate, up = F.linear(x.to(dtype), wide).chunk(2, dim=1)
+        gate, up = F.linear(x.to(dtype), wide, bias_of_both.to(dtype)).chunk(2, dim=1)
         return F.silu(gate) * up
 
     exact = product(torch.float64)

@@ -18,7 +18,7 @@ KERNELS = {
     "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
     "fp8": "_fp8_spread _fp8_rows _fp8_tiles _direct_inner _direct_out _sorted",
     "encoders": "_encoder _add_layer_norm _rotate",
-    "groups": "_few _groups _in_floats",
+    "groups": "_few _tensor_cores _groups _in_floats",
     "8 bits": "_decode _extend _rope_and_cache",
     "fixed": "_fixed _fixed_linear _sorted",
     "latents": "_latent _merge_latents",

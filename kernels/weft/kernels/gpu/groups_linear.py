@@ -1,9 +1,9 @@
 """Linear layers with weights of 4 bits in groups on a GPU.
 
 One or two rows are multiplied as integers (`groups_few_rows`), up to MAX_OWN_ROWS by numbers that
-are unpacked in registers (`groups_product`). For
-more rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once
-takes less time than doing so for every tile of rows.
+are unpacked in registers (`groups_tensor_cores`; what it does not take, `groups_product`). For more
+rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once takes
+less time than doing so for every tile of rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from weft.kernels.gpu.dependent_launch import (
 )
 from weft.kernels.gpu.groups_few_rows import can_take, multiply_few
 from weft.kernels.gpu.groups_product import MAX_GATED_ROWS, multiply_groups, product_shape
+from weft.kernels.gpu.groups_tensor_cores import can_multiply, multiply_wide
 from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
 from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
 from weft.kernels.lora import LoraAddition
@@ -52,15 +53,12 @@ def linear(
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for weights in groups on a GPU."""
     matrix = _matrix_of(x, w, None)
-    most = MAX_GATED_ROWS if matrix.half == LONG_HALF else MAX_OWN_ROWS
+    is_short = matrix.half != LONG_HALF or can_multiply(x, matrix)
+    most = MAX_OWN_ROWS if is_short else MAX_GATED_ROWS
     if lora is not None or w.is_fixed or not 0 < x.shape[0] <= most:
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
-    if can_take(x):
-        multiply_few(out, x, matrix, bias=w.bias, is_gated=True)
-        return out
-    shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=False)
-    multiply_groups(out, x, matrix, shape, bias=w.bias, is_gated=True)
+    _multiply(out, x, w, matrix, None, is_gated=True)
     return out
 
 
@@ -79,11 +77,7 @@ def _product(
     rows, columns = x.shape[0], w.out_features
     if _is_own(rows, w):
         out = torch.empty((rows, columns), dtype=dtype, device=x.device)
-        if can_take(x) and not w.is_fixed:
-            multiply_few(out, x, matrix, bias=w.bias, residual=residual)
-            return out
-        shape = product_shape(rows, columns, matrix.half, is_gated=False, is_fixed=w.is_fixed)
-        multiply_groups(out, x, matrix, shape, bias=w.bias, residual=residual)
+        _multiply(out, x, w, matrix, residual, is_gated=False)
         return out
     wide = in_floats(matrix, x.dtype).t()
     out = torch.mm(x, wide) if dtype == x.dtype else torch.mm(x, wide, out_dtype=dtype)
@@ -91,6 +85,26 @@ def _product(
         if term is not None:
             out += term
     return out
+
+
+def _multiply(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w: LinearWeight,
+    matrix: PackedGroups,
+    residual: torch.Tensor | None,
+    *,
+    is_gated: bool,
+) -> None:
+    if can_take(x) and not w.is_fixed:
+        multiply_few(out, x, matrix, bias=w.bias, residual=residual, is_gated=is_gated)
+    elif can_multiply(x, matrix) and not w.is_fixed:
+        multiply_wide(out, x, matrix, bias=w.bias, residual=residual, is_gated=is_gated)
+    else:
+        shape = product_shape(
+            x.shape[0], out.shape[1], matrix.half, is_gated=is_gated, is_fixed=w.is_fixed
+        )
+        multiply_groups(out, x, matrix, shape, bias=w.bias, residual=residual, is_gated=is_gated)
 
 
 def in_floats(matrix: PackedGroups, dtype: torch.dtype) -> torch.Tensor:

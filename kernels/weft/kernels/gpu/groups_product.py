@@ -183,18 +183,32 @@ def multiply_groups(
         **(options or launch_options(x.device)),
     )
     if is_split:
-        _sum_kernel[(x.shape[0], triton.cdiv(columns, _SUMMED))](
-            out,
-            target,
-            bias,
-            residual,
-            columns,
-            target.stride(0),
-            SPLITS=shape.splits,
-            TILE=_SUMMED,
-            num_warps=4,
-            **launch_options(x.device),
-        )
+        sum_parts(out, target, bias, residual, launch_options(x.device))
+
+
+def sum_parts(
+    out: torch.Tensor,
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    options: LaunchOptions,
+) -> None:
+    """Sums [splits, M, N] float32 in order, adds the bias [N] and the residual [M, N], and rounds
+    once into `out`, [M, N], which may be the residual.
+    """
+    splits, rows, columns = parts.shape
+    _sum_kernel[(rows, triton.cdiv(columns, _SUMMED))](
+        out,
+        parts,
+        bias,
+        residual,
+        columns,
+        parts.stride(0),
+        SPLITS=splits,
+        TILE=_SUMMED,
+        num_warps=4,
+        **options,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
