@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import moe as gpu
-from weft.kernels.quantised import Fp8Experts
+from weft.kernels.gpu import moe_products
+from weft.kernels.gpu.dependent_launch import launch_options
+from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.gpu.moe_tiles import Tile, Tiles
+from weft.kernels.quantised import FP8_GROUP, Fp8Experts
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
@@ -55,3 +61,36 @@ def test_experts_of_another_kind_are_refused() -> None:
     for matrix in (draw_matrix(32, 40, 16), draw_matrix(32, 44, 0)):
         with pytest.raises(ValueError, match=r"expert 1: .* is not like the others"):
             stacked.put(1, matrix)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_blocks_of_many_pairs_round_their_rows(
+    is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that FP8 has: the interpreter rounds others wrongly."""
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    monkeypatch.setattr(moe_products, "MIN_ROUNDED_ROWS", 16)
+    (rows, k, columns, experts), top_k = (21, 300, 48, 3), 2
+    x = torch.randn(rows, k).mul_(20).to(FP8).float()
+    x[:, ::FP8_GROUP] = 448  # Of each group.
+    x *= torch.tensor([2.0**-9, 2.0**-7, 2.0**-8]).repeat_interleave(FP8_GROUP)[:k]
+    weight, wide = stack(experts, 2 * columns if is_gated else columns, k, 16)
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).int()
+    shares = torch.rand(rows, top_k)
+    tile = Tile(16, FP8_GROUP, 4, 2)
+    out = torch.full((rows * top_k, columns), float("nan"), dtype=torch.float16)
+    moe_products.multiply_sorted(
+        out, x.half(), weight, shares, sort_pairs(ids, experts, 16), None, Tiles(16, tile, tile),
+        top_k, launch_options(x.device), is_gated=is_gated,
+    )  # fmt: skip
+
+    def compute(dtype: torch.dtype) -> torch.Tensor:
+        of_pairs = wide.to(dtype)[ids.flatten().long()]
+        both = torch.einsum("pnk,pk->pn", of_pairs, x.to(dtype).repeat_interleave(top_k, 0))
+        if is_gated:
+            gate, up = both.chunk(2, dim=1)
+            return F.silu(gate) * up
+        return both * shares.to(dtype).flatten()[:, None]
+
+    assert_as_exact(out, compute(torch.float32).half(), compute(torch.float64))

@@ -10,15 +10,16 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.fp8_rows import quantise_rows
 from weft.kernels.gpu.fp8_weights import GROUP, data_of, widened
 from weft.kernels.gpu.groups_product import Experts, multiply_groups, product_shape
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
-from weft.kernels.gpu.moe_tiles import Tiles
+from weft.kernels.gpu.moe_tiles import Tile, Tiles
 from weft.kernels.moe import StackedWeight
 from weft.kernels.packed_groups import PackedExperts
-from weft.kernels.quantised import FP8_GROUP
+from weft.kernels.quantised import FP8_GROUP, Fp8Experts
 
 MIN_COPIED_ROWS = 128
 """Least pairs of a block for which the copy engine fetches weights, since loads would cost
@@ -27,6 +28,11 @@ MIN_HALVED_ROWS = 128
 """Pairs of a block from which on a block of at most half as many is multiplied as half of one: of
 fewer, tensor cores take no less time.
 """
+MIN_ROUNDED_ROWS = 64
+"""Pairs of a block from which on rows are rounded to FP8, as a dense layer's are, where weights are
+FP8 in blocks. Then tensor cores multiply both as they are; widening weights would bound the rate.
+"""
+ROUNDED_UP, ROUNDED_DOWN = Tile(64, FP8_GROUP, 8, 3), Tile(128, FP8_GROUP, 8, 3)
 
 
 def multiply_sorted(
@@ -50,8 +56,8 @@ def multiply_sorted(
     Args:
         out: [P, I] or [P, 2 * I] for gate and up, else [P, H].
         x: [T, H] for gate and up, else [P, I].
-        weight: [E, 2 * I, H], rows of gate first, or [E, H, I]; FP8 and 4 bits are widened in
-            registers.
+        weight: [E, 2 * I, H], rows of gate first, or [E, H, I]; 4 bits, and FP8 of fewer than
+            MIN_ROUNDED_ROWS pairs a block, are widened in registers.
         shares: [T, k] float32, each pair's; not read for gate and up.
         blocks: The pairs in blocks of `tiles.rows`.
         added: [P, 2 * I], added to gate and up, or None.
@@ -84,7 +90,13 @@ def multiply_sorted(
     # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
     inner = min(tile.depth * 2 // x.dtype.itemsize, next_power_of_2(depth))
     data, scaling = data_of(weight)
-    if scaling["SCALE_ROWS"]:
+    x_scales, scale_places = None, 0
+    if _rounds(x, weight, tiles):
+        rounded = quantise_rows(x, has_groups=True)
+        x, x_scales, scale_places = rounded.data, rounded.scales, rounded.scales.shape[1]
+        tile, inner = ROUNDED_UP if is_gated else ROUNDED_DOWN, FP8_GROUP
+        tile = tile._replace(columns=min(tile.columns, scaling["SCALE_ROWS"]))
+    elif scaling["SCALE_ROWS"]:
         # Deeper tiles take fewer stages, so that as many bytes are being loaded.
         stages = max(2, tile.stages * inner // FP8_GROUP)
         columns_at_once = min(tile.columns, scaling["SCALE_ROWS"])
@@ -96,13 +108,19 @@ def multiply_sorted(
     # Programs that run together share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
         out, x, data, weight_tiles, shares, *blocks, added,
-        more.gate_up_bias if is_gated else more.down_bias, columns, experts, K=depth, **scaling,
+        more.gate_up_bias if is_gated else more.down_bias, columns, experts, x_scales,
+        scale_places, K=depth, **scaling,
         **more.gating_arguments(),
         TOP_K=top_k, IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows,
         HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0, COLUMNS=tile.columns,
         TILE=inner, IS_EXACT=x.dtype == torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
+
+
+def _rounds(x: torch.Tensor, weight: torch.Tensor | Fp8Experts, tiles: Tiles) -> bool:
+    is_in_blocks = isinstance(weight, Fp8Experts) and weight.rows > 0
+    return is_in_blocks and tiles.rows >= MIN_ROUNDED_ROWS and x.element_size() == 2
 
 
 @triton.jit
@@ -120,6 +138,8 @@ def _sorted_kernel(
     bias: tl.tensor,
     columns: int,
     experts: int,
+    x_scales: tl.tensor,
+    scale_places: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     IS_NATIVE: tl.constexpr,
@@ -155,15 +175,15 @@ def _sorted_kernel(
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC, K, TOP_K,
-            IS_GATED, IS_RAW,
+            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT,
+            CUBIC, K, TOP_K, IS_GATED, IS_RAW,
             HALF_ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
     else:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC, K, TOP_K,
-            IS_GATED, IS_RAW,
+            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT,
+            CUBIC, K, TOP_K, IS_GATED, IS_RAW,
             ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
 
@@ -182,6 +202,8 @@ def _multiply_block(
     expert: tl.tensor,
     begin_place: tl.tensor,
     end_place: tl.tensor,
+    x_scales: tl.tensor,
+    scale_places: int,
     scales: tl.tensor,
     IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -226,6 +248,11 @@ def _multiply_block(
     for start in range(0, K, TILE):
         at = (start + part)[None, :]
         values = tl.load(row_at + at, mask=is_pair[:, None] & (at < K), other=0.0)
+        of_rows = 1.0
+        if x_scales is not None:
+            # [K / GROUP, T]: each group of a row has a scale of its own.
+            of_group = x_scales + start // GROUP * scale_places
+            of_rows = tl.load(of_group + pair // TOP_K, mask=is_pair, other=0.0)[:, None]
         if weight_tiles is not None:
             # Of columns that do not exist it fetches another expert's, which are not stored.
             tile = weight_tiles.load([first, start])
@@ -237,6 +264,7 @@ def _multiply_block(
             product,
             at_scale,
             start // GROUP,
+            of_rows,
             IS_EXACT,
             IS_NATIVE,
             SCALE_ROWS,
@@ -248,8 +276,8 @@ def _multiply_block(
             else:
                 tile = tl.load(up_at + at, mask=at < K, other=0.0)
             up = _dot(
-                values, tile, up, at_scale_up, start // GROUP, IS_EXACT, IS_NATIVE, SCALE_ROWS,
-                is_fp8,
+                values, tile, up, at_scale_up, start // GROUP, of_rows, IS_EXACT, IS_NATIVE,
+                SCALE_ROWS, is_fp8,
             )  # fmt: skip
     if is_fp8 and SCALE_ROWS == 0:
         of_columns = scales + expert * weight_rows + tl.minimum(column, columns - 1)
@@ -286,16 +314,17 @@ def _dot(
     total: tl.tensor,
     at_scale: tl.tensor,
     group: int,
+    of_rows: tl.tensor,
     IS_EXACT: tl.constexpr,
     IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     IS_FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Adds a product to `total`; of FP8 in blocks, that of one group with its scale."""
-    if IS_FP8:
+    """Adds a product to `total`; of FP8 in blocks, that of one group with its scales."""
+    if IS_FP8 and values.dtype != tile.dtype:
         tile = widened(tile, values.dtype, IS_NATIVE)
     if SCALE_ROWS > 0:
-        total += tl.dot(values, tl.trans(tile)) * tl.load(at_scale + group)
+        total += tl.dot(values, tl.trans(tile)) * (of_rows * tl.load(at_scale + group))
     elif IS_EXACT:
         total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
     else:
