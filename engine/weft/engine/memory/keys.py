@@ -104,7 +104,8 @@ def short_key(key: bytes) -> int:
 def short_keys(keys: Sequence[bytes]) -> list[int]:
     """`short_key` of each."""
     words = np.frombuffer(b"".join(keys), "<u8")
-    return words[:: len(ROOT_KEY) // SHORT_KEY_BYTES].tolist()
+    found: list[int] = words[:: len(ROOT_KEY) // SHORT_KEY_BYTES].tolist()
+    return found
 
 
 class ShortKeys:
