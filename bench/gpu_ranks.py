@@ -24,8 +24,8 @@ are known to take long, and those that ranks add.
 then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
 
 `sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
-project's (with residual and norm, in one and in two exchanges, and small ones in words), torch's
-symmetric memory and NCCL (the sum alone); all ranks must get the same bits.
+project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
+(the sum alone); all ranks must get the same bits.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -53,6 +55,7 @@ from gpu_roof import IN_BFLOAT16, Rates, WeightBytes, decode_work, prompt_work
 from gpu_setup import describe_gpu
 from model_shapes import LARGE_MODELS, MODELS, write_config
 from torch.autograd import DeviceType
+from torch.distributed import _symmetric_memory as symmetric
 from torch.profiler import ProfilerActivity, profile
 from weft.engine.base.request import SamplingParams
 from weft.engine.checkpoint.config import ModelConfig
@@ -71,8 +74,8 @@ LONG_TOKENS, ANSWER_TOKENS = 1_488, 1_024
 TRACED_STEPS = 10
 WIDTH, PER_GRAPH = 4096, 64
 SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-WORD_KIB = 256
-"""Size of the largest sum that is also measured with numbers that travel with their turns."""
+SUM_LIMIT_S = 60.0
+"""Longest wait for the next figure of sums."""
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
     "tokens to ranks": ("_share_kernel",),
@@ -387,111 +390,127 @@ def listed(times: dict[str, float], count: int) -> str:
 
 
 def sums(sizes: Sequence[int]) -> dict[str, Any]:
-    """Microseconds of a sum by number of ranks, way and KiB."""
+    """Microseconds of a sum by number of ranks, way and KiB, as far as ranks have come."""
     found: dict[str, Any] = {}
     context = multiprocessing.get_context("fork")
     for size in sizes:
-        results = context.Queue()
+        table = found[str(size)] = defaultdict[str, dict[int, float]](dict)
+        told, tells = context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as folder:
             segment = Segment.create(segment_bytes(size), "bench")
             ranks = [
-                context.Process(target=sums_of_rank, args=(segment, rank, size, folder, results))
+                context.Process(target=sums_of_rank, args=(segment, rank, size, folder, tells))
                 for rank in range(size)
             ]
             for rank in ranks:
                 rank.start()
-            try:
-                table = results.get(timeout=120)
-            finally:
-                for rank in ranks:
-                    rank.join(10)
-                    rank.kill()
-        found[str(size)] = table
+            ends = [rank.sentinel for rank in ranks]
+            # The ranks end together once all is told, or one of them ends early.
+            while told in wait([told, *ends], SUM_LIMIT_S):
+                way, kib, us = told.recv()
+                table[way][kib] = us
+            for rank in ranks:
+                rank.kill()
+                rank.join()
         print(f"{size} ranks, us   " + " ".join(f"{kib:>6}" for kib in SUM_KIB), " KiB")
         for way, row in table.items():
-            print(f"{way:24}" + " ".join(f"{us:6.1f}" for us in row.values()), flush=True)
+            cells = (f"{row[kib]:6.1f}" if kib in row else "     -" for kib in SUM_KIB)
+            print(f"{way:24}" + " ".join(cells), flush=True)
     return found
 
 
 def sums_of_rank(
-    segment: Segment, rank: int, size: int, folder: str, results: multiprocessing.Queue[Any]
+    segment: Segment, rank: int, size: int, folder: str, tells: Connection[Any, Any]
 ) -> None:
     """One rank of `sums`."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = f"file://{folder}/group"
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size, device_id=device)
-    from torch.distributed import _symmetric_memory as symmetric
-
-    peers = []
+    # Ranks tell one another where they are through memory of the host.
+    backends = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backends, init_method=store, rank=rank, world_size=size, device_id=device
+    )
     world = dist.group.WORLD
     assert world is not None
-    name = world.group_name
-    for once, words in ((16 << 20, 0), (1, 0), (1, WORD_KIB << 10)):
+    peers = []
+    for once in (16 << 20, 1):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
-        device_peers._WORD_BYTES = words
         group = SharedGroup(segment, rank, size, 30.0)
         sizes = WIDTH, torch.bfloat16, 128  # A vocabulary, of no use here.
         peers.append(device_peers.DevicePeers(group, device, world, *sizes, lambda phase: None))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
-    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
-    table: dict[str, dict[int, float]] = {}
+    ours = dict(zip(("ours once", "ours twice"), peers, strict=True))
     for kib in SUM_KIB:
-        rows = (kib << 10) // (2 * WIDTH)
-        torch.manual_seed(rank)
-        part = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        torch.manual_seed(77)
-        stream = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        shared = symmetric.empty(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        symmetric.rendezvous(shared, world)
-        exact = part.float()
-        dist.all_reduce(exact)
-        exact += stream.float()
-        for way, one in zip(("ours once", "ours twice", "ours in words"), peers, strict=True):
-            given = stream.clone()
-            one.add_norm(part, given, norm)
-            copies = [torch.empty_like(given) for _ in range(size)]
-            dist.all_gather(copies, given)
-            assert all(torch.equal(copy, given) for copy in copies), f"{way}: other bits"
-            assert (given.float() - exact).abs().max() < 0.1, f"{way}: other sums"
-        out = torch.empty_like(part)
-        ways: dict[str, Callable[[], Any]] = {
-            "NCCL": lambda part=part: dist.all_reduce(part),
-            "NCCL, norm": lambda part=part, stream=stream: (
-                dist.all_reduce(part),
-                add_rms_norm(part, stream, *norm),
-            ),
-            "symm_mem one_shot": lambda shared=shared, out=out: (
-                torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", name, out)
-            ),
-            "symm_mem two_shot": lambda shared=shared: torch.ops.symm_mem.two_shot_all_reduce_(
-                shared, "sum", name
-            ),
-            "ours once, norm": lambda part=part, stream=stream: peers[0].add_norm(
-                part, stream, norm
-            ),
-            "ours twice, norm": lambda part=part, stream=stream: peers[1].add_norm(
-                part, stream, norm
-            ),
-        }
-        if kib <= WORD_KIB:
-            ways["ours in words, norm"] = lambda part=part, stream=stream: peers[2].add_norm(
-                part, stream, norm
-            )
+        ways = our_ways(ours, kib, device, world) | other_ways(kib, device, world)
         for way, call in ways.items():
             try:
                 us = graph_us(call)
             except RuntimeError as error:
-                us = float("nan")
-                if rank == 0 and kib == SUM_KIB[0]:
-                    print(f"{way}: {error}"[:300], flush=True)
-            table.setdefault(way, {})[kib] = us
-    if rank == 0:
-        results.put(table)
+                if rank == 0:
+                    print(f"{way}, {kib} KiB: {error}"[:300], flush=True)
+                continue
+            if rank == 0:
+                tells.send((way, kib, us))
     torch.cuda.synchronize()
-    os._exit(0) if rank else time.sleep(0.5)
+    dist.barrier()
     os._exit(0)
+
+
+def our_ways(
+    peers: dict[str, device_peers.DevicePeers],
+    kib: int,
+    device: torch.device,
+    world: dist.ProcessGroup,
+) -> dict[str, Callable[[], Any]]:
+    """This project's sums with norms, once their results are found to be right."""
+    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
+    part, stream = rows_of_sum(kib, device, world)
+    exact = part.float()
+    dist.all_reduce(exact)
+    exact += stream.float()
+    ways: dict[str, Callable[[], Any]] = {}
+    for way, one in peers.items():
+        given = stream.clone()
+        one.add_norm(part, given, norm)
+        copies = [torch.empty_like(given) for _ in range(world.size())]
+        dist.all_gather(copies, given)
+        assert all(torch.equal(copy, given) for copy in copies), f"{way}: other bits"
+        assert (given.float() - exact).abs().max() < 0.1, f"{way}: other sums"
+        ways[f"{way}, norm"] = partial(one.add_norm, part, stream, norm)
+    return ways
+
+
+def other_ways(
+    kib: int, device: torch.device, world: dist.ProcessGroup
+) -> dict[str, Callable[[], Any]]:
+    """NCCL's sums and those of torch's symmetric memory."""
+    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
+    part, stream = rows_of_sum(kib, device, world)
+    shared = symmetric.empty(*part.shape, dtype=torch.bfloat16, device=device)
+    symmetric.rendezvous(shared, world)
+    out, name = torch.empty_like(part), world.group_name
+    return {
+        "NCCL": lambda: dist.all_reduce(part),
+        "NCCL, norm": lambda: (dist.all_reduce(part), add_rms_norm(part, stream, *norm)),
+        "symm_mem one_shot": lambda: torch.ops.symm_mem.one_shot_all_reduce_out(
+            shared, "sum", name, out
+        ),
+        "symm_mem two_shot": lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name),
+    }
+
+
+def rows_of_sum(
+    kib: int, device: torch.device, world: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, WIDTH]: a part of this rank's own, and a stream that all ranks have alike."""
+    shape = (kib << 10) // (2 * WIDTH), WIDTH
+    made = []
+    for seed in (world.rank(), 77):
+        torch.manual_seed(seed)
+        made.append(torch.randn(shape, dtype=torch.bfloat16, device=device))
+    return made[0], made[1]
 
 
 def graph_us(call: Callable[[], Any]) -> float:

@@ -1,4 +1,4 @@
-"""Token ids of a whole prompt, packed: sending and checking them takes no loop in Python."""
+"""Token ids of a whole prompt, packed, so that no loop in Python sends and checks them."""
 
 from __future__ import annotations
 

@@ -145,6 +145,7 @@ class Intake:
             namespace=namespace,
             adapter=submit.adapter,
             traceparent=submit.traceparent,
+            speculates=submit.sampling.speculates,
             unforked_samples=unforked,
         )
 

@@ -22,8 +22,6 @@ from weft.kernels.gpu.peer_sum import (
 )
 from weft.kernels.norm import Norm
 
-_WORD_BYTES = 0
-"""Bytes of the largest sum whose numbers travel with their turns."""
 _ONCE_BYTES = {2: 16 << 20, 4: 256 << 10, 8: 128 << 10}
 """Bytes of the largest sum with one exchange, by number of ranks. With two ranks both ways send the
 same."""
@@ -45,7 +43,6 @@ class DevicePeers:
         dtype: Their dtype.
         columns: Size of the vocabulary.
         agree: Waits until all ranks have come to a phase, and raises what another one raises.
-        is_fixed: Whether a row's norm must have the same bits in sums of any number of rows.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -62,8 +59,6 @@ class DevicePeers:
         dtype: torch.dtype,
         columns: int,
         agree: Callable[[str], object],
-        *,
-        is_fixed: bool = False,
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
@@ -73,9 +68,7 @@ class DevicePeers:
         self._kept: list[object] = []
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
-        can_have_words = itemsize == 2 and width % 4 == 0 and not is_fixed
-        word_rows = _WORD_BYTES // (width * itemsize) if can_have_words else 0
-        layout = layout_of(self.size, width * itemsize, once, twice, word_rows)
+        layout = layout_of(self.size, width * itemsize, once, twice)
         try:
             bases = self._mapped(layout.end, device, ranks)[1]
             rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
@@ -100,7 +93,6 @@ class DevicePeers:
             self.size,
             width,
             itemsize,
-            word_rows,
             once,
             twice,
             bases,

@@ -207,8 +207,8 @@ class GatewayBatch:
     gateway: int
     accepted: list[Accepted] = field(default_factory=list)
     tokens: list[Tokens] = field(default_factory=list)
-    """Tokens of samples that got drafts, and repeated tokens. They precede the tokens that
-    `columns` has for the same sample."""
+    """Tokens of samples that may get several in a step, and repeated tokens. They precede the
+    tokens that `columns` has for the same sample."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     vectors: list[PooledVectors] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)

@@ -3,7 +3,7 @@
 A step is plan -> launch -> commit, and the next one may be planned before this one is committed.
 At that time everything about a request is known except its new token, and whether that token ends
 it. A request that may end with the step under way is planned all the same; if it does end, its next
-token is dropped. `plan` gives every running request its next token, and drafts to verify where
+token is dropped. `plan` gives every running request its next token, and rows to verify where
 these pay; then
 it continues prompts in page-aligned chunks (if a step has room), then admits waiting requests while
 tokens, requests and pages last. Admission promises all pages of a prompt at once, so a started
@@ -20,7 +20,7 @@ from itertools import chain, islice
 
 import numpy as np
 from weft.engine.base.errors import WeftError
-from weft.engine.scheduler.adapters import AdapterWaitlist
+from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
 from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate
 from weft.engine.scheduler.events import SchedulerEvents
@@ -28,7 +28,7 @@ from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
-from weft.engine.scheduler.ports import AdapterResidency, Fills
+from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
@@ -284,14 +284,16 @@ class Scheduler:
             self._strip_waiting()
 
     def _admit_ahead(self, now: float) -> None:
-        """Admits what goes before all prompts under way by the policy, which may leave no room in a
-        step for as long as they last.
+        """Admits what goes before a prompt under way by the policy, up to a step's worth: that one
+        may leave no room in a step for as long as it lasts.
         """
-        while self.waiting and self.prefilling and self._free_slots:
-            request = self._admit_next(now, ahead_of=self.prefilling[0])
+        room = self._limits.max_step_tokens
+        while room > 0 and self.waiting and self.prefilling and self._free_slots:
+            request = self._admit_next(now, ahead_of=self.prefilling[-1])
             if request is None:
                 return
             self._take_in(request)
+            room -= request.num_pending
 
     def _take_in(self, request: Request) -> None:
         """Moves an admitted request to those that are computed or filled."""
@@ -315,7 +317,7 @@ class Scheduler:
                 return None
             if request.num_launched or now < request.lookup_until:
                 continue
-            if self.sharing.still_waits(request):
+            if request.leader is not None and self.sharing.still_waits(request):
                 continue
             if not self._may_take_off(request):
                 return None
@@ -323,8 +325,8 @@ class Scheduler:
             if not has_pages:
                 found = self.pages.find(request)
                 request.num_found_tokens = found.num_tokens(self._limits.page_size)
-                makers = chain(self.prefilling, self.filling, self._arriving)
-                if self.sharing.waits(request, found, makers):
+                makers = [*self.prefilling, *self.filling, *self._arriving]
+                if makers and self.sharing.waits(request, found, makers):
                     assert request.leader is not None
                     self.pages.note_follower(request.leader, request)
                     continue
@@ -435,7 +437,7 @@ class Scheduler:
             ]
 
     def accepted(self, request: Request) -> None:
-        """Adds the accepted tokens of a step with drafts; all but the last have their KV."""
+        """Adds the accepted tokens of a step with verified rows; all but the last have their KV."""
         num_more = len(request.tokens) - 1 - request.num_computed
         if request.state is State.RUNNING and num_more:
             request.num_computed += num_more
@@ -604,16 +606,18 @@ class Scheduler:
         """The state of a request that is being admitted. What is cached behind its match is taken
         first, so that the choice knows what a fill or load would bring; kept only for these.
         """
-        if self._fills is None:
+        may_be_filled = request.num_reusable_tokens and (
+            request.candidates or self._limits.has_tiers
+        )
+        if self._fills is None or not may_be_filled:
             return State.PREFILLING
-        if request.candidates or self._limits.has_tiers:
-            end_token = request.num_reusable_tokens
-            if request.candidates and request.candidates[0].kind == "kvstore":
-                end_token = request.candidates[0].match_tokens
-            self.pages.take_uncontinuable(request, end_token)
-            if request.candidates and not self._fills.has_room(request):
-                # Without these pages the fill can be cut into pieces that do have room.
-                self.pages.untake_uncontinuable(request)
+        end_token = request.num_reusable_tokens
+        if request.candidates and request.candidates[0].kind == "kvstore":
+            end_token = request.candidates[0].match_tokens
+        self.pages.take_uncontinuable(request, end_token)
+        if request.candidates and not self._fills.has_room(request):
+            # Without these pages the fill can be cut into pieces that do have room.
+            self.pages.untake_uncontinuable(request)
         state = self._fills.next_state(request)
         if state is State.PREFILLING:
             self.pages.untake_uncontinuable(request)
@@ -658,7 +662,7 @@ class Scheduler:
             # A running request that has aged enough would precede the candidate again at once.
             if request.priority >= limit and self.waiting.precedes(urgent, request)
         ]
-        if not victims or self.sharing.still_waits(urgent):
+        if not victims or (urgent.leader is not None and self.sharing.still_waits(urgent)):
             return
         wanted = self._num_pages(urgent) - len(urgent.pages)
         if not urgent.pages:

@@ -2,13 +2,11 @@
 
 A program takes a row. Up to a size it writes the row's part to all other ranks, waits for theirs,
 and adds up what it has (one exchange); beyond, each row has an owner, which adds up the parts and
-writes the sum to all (two exchanges, but less is sent). Of the smallest sums each pair of numbers
-travels with its turn in one word, which comes whole; so nobody waits until data has come before a
-flag is sent behind it. All add the parts in float32 in the order of the ranks, then the residual,
-and round once; so all ranks get the same bits. The norm that follows is computed in the same
-launch.
+writes the sum to all (two exchanges, but less is sent). Both add the parts in float32 in the order
+of the ranks, then the residual, and round once; so all ranks get the same bits. The norm that
+follows is computed in the same launch.
 
-Flags say what else has come. They count a row's exchanges (`turns`), since a captured launch cannot
+Flags say what has come. They count a row's exchanges (`turns`), since a captured launch cannot
 carry a number of its own. Parts lie in two places in turn: who writes the next but one part of a
 row has seen the other ranks begin the exchange between, and so end the one before.
 
@@ -45,10 +43,8 @@ class PeerMemory(NamedTuple):
     """Numbers of a row."""
     itemsize: int
     """Bytes of a number."""
-    word_rows: int
-    """Most rows of a sum whose numbers travel with their turns, of 16-bit numbers."""
     once_rows: int
-    """Most rows of a sum with one exchange and flags."""
+    """Most rows of a sum with one exchange."""
     twice_rows: int
     """Most rows of a sum with two exchanges."""
     bases: torch.Tensor
@@ -69,8 +65,7 @@ class PeerMemory(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Where the parts of each rank's memory lie."""
-        rows = self.once_rows, self.twice_rows, self.word_rows
-        return layout_of(self.size, self.row_bytes, *rows)
+        return layout_of(self.size, self.row_bytes, self.once_rows, self.twice_rows)
 
 
 class Layout(NamedTuple):
@@ -92,15 +87,11 @@ class Layout(NamedTuple):
     """[2, size, twice_rows / size, width]."""
     sums: int
     """[twice_rows, width]."""
-    words: int
-    """[2, size, word_rows, width / 2] int64."""
     end: int
     """Bytes in all."""
 
 
-def layout_of(
-    size: int, row_bytes: int, once_rows: int, twice_rows: int, word_rows: int = 0
-) -> Layout:
+def layout_of(size: int, row_bytes: int, once_rows: int, twice_rows: int) -> Layout:
     """Lays out a rank's memory; `twice_rows` is a multiple of `size`."""
     sizes = (
         4 * once_rows * size,
@@ -111,7 +102,6 @@ def layout_of(
         2 * size * once_rows * row_bytes,
         2 * twice_rows * row_bytes,
         twice_rows * row_bytes,
-        2 * size * word_rows * 2 * row_bytes,
     )
     offsets = [0]
     for part in sizes:
@@ -157,7 +147,6 @@ def sum_rows(
         raise ValueError(f"a norm of {tuple(norm.weight.shape)} for rows of {memory.width}")
     out = None if norm is None else torch.empty_like(x)
     rows, begin = x.shape[0], 0
-    in_words = rows <= memory.word_rows
     is_once = rows <= memory.once_rows or memory.once_rows >= memory.twice_rows
     most = memory.once_rows if is_once else memory.twice_rows
     layout = memory.layout
@@ -175,9 +164,9 @@ def sum_rows(
             *(residual[begin:end], None if norm is None else norm.weight, part_tap),
             *(memory.width, 0 if tap is None else tap.stride(0), 0.0 if norm is None else norm.eps),
             *(memory.bases, memory.turns[0 if is_once else memory.once_rows :], memory.control),
-            *where, most if is_once else most // memory.size, layout.words, memory.word_rows,
+            *where, most if is_once else most // memory.size,
             RANK=memory.rank, SIZE=memory.size, LANES=next_power_of_2(memory.size),
-            IN_WORDS=in_words, IS_ONCE=is_once, BLOCK=block, HAS_TIMER=x.is_cuda,
+            IS_ONCE=is_once, BLOCK=block, HAS_TIMER=x.is_cuda,
             num_warps=max(1, min(16, block // 256)),
             **launch_options(x.device),
         )  # fmt: skip
@@ -237,70 +226,21 @@ def await_turn(
         spins += 1
         if spins == 1024:
             spins = spins * 0
-            late = tl.min(tl.where(mask & (seen - turn < 0), lane, LANES), axis=0)
-            ends, began = _ends(began, late, control, HAS_TIMER)
-            waits = waits * (1 - ends)
-
-
-@triton.jit
-def _ends(
-    began: tl.tensor, late: tl.tensor, control: tl.tensor, HAS_TIMER: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """1 where the group has stopped, or ends now since `late` has not come in time, else 0; and
-    when the wait began, in nanoseconds: the first call says so if `began` is 0.
-    """
-    ends = late * 0
-    stop_at = tl.load(control)
-    if stop_at != 0:
-        stop = stop_at.to(tl.pointer_type(tl.int32))
-        if tl.load(stop, volatile=True) != 0:
-            ends += 1
-        elif HAS_TIMER:
-            now = tl.extra.cuda.globaltimer()
-            if began == 0:
-                began = now
-            limit = tl.load(control + 1).to(tl.pointer_type(tl.int64))
-            if now - began > tl.load(limit, volatile=True):
-                tl.store(stop, late + 2)
-                ends += 1
-    return ends, began
-
-
-@triton.jit
-def _words_of(row: tl.tensor, turn: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """[2 * HALF] 16-bit numbers -> [HALF] int64: pairs of them below the turn."""
-    low, high = tl.split(tl.reshape(row.to(tl.uint16, bitcast=True), [HALF, 2]))
-    pair = low.to(tl.int64) | (high.to(tl.int64) << 16)
-    return pair | (turn.to(tl.int64) << 32)
-
-
-@triton.jit
-def _await_words(
-    words: tl.tensor,
-    mask: tl.tensor,
-    rank: tl.tensor,
-    turn: tl.tensor,
-    control: tl.tensor,
-    kind: tl.constexpr,
-    HAS_TIMER: tl.constexpr,
-) -> tl.tensor:
-    """[2 * HALF] of `kind`: the numbers in words [HALF] of a rank, once all have come to `turn`, or
-    the group has stopped.
-    """
-    seen = tl.load(words, mask=mask, other=0, volatile=True)
-    waits = tl.max(tl.where(mask & ((seen >> 32).to(tl.int32) != turn), 1, 0), axis=0)
-    spins = 0
-    began = turn.to(tl.int64) * 0
-    while waits != 0:
-        seen = tl.load(words, mask=mask, other=0, volatile=True)
-        waits = tl.max(tl.where(mask & ((seen >> 32).to(tl.int32) != turn), 1, 0), axis=0)
-        spins += 1
-        if spins == 1024:
-            spins = spins * 0
-            ends, began = _ends(began, rank, control, HAS_TIMER)
-            waits = waits * (1 - ends)
-    low, high = seen.to(tl.uint16), (seen >> 16).to(tl.uint16)
-    return tl.interleave(low, high).to(kind, bitcast=True)
+            stop_at = tl.load(control)
+            if stop_at != 0:
+                stop = stop_at.to(tl.pointer_type(tl.int32))
+                if tl.load(stop, volatile=True) != 0:
+                    waits = waits * 0
+                elif HAS_TIMER:
+                    now = tl.extra.cuda.globaltimer()
+                    if began == 0:
+                        began = now
+                    limit = tl.load(control + 1).to(tl.pointer_type(tl.int64))
+                    if now - began > tl.load(limit, volatile=True):
+                        missing = mask & (seen - turn < 0)
+                        late = tl.min(tl.where(missing, lane, LANES), axis=0)
+                        tl.store(stop, late + 2)
+                        waits = waits * 0
 
 
 @triton.jit
@@ -322,12 +262,9 @@ def _sum_kernel(
     sum_flags_at: int,
     sums_at: int,
     part_rows: int,
-    words_at: int,
-    word_rows: int,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    IN_WORDS: tl.constexpr,
     IS_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TIMER: tl.constexpr,
@@ -352,28 +289,7 @@ def _sum_kernel(
     stream = tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)
     own_flags = (own_base + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE
     own_parts = tl.multiple_of((own_base + parts_at).to(tl.pointer_type(kind)), 16)
-    if IN_WORDS:
-        pair = tl.arange(0, BLOCK // 2)
-        are_pairs = pair < width // 2
-        words = _words_of(row, turn, BLOCK // 2)
-        first = (parity * SIZE * word_rows + number) * (width // 2)
-        stride = tl.cast(word_rows, tl.int64) * (width // 2)
-        for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                theirs = (tl.load(bases + peer) + words_at).to(tl.pointer_type(tl.int64))
-                at = tl.multiple_of(theirs, 16) + first + RANK * stride + pair
-                tl.store(at, words, mask=are_pairs, cache_modifier=".wt")
-        own_words = tl.multiple_of((own_base + words_at).to(tl.pointer_type(tl.int64)), 16)
-        added = tl.zeros([BLOCK], tl.float32)
-        for peer in tl.static_range(SIZE):
-            if peer == RANK:
-                added += row.to(tl.float32)
-            else:
-                at = own_words + first + peer * stride + pair
-                came = _await_words(at, are_pairs, turn * 0 + peer, turn, control, kind, HAS_TIMER)
-                added += came.to(tl.float32)
-        summed = (stream + added).to(kind)
-    elif IS_ONCE:
+    if IS_ONCE:
         place = number.to(tl.int64)
         here = ((parity * SIZE + RANK) * part_rows + place) * width
         for peer in tl.static_range(SIZE):

@@ -14,14 +14,16 @@ from weft.engine.base.request import (
     Constraint,
 )
 from weft.engine.base.token_ids import are_below
-from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
 from weft.gateway.request import (
+    MAX_TARGET_S,
+    MIN_TARGET_S,
     SAMPLING_RANGES,
     ChatPrompt,
     GenerateRequest,
     PreparedPrompt,
     Sampling,
     Stopping,
+    Targets,
     TokenPrompt,
     Wants,
 )

@@ -110,8 +110,7 @@ def peers_of(
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     sizes = model.hidden_size, dtype, model.num_embeddings
     ranks = join(others.rank, others.size, others.store_path)
-    parts = others.group, device, ranks, *sizes, others.agree
-    peers = DevicePeers(*parts, is_fixed=config.deterministic)
+    peers = DevicePeers(others.group, device, ranks, *sizes, others.agree)
     others.agree("peers")
     return peers
 

@@ -488,7 +488,7 @@ def compile_steps() -> None:
     step_rows.accept_drafts(numbers, step._replace(ancestors=None), verified, known)
     step_requests.expand_decodes(DecodeColumns(*[numbers] * 4), step, known, table, PAGE_SIZE)
     for words in (None, numbers):
-        columns = RaggedColumns(8, 2, 8, 3, has_trees=words is not None, has_requests=True)
+        columns = RaggedColumns(8, 2, 8, 4, has_trees=words is not None, has_requests=True)
         views = columns.views(torch.zeros(columns.num_bytes, dtype=torch.uint8))
         step_requests.expand_requests(views, table, PAGE_SIZE, 3)
     *_, paths = tree_rows.accept_trees(numbers, step, verified, known)
@@ -515,11 +515,11 @@ def compile_ranks() -> None:
         share = memory_of_logits.share
         peer_logits.gather_logits(memory_of_logits, torch.zeros(3, share.stop - share.start))
         memory = peer_sum.PeerMemory(
-            rank, 2, width, 2, 2, 4, 8, numbers[:2], torch.zeros(99, dtype=torch.int32), numbers[:2]
+            rank, 2, width, 2, 4, 8, numbers[:2], torch.zeros(99, dtype=torch.int32), numbers[:2]
         )
         peer_sum.share_tokens(memory, numbers)
         norm = Norm(torch.ones(width, dtype=BF16), 1e-5)
-        for rows in (2, 3, 7):
+        for rows in (3, 7):
             x = torch.zeros(rows, width, dtype=BF16)
             peer_sum.sum_rows(memory, x, x, x, norm, x)
             peer_sum.sum_rows(memory, x, x, x)
