@@ -55,7 +55,7 @@ class Ledger:
             is_pooled=message.HasField("pool"),
             top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,
             num_prompt_tokens=len(prompt),
-            prompt_ids=prompt.tolist() if self._has_tokens else None,
+            prompt_ids=list(prompt) if self._has_tokens else None,
         )
         samples = set(range(max(1, message.sampling.n)))
         samples -= {entry.sample for entry in message.progress if entry.finished}
