@@ -100,7 +100,7 @@ def storm(
         own |= {"drafter": "model", "draft_dir": model_dir}
     owner = make_engine(model_dir, "decode", clock, **own, **shared)
     if is_drafting:
-        owner.drafting.gate = owner.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
+        owner.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
     fillers = [
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
         for name in ("p0", "p1")
@@ -124,7 +124,7 @@ def unseen(storm: Storm) -> list[str]:
     for name in ("loaded_pages", "corrupt_pages") if reports else ():
         if not sum(report.counters[name] for report in reports):
             missing.append(name)
-    if storm.owner.drafting.drafter is not None and counters["accepted_tokens"] <= NUM_REQUESTS:
+    if storm.owner.drafter is not None and counters["accepted_tokens"] <= NUM_REQUESTS:
         missing.append("accepted drafts")
     return missing if storm.num_preempted else [*missing, "preemptions"]
 

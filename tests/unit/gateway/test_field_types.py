@@ -65,10 +65,10 @@ def json_texts() -> list[str]:
     return [*map(json.dumps, values), "1e400", "-1e400", "9" * 400, *NO_JSON]
 
 
-def refusal(cls: type[Body], data: bytes) -> InvalidRequest | None:
-    """The error that a body gets; None: it is taken."""
+def refusal_of(cls: type[Body], data: str) -> InvalidRequest | None:
+    """How a body is refused; None where it is taken."""
     try:
-        parse_body(cls, data, 1 << 20)
+        parse_body(cls, data.encode(), 1 << 20)
     except InvalidRequest as error:
         return error
     return None
@@ -84,12 +84,12 @@ def test_each_type_is_taken_or_refused_by_name(cls: type[Body]) -> None:
         rest = json.dumps({key: value for key, value in good.items() if key != shown})[1:]
         for text in json_texts():
             data = f'{{"{shown}": {text}{", " if len(rest) > 1 else ""}{rest}'
-            error = refusal(cls, data.encode())
-            if error is None:
+            refusal = refusal_of(cls, data)
+            if refusal is None:
                 num_taken += 1
                 continue
-            told = error.message if error.param is None else error.param
+            told = refusal.param if refusal.param is not None else refusal.message
             is_named = told.startswith(shown)
-            assert is_named or ("is not valid JSON" in told and text in NO_JSON), (data, error)
-            assert len(error.message) < 500, data
+            assert is_named or ("is not valid JSON" in told and text in NO_JSON), (data, refusal)
+            assert len(refusal.message) < 500, data
     assert num_taken >= len(cls.model_fields)  # at least null, or a value of its own

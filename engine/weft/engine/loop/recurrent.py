@@ -123,7 +123,7 @@ def make_states(
     index = None if prefixes is None else StateIndex(prefixes)
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
-    return StateBlocks(memory, index, *sizes, config.most_drafts)
+    return StateBlocks(memory, index, *sizes, 1 + config.most_drafts)
 
 
 def block_access(parts: EngineParts, states: StateBlocks, pages: RequestPages) -> BlockAccess:

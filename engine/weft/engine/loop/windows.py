@@ -168,18 +168,18 @@ class StoredWindows:
         self._copied: Mark | None = None
         self._on_allocated = on_allocated
 
-    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
+    def copy(self, window_pages: Sequence[int], /, namespace: bytes) -> list[list[int]]:
         """See `StoredBlocks.copy`: one gather for all."""
         # Pages for copies must not make requests wait.
         room = max(0, self._memory.num_available_pages - self._spared) // self.num_pages
-        blocks = blocks[:room]
-        if not blocks:
+        window_pages = window_pages[:room]
+        if not window_pages:
             return []
-        pages = self._memory.allocate(len(blocks) * self.num_pages, namespace)
+        pages = self._memory.allocate(len(window_pages) * self.num_pages, namespace)
         self._on_allocated()
         # Otherwise the next step would zero them.
         self._executor.zero(self._memory.take_wipes())
-        self._executor.pack_pages(blocks, 1, pages, is_each=True)
+        self._executor.pack_pages(window_pages, 1, pages, is_each=True)
         self._copied = self._executor.mark()
         return [pages[at : at + self.num_pages] for at in range(0, len(pages), self.num_pages)]
 

@@ -470,29 +470,6 @@ class DetokenizeBody(Body):
     tokens: Ids = Field(description="token ids")
 
 
-class LoadAdapterBody(Body):
-    """Body of POST /v1/load_lora_adapter, as vLLM's."""
-
-    model: str | None = Field(None, description="base model; may be absent where there is one")
-    lora_name: str = Field(description="what requests will call it")
-    base_model_name: str | None = Field(None, description="another name of `model`")
-    lora_path: str = Field(description="folder of a PEFT adapter, relative to the adapter root")
-    load_inplace: bool | None = Field(
-        None, description="replace other content of that name; default false"
-    )
-    pinned: bool | None = Field(None, description="keep it on the device; default false")
-    lenient: bool | None = Field(
-        None, description="leave out what of it cannot be applied; default false"
-    )
-
-
-class UnloadAdapterBody(Body):
-    """Body of POST /v1/unload_lora_adapter, as vLLM's."""
-
-    model: str | None = Field(None, description="not used")
-    lora_name: str = Field(description="what requests call it")
-
-
 class EndSessionBody(Body):
     """Body of POST /v1/end_session."""
 
