@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,45 @@ async def test_a_stream_goes_on_beside_bad_bodies(mesh: Harness) -> None:
     for events in streams:
         texts = [event["choices"][0]["delta"].get("content") or "" for event in events]
         assert "".join(texts) == ANSWER * NUM_REPEATS
+
+
+REFUSED: list[tuple[str, bytes]] = [
+    ("ChatCompletions", filled(MESSAGE + '"', "x ", '"}]}')),
+    ("ChatCompletions", filled(MESSAGE + '"', "x ", '"}], "model": "no"}')),
+    ("ChatCompletions", filled(MESSAGE + '"', "x ", '"}], "temperature": 999}')),
+    ("ChatCompletions", filled(MESSAGE + '"hi"}]', " ", '"')),
+    ("ChatCompletions", filled(in_chat("stop") + '"', "x ", '"}')),
+    ("Completions", filled('{"prompt": "', "x ", '"}')),
+    ("TokenizeText", filled('{"prompt": "', "x ", '"}')),
+    ("DetokenizeTokens", filled('{"tokens": "', "x ", '"}')),
+]
+
+
+@pytest.mark.parametrize(("method", "body"), REFUSED, ids=range(len(REFUSED)))
+async def test_what_a_refused_body_took_is_free_with_its_answer(
+    mesh: Harness, method: str, body: bytes
+) -> None:
+    """Without the collector of cycles, which does not see how large something is."""
+
+    async def refused() -> None:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await mesh.post(method, body)
+
+    await refused()
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(6):
+            await refused()
+        held = 6 * BODY_BYTES
+        async with asyncio.timeout(30):
+            while held > BODY_BYTES:  # The server may be a little behind its answer.
+                await asyncio.sleep(0.01)
+                held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 async def test_large_good_bodies(mesh: Harness) -> None:

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"math"
 	"net/http"
+	"regexp"
 	"strconv"
 	"strings"
 	"time"
@@ -21,6 +22,9 @@ import (
 // ErrDraining ends the contexts of requests that the edge does not finish because it shuts down.
 var ErrDraining = status.Error(
 	codes.Unavailable, "the REST edge is shutting down; send the request again")
+
+// queryParameter finds the name of a query parameter in a message of the router.
+var queryParameter = regexp.MustCompile(`^parsing (?:field|list) "(\w+)"`)
 
 // Reason is why a call with the request's context failed. If the edge has ended that context, err
 // only says that the call was cancelled, as if the client had gone.
@@ -104,6 +108,8 @@ func (e *Error) fromTransport(grpcStatus *status.Status) {
 	tooLarge := grpcStatus.Code() == codes.ResourceExhausted &&
 		strings.Contains(strings.ToLower(grpcStatus.Message()), "larger than max")
 	switch {
+	case grpcStatus.Code() == codes.InvalidArgument:
+		e.fromRouter(grpcStatus.Message())
 	case tooLarge:
 		e.Status, e.Code = http.StatusRequestEntityTooLarge, "request_too_large"
 		e.replace("The request body is larger than the gateway accepts.")
@@ -116,6 +122,18 @@ func (e *Error) fromTransport(grpcStatus *status.Status) {
 	case e.Status >= http.StatusInternalServerError:
 		e.Code = "internal"
 		e.replace("The service failed to answer this request.")
+	}
+}
+
+// fromRouter names what the router could not read: a query parameter or a header.
+func (e *Error) fromRouter(message string) {
+	e.Code = "invalid_request"
+	if strings.HasPrefix(message, "invalid grpc-timeout") {
+		e.Param = "grpc-timeout"
+		e.Message = "grpc-timeout: must be a whole number and a unit, such as 1500m"
+	} else if found := queryParameter.FindStringSubmatch(message); found != nil {
+		e.Param = found[1]
+		e.Message = found[1] + ": the value is not of the parameter's type"
 	}
 }
 

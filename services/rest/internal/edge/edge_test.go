@@ -528,8 +528,12 @@ func TestGrpcTimeoutsCount(t *testing.T) {
 	if got.status != http.StatusGatewayTimeout || !strings.Contains(got.body, `"deadline_exceeded"`) {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
-	got = post(t, url, "{}", "Grpc-Timeout", "soon")
-	if got.status != http.StatusBadRequest || !strings.Contains(got.body, "timeout") {
-		t.Fatalf("%d %s", got.status, got.body)
+	for _, text := range []string{"soon", "-1", "1.5S", strings.Repeat("9", 9000) + "m"} {
+		got = post(t, url, "{}", "Grpc-Timeout", text)
+		failure := got.failure(t)
+		if got.status != http.StatusBadRequest || orEmpty(failure.Param) != "grpc-timeout" ||
+			orEmpty(failure.Code) != "invalid_request" || len(failure.Message) > 200 {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
 	}
 }

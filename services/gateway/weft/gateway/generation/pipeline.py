@@ -222,6 +222,8 @@ class RequestPipeline:
         finally:
             del self._open[request.request_id]
             self._close(record)
+            # Its frames hold the record: they would live until the collector finds this cycle.
+            record.failure = None
 
     @asynccontextmanager
     async def _run(self, record: RequestRecord) -> AsyncIterator[TokenStream]:

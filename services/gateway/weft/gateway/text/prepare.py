@@ -119,7 +119,10 @@ class Preparer:
 
         # The place is released when the thread has ended, even if the caller has left before.
         job.add_done_callback(release)
-        return await asyncio.wrap_future(job)
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            del job  # Its error would keep this frame, and the frame its error.
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
