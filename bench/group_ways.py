@@ -565,6 +565,7 @@ def multiply(
     streamed_kernel[grid](
         out, x, data, scales, rows, columns, scales.shape[1], K=k, IS_GATED=is_gated,
         IS_WIDE=way.kind.startswith("wgmma"), IS_STAGED="direct" not in way.kind, ROWS=way.rows,
-        COLUMNS=way.columns, WARPS=way.warps, STAGES=way.more, SPLITS=way.splits, num_warps=way.warps, **options,
+        COLUMNS=way.columns, WARPS=way.warps, STAGES=way.more, SPLITS=way.splits,
+        num_warps=way.warps, **options,
     )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.keys import PageKeys
+from weft.engine.protocol.store import StorePutResult
+from weft.engine.sources.store import HELD_SHARE
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty
 from weft.testing.engine.store_pair import StorePair
@@ -65,7 +67,7 @@ def pair_of(model_dir: Path, **settings: Any) -> Iterator[StorePair]:
         "transport": "data",
         "has_store": True,
         "window_pages": "free",
-        "num_pages": 120,
+        "num_pages": 600,
         "load_back_threshold": 0,
         "prefill_chunk_tokens": 4 * PAGE,
         "poison_free_pages": True,
@@ -145,6 +147,61 @@ def test_a_queue_that_is_nearly_full_takes_the_last_window(
     assert pair.owner.store.counters.store_dropped_pages
 
 
+def test_a_silent_store_holds_a_share_of_the_pool(
+    model_dir: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.engine.sources.store.LOOKUP_TIMEOUT_S", 60.0)
+    with pair_of(model_dir, num_pages=121) as pair:
+        pair.is_silent, store = True, pair.owner.store
+        for _ in range(6):
+            prompt = random_prompt(LENGTH)
+            assert pair.ask(prompt) == greedy(model, prompt)
+            # A window page is queued whole.
+            assert store.num_open_pages < 120 // HELD_SHARE + len(pair.blocks_of(b""))
+        assert store.counters.store_dropped_pages
+        pair.run(lambda: all(put.digests for put in store._open.values()))
+        pair.is_silent = False
+        for number in list(store._open):
+            pair.send(store_put_results=[StorePutResult(put=number, is_answered=False)])
+        pair.settle()
+        assert store.num_open_pages == 0
+
+
+def test_window_pages_are_copied_at_once(
+    pair: StorePair, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a prompt leaves several, and a fill brings a window of several: one copy each."""
+    copied: list[tuple[str, int]] = []
+    for name in ("pack_pages", "unpack_pages"):
+        move = getattr(LocalExecutor, name)
+
+        def moved(
+            executor: LocalExecutor,
+            pages: Sequence[int],
+            *args: Any,
+            name: str = name,
+            move: Any = move,
+            **options: Any,
+        ) -> None:
+            copied.append((name, len(pages)))
+            move(executor, pages, *args, **options)
+
+        monkeypatch.setattr(LocalExecutor, name, moved)
+    num_pages = LENGTH // PAGE
+    prompt = random_prompt(LENGTH)
+    pair.ask(prompt)
+    packed = [count for name, count in copied if name == "pack_pages"]
+    assert sum(packed) == (LENGTH + NUM_NEW - 1) // PAGE
+    assert len(packed) <= -(-num_pages // 4) + 1, "more copies than steps that filled pages"
+    pair.forget()
+    copied.clear()
+    other = prompt[: num_pages * PAGE] + random_prompt(PAGE)
+    assert pair.ask(other) == greedy(model, other)
+    if pair.owner.tiers is None:
+        window = -(-(WINDOW - 1) // PAGE)
+        assert [count for name, count in copied if name == "unpack_pages"] == [window]
+
+
 def test_no_load_begins_before_copies_for_the_store_are_made(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,10 +211,10 @@ def test_no_load_begins_before_copies_for_the_store_are_made(
     num_copied = num_waited = 0
     pack = LocalExecutor.pack_pages
 
-    def pack_pages(executor: LocalExecutor, *args: Any) -> None:
+    def pack_pages(executor: LocalExecutor, *args: Any, **options: Any) -> None:
         nonlocal num_copied
         num_copied += 1
-        pack(executor, *args)
+        pack(executor, *args, **options)
 
     class Marked:
         def __init__(self) -> None:

@@ -94,9 +94,11 @@ def test_a_long_prompt_that_fills_every_step_is_overtaken_by_what_goes_before_it
     long = bench.add(160, 1, priority=1)
     bench.step()
     later = bench.add(200, 1, priority=2)
-    short = bench.add(24, 1)
-    bench.run(long, later, short)
-    wanted = [long, later, short] if policy == "fcfs" else [short, long, later]
+    short, other = bench.add(24, 1), bench.add(24, 1)
+    bench.run(long, later, short, other)
+    wanted = [short, other, long, later]
+    if policy == "fcfs":
+        wanted = [long, later, short, other]
     assert bench.finished == wanted
 
 

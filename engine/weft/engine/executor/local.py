@@ -537,13 +537,19 @@ class LocalExecutor:
         assert self.states is not None
         self.states.from_pages(block, pages, self._page_rows)
 
-    def pack_pages(self, pages: Sequence[int], group: int, into: Sequence[int]) -> None:
+    def pack_pages(
+        self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
+    ) -> None:
         """See `Executor.pack_pages`."""
-        repack_pages(_rows(self._pools[group]), pages, self._page_rows, into)
+        num_runs = len(pages) if is_each else 1
+        repack_pages(_rows(self._pools[group]), pages, self._page_rows, into, num_runs=num_runs)
 
-    def unpack_pages(self, pages: Sequence[int], group: int, out_of: Sequence[int]) -> None:
+    def unpack_pages(
+        self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
+    ) -> None:
         """See `Executor.unpack_pages`."""
-        repack_pages(self._page_rows, out_of, _rows(self._pools[group]), pages)
+        num_runs = len(pages) if is_each else 1
+        repack_pages(self._page_rows, out_of, _rows(self._pools[group]), pages, num_runs=num_runs)
 
     def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
         """See `Executor.block_pool`."""

@@ -128,12 +128,25 @@ class Executor(Protocol):
         """Copies a block of recurrent layers out of pages of the first group."""
         ...
 
-    def pack_pages(self, pages: Sequence[int], group: int, into: Sequence[int]) -> None:
-        """Copies pages of a further group, one behind the other, into pages of the first group."""
+    def pack_pages(
+        self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
+    ) -> None:
+        """Copies pages of a further group, one behind the other, into pages of the first group.
+
+        Args:
+            pages: Of the further group.
+            group: Its number.
+            into: Of the first group.
+            is_each: Each page has an equal share of `into` to itself.
+        """
         ...
 
-    def unpack_pages(self, pages: Sequence[int], group: int, out_of: Sequence[int]) -> None:
-        """Copies as many pages of a further group as these out of pages of the first group."""
+    def unpack_pages(
+        self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
+    ) -> None:
+        """Copies as many pages of a further group as these out of pages of the first group, into
+        which `pack_pages` put them.
+        """
         ...
 
     def block_pool(self, num_pages: int, page_bytes: int) -> PagePool:

@@ -178,11 +178,13 @@ class BlocksInPages:
         pages = self._memory.allocate(self.num_pages, job.namespace, promised=True)
         return self._fill(pages, block)
 
-    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
         """See `StoredBlocks.copy`."""
-        if self._memory.num_available_pages < self.num_pages:
-            return None
-        return self._fill(self._memory.allocate(self.num_pages, namespace), block)
+        room = max(0, self._memory.num_available_pages) // self.num_pages
+        return [
+            self._fill(self._memory.allocate(self.num_pages, namespace), block)
+            for block in blocks[:room]
+        ]
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
         """See `StoredBlocks.kept_of`."""

@@ -74,8 +74,8 @@ class DevicePeers:
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
         can_have_words = itemsize == 2 and width % 4 == 0 and not is_fixed
-        words = _WORD_BYTES // (width * itemsize) if can_have_words else 0
-        layout = layout_of(self.size, width * itemsize, once, twice, words)
+        word_rows = _WORD_BYTES // (width * itemsize) if can_have_words else 0
+        layout = layout_of(self.size, width * itemsize, once, twice, word_rows)
         try:
             bases = self._mapped(layout.end, device, ranks)[1]
             rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
@@ -100,7 +100,7 @@ class DevicePeers:
             self.size,
             width,
             itemsize,
-            words,
+            word_rows,
             once,
             twice,
             bases,

@@ -284,14 +284,16 @@ class Scheduler:
             self._strip_waiting()
 
     def _admit_ahead(self, now: float) -> None:
-        """Admits what goes before all prompts under way by the policy, which may leave no room in a
-        step for as long as they last.
+        """Admits what goes before a prompt under way by the policy, up to a step's worth: that one
+        may leave no room in a step for as long as it lasts.
         """
-        while self.waiting and self.prefilling and self._free_slots:
-            request = self._admit_next(now, ahead_of=self.prefilling[0])
+        room = self._limits.max_step_tokens
+        while room > 0 and self.waiting and self.prefilling and self._free_slots:
+            request = self._admit_next(now, ahead_of=self.prefilling[-1])
             if request is None:
                 return
             self._take_in(request)
+            room -= request.num_pending
 
     def _take_in(self, request: Request) -> None:
         """Moves an admitted request to those that are computed or filled."""

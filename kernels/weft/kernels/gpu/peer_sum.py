@@ -357,7 +357,7 @@ def _sum_kernel(
         are_pairs = pair < width // 2
         words = _words_of(row, turn, BLOCK // 2)
         first = (parity * SIZE * word_rows + number) * (width // 2)
-        stride = word_rows.to(tl.int64) * (width // 2)
+        stride = tl.cast(word_rows, tl.int64) * (width // 2)
         for peer in tl.static_range(SIZE):
             if peer != RANK:
                 theirs = (tl.load(bases + peer) + words_at).to(tl.pointer_type(tl.int64))

@@ -140,6 +140,8 @@ class Wants:
     """
     prompt_name: str | None = None
     """The model's prompt that goes ahead of texts; None: its default one."""
+    prompt_field: str = "prompt_name"
+    """The field of the body that names it."""
     prompt_choices: tuple[str, ...] = ()
     """Prompts of which the first that the model has takes the place of its default one."""
     instruction: str = ""

@@ -32,6 +32,8 @@ class StorePair(EnginePair):
         super().__init__(owner, [], clock)
         self._page, self._window, self._num_new = owner.config.page_size, window, num_new
         self.held: dict[bytes, bytes] = {}
+        self.is_silent = False
+        """It answers no put."""
         self.most_sent: int | None = None
         """Pages of each fill after which it fails; None: none fails."""
 
@@ -69,7 +71,7 @@ class StorePair(EnginePair):
         )
 
     def _take_owner(self, outbox: Outbox) -> None:
-        for put in outbox.store_puts:
+        for put in () if self.is_silent else outbox.store_puts:
             self.held |= dict(zip(put.keys, put.data, strict=False))
             result = StorePutResult(put=put.put, is_answered=True, stored_pages=len(put.data))
             result.wants_data = not put.data

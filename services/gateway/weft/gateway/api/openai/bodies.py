@@ -28,17 +28,21 @@ _CONFIG = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected
 _MAX_PARTS = 1024
 
 
-def _few_entries(value: object) -> object:
+def few_entries(most: int) -> BeforeValidator:
     """Limits the number of entries before they are validated: a mapping would collect an error for
     each.
     """
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise PydanticCustomError(
-            "too_long",
-            "at most {max_length} entries",
-            {"max_length": MAX_LOGIT_BIAS, "actual_length": len(value)},
-        )
-    return value
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError(
+                "too_long",
+                "at most {max_length} entries",
+                {"max_length": most, "actual_length": len(value)},
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
 def _one_choice(value: object) -> object:
@@ -85,7 +89,7 @@ StopIds = Annotated[
 ]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-LogitBias = Annotated[dict[str, float], BeforeValidator(_few_entries)]
+LogitBias = Annotated[dict[str, float], few_entries(MAX_LOGIT_BIAS)]
 
 
 class Body(BaseModel):
