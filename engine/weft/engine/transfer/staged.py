@@ -249,11 +249,11 @@ class StagedPort:
 
     @property
     def is_moving(self) -> bool:
-        """See `ExchangePort.is_moving`."""
+        """See `DigestThread.is_moving`."""
         return bool(self._moving)
 
     def has_moved(self) -> bool:
-        """See `ExchangePort.has_moved`."""
+        """See `DigestThread.has_moved`."""
         if not self._moving:
             return False
         try:
