@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digester import DigestThread
 from weft.engine.transfer.nixl_wire import PoolRegion
-from weft.engine.transfer.source import DirectSource
+from weft.engine.transfer.source import PageSource
 from weft.engine.transfer.staged import StagedPort, StagedSource, StagingMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
@@ -39,9 +39,9 @@ class DirectExchange:
         """The exchange's memory as described to NIXL."""
         return PoolRegion.of_array(self._pool)
 
-    def source(self, *, has_digests: bool) -> DirectSource:
+    def source(self, *, has_digests: bool) -> PageSource:
         """The page source for the shipping thread."""
-        return DirectSource(self._pool, has_digests=has_digests)
+        return PageSource(self._pool, has_digests=has_digests)
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> DigestThread:
         """The engine's port to the exchange, with a thread of its own."""
