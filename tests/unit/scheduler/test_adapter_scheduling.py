@@ -337,7 +337,7 @@ class _SilentDisk:
     def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
         pass
 
-    def adapter_reply(self, query: int, error: WeftError | None) -> None:
+    def reply(self, query: int, error: WeftError | None) -> None:
         self.replies[query] = error
 
 
@@ -346,7 +346,7 @@ def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatc
     disk = _SilentDisk()
     manager = AdapterManager(limits(), disk, lambda: None)
     scheduler = Bench(random.Random(), 100, SCHEDULER).scheduler
-    manager.attach(scheduler.waitlist, disk, scheduler.finish)
+    manager.attach(scheduler.waitlist, disk.reply, scheduler.finish)
 
     def order(query: int, name: str) -> None:
         manager.order(

@@ -23,7 +23,7 @@ from weft.cli.up.process import ReadyFile, describe_status
 from weft.cli.up.readiness import wait_for_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import locked_state_folder
-from weft.cli.up.supervisor import RestartBackoff, Supervisor
+from weft.cli.up.supervisor import Reporter, RestartBackoff, Supervisor
 from weft.common.admin import read_token
 from weft.common.faults import spec_to_proto
 from weft.common.rpc.server import QUARANTINE_STATUS
@@ -327,17 +327,11 @@ def _pid_of_rank(engine_pid: int | None, rank: int) -> int | None:
     return int(children[rank - 1]) if len(children) >= rank else None
 
 
-class _Listener:
-    """Implements `Reporter`: remembers when services were not there."""
+class _Listener(Reporter):
+    """Remembers when services were not there."""
 
     def __init__(self) -> None:
         self.absences: list[Absence] = []
-
-    def starting(self, name: str) -> None:
-        """See `Reporter`."""
-
-    def loading(self, name: str, done: int, total: int, what: str) -> None:
-        """See `Reporter`."""
 
     def ready(self, name: str, seconds: float) -> None:
         """See `Reporter`."""
@@ -350,18 +344,3 @@ class _Listener:
         """See `Reporter`."""
         now = asyncio.get_running_loop().time()
         self.absences.append(Absence(name=name, how=how, since_s=now))
-
-    def stalled(self, name: str, seconds: float) -> None:
-        """See `Reporter`."""
-
-    def restarting(self, name: str, delay_s: float) -> None:
-        """See `Reporter`."""
-
-    def failed(self, name: str, how: str) -> None:
-        """See `Reporter`."""
-
-    def stopping(self, grace_s: float) -> None:
-        """See `Reporter`."""
-
-    def killed(self, name: str) -> None:
-        """See `Reporter`."""

@@ -15,13 +15,14 @@ from rich.markup import escape
 from rich.text import Text
 from weft.cli.up.board import Board
 from weft.cli.up.plan import BACK, MeshPlan
+from weft.cli.up.supervisor import Reporter
 from weft.engine.base.tasks import Task
 
 _STARTING_PER_S, _SERVING_PER_S = 8, 2
 """Pictures a second."""
 
 
-class ConsoleReporter:
+class ConsoleReporter(Reporter):
     """Shows services coming up, on a terminal as a live list, and later events as lines.
 
     Args:

@@ -8,7 +8,7 @@ import random
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from weft.cli.up.liveness import IsAlive, wait_stalled
 from weft.cli.up.process import (
@@ -24,8 +24,8 @@ ExitReporter = Callable[[str, int], Awaitable[None]]
 _KILL_MARGIN_S = 2.0
 
 
-class Reporter(Protocol):
-    """Receives events of the services."""
+class Reporter:
+    """Receives events of the services; subclasses tell of those that they care about."""
 
     def starting(self, name: str) -> None:
         """Called when a process was started."""

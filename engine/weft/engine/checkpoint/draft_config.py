@@ -5,13 +5,16 @@ Pure Python, as `weft.engine.checkpoint.config`.
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import cached_file_digests, combine
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.files import weight_files
+from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """Architecture name of EAGLE-3 heads."""
@@ -44,11 +47,58 @@ def kind_of(fields: Fields) -> HeadKind:
     )
 
 
-def check_layer(fields: Fields) -> None:
-    """Refuses a head of more than one layer, or with another kind of layer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """Shape and arithmetic that the kinds of heads with files of their own share."""
+
+    vocab_size: int
+    """Size of the target's vocabulary."""
+    hidden_size: int
+    """Hidden size of the head."""
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+
+    def check_sizes(self, target: ModelConfig, where: Path, hidden: tuple[str, int]) -> None:
+        """Refuses a target that the head was not made for.
+
+        Args:
+            target: The model that is to be drafted for.
+            where: The head's directory, for the message.
+            hidden: The field of the target's hidden size, and its value in the head's file.
+
+        Raises:
+            ModelError: Sizes differ; the message names the field and both values.
+        """
+        for name, mine, its in (
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            (*hidden, target.hidden_size),
+            # The head's K and V lie in the target's pages, as one more layer.
+            ("num_key_value_heads", self.num_kv_heads, target.num_kv_heads),
+            ("head_dim", self.head_dim, target.head_dim),
+        ):
+            if mine != its:
+                raise ModelError(
+                    f"{where}: {name} of the draft head is {mine}, of the target model {its}; "
+                    "give the head that was trained for this model",
+                    param=name,
+                )
+
+    def values(self) -> dict[str, Any]:
+        """Everything that changes drafts and their KV, for a fingerprint."""
+        return {**asdict(self), "rope": rope_values(self.rope)}
+
+
+def read_layer(fields: Fields) -> dict[str, Any]:
+    """The fields of `HeadConfig`.
 
     Raises:
-        ModelError: The message names the field.
+        ModelError: The head has more than one layer, or another kind of layer; the message names
+            the field.
     """
     if fields.positive("num_hidden_layers", 1) != 1:
         raise fields.error(
@@ -63,25 +113,23 @@ def check_layer(fields: Fields) -> None:
             raise fields.error(name, "heads with these biases are not supported")
     if fields.get("quantization_config"):
         raise fields.error("quantization_config", "quantised heads are not supported")
-
-
-def check_sizes(where: Path, *sizes: tuple[str, int, int]) -> None:
-    """Refuses a target that a head was not made for.
-
-    Args:
-        where: The head's directory, for the message.
-        sizes: Name, the head's, the target's.
-
-    Raises:
-        ModelError: Two differ; the message names the field and both values.
-    """
-    for name, mine, its in sizes:
-        if mine != its:
-            raise ModelError(
-                f"{where}: {name} of the draft head is {mine}, of the target model {its}; "
-                "give the head that was trained for this model",
-                param=name,
-            )
+    hidden_size = fields.positive("hidden_size")
+    num_heads = fields.positive("num_attention_heads")
+    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        problem = f"{num_kv_heads} does not divide {num_heads} attention heads"
+        raise fields.error("num_key_value_heads", problem)
+    default_dim = hidden_size // num_heads if hidden_size % num_heads == 0 else None
+    return {
+        "vocab_size": fields.positive("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": fields.positive("head_dim", default_dim),
+        "intermediate_size": fields.positive("intermediate_size"),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rope": rope_config(fields),
+    }
 
 
 def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:

@@ -71,7 +71,7 @@ from weft.engine.parallel.shards import check_ranks, describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.protocol.store import StoreLookup, StorePut
-from weft.engine.scheduler.adapters import NoAdapters
+from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages
@@ -283,7 +283,7 @@ def _load_parts(
         tiers=tiers,
         sampler=sampler,
         adapters=(
-            NoAdapters()
+            Adapters()
             if lora is None
             else AdapterManager(lora.limits, lora, wake, host, on_order=on_order)
         ),

@@ -139,7 +139,7 @@ class Engine:
             parts.intake, self.scheduler, parts.constraints, self._out, clock
         )
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
-        self.adapters.attach(self.scheduler.waitlist, self._out, self._fail)
+        self.adapters.attach(self.scheduler.waitlist, self._out.adapter_reply, self._fail)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
         if self.sessions is not None:
             events.leaving.append(self.sessions.on_leaving)

@@ -130,7 +130,7 @@ def block_access(parts: EngineParts, states: StateBlocks, pages: RequestPages) -
     """Access to the blocks of a model with recurrent layers, for tiers."""
     num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes
     return BlockAccess(
-        states=states,
+        owner=states,
         num_pages=num_pages,
         make_pool=lambda: parts.executor.block_pool(num_pages, page_bytes),
         num_continuable_pages=pages.num_continuable_pages,

@@ -33,7 +33,7 @@ def window_access(parts: EngineParts, windows: WindowPages, pages: RequestPages)
     """What tiers need of the window group."""
     num_pages, page_bytes = num_pages_of_window_page(parts.layout), parts.layout.page_bytes
     return WindowAccess(
-        windows=windows,
+        owner=windows,
         num_pages=num_pages,
         make_pool=lambda: parts.executor.window_pool(num_pages, page_bytes),
         num_continuable_pages=pages.num_continuable_pages,

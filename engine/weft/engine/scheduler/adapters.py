@@ -158,36 +158,29 @@ class AdapterWaitlist:
         return list(self._requests.get(adapter, ()))
 
 
-class AdapterOwner(Protocol):
-    """Receives the outcome of adapter orders."""
-
-    def adapter_reply(self, query: int, error: WeftError | None) -> None:
-        """Called when an order is done or has failed."""
-        ...
+Reply = Callable[[int, WeftError | None], None]
+"""Takes the outcome of an order, by its number; no error: it is done."""
+Fail = Callable[[Request, WeftError], None]
+"""Ends a request."""
 
 
-class Adapters(Protocol):
-    """The adapters of an engine (`weft.engine.features.lora.manager`)."""
+class Adapters:
+    """The adapters of an engine. Of this class there are none; a manager
+    (`weft.engine.features.lora.manager`) overrides its methods.
+    """
 
-    @property
-    def residency(self) -> AdapterResidency | None:
-        """Which adapters are on the device; None: none are served."""
-        ...
+    residency: AdapterResidency | None = None
+    """Which adapters are on the device; None: none are served."""
 
-    def attach(
-        self,
-        waitlist: AdapterWaitlist,
-        owner: AdapterOwner,
-        fail: Callable[[Request, WeftError], None],
-    ) -> None:
+    def attach(self, waitlist: AdapterWaitlist, reply: Reply, fail: Fail) -> None:
         """Connects the adapters with the scheduler and the engine, before the first turn.
 
         Args:
             waitlist: Holds requests back until their adapter is loaded.
-            owner: Receives the outcomes of orders.
-            fail: Ends a request whose adapter cannot be loaded.
+            reply: Takes the outcomes of orders.
+            fail: Ends requests whose adapter cannot be loaded.
         """
-        ...
+        self._waitlist, self._reply, self._fail = waitlist, reply, fail
 
     def check(self, submit: Submit) -> None:
         """Checks that a request's adapter, if it names one, is served here.
@@ -195,87 +188,39 @@ class Adapters(Protocol):
         Raises:
             AdapterNotFound: It is not.
         """
-        ...
-
-    def holds(self, digest: bytes) -> bool:
-        """Whether requests that were started with the adapter may continue here."""
-        ...
-
-    def order(self, order: AdapterOrder) -> None:
-        """Loads or unloads an adapter; the owner learns the outcome."""
-        ...
-
-    def turn(self) -> None:
-        """Continues loading and evicting; called twice a turn."""
-        ...
-
-    def states(self) -> list[AdapterState]:
-        """States of all adapters."""
-        ...
-
-    def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
-        """States that have changed since the last call, and digests of adapters that are gone."""
-        ...
-
-    def counters(self) -> dict[str, int]:
-        """Counters since start."""
-        ...
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the structures that grow with requests."""
-        ...
-
-    def close(self) -> None:
-        """Stops the threads after their current work."""
-        ...
-
-
-class NoAdapters:
-    """The `Adapters` of an engine that serves none."""
-
-    residency = None
-
-    def attach(
-        self,
-        waitlist: AdapterWaitlist,
-        owner: AdapterOwner,
-        fail: Callable[[Request, WeftError], None],
-    ) -> None:
-        """Takes the receiver of refusals."""
-        self._owner = owner
-
-    def check(self, submit: Submit) -> None:
-        """Refuses requests that name an adapter."""
         if submit.adapter:
             raise not_loaded(submit.adapter)
 
     def holds(self, digest: bytes) -> bool:
-        """No."""
+        """Whether requests that were started with the adapter may continue here."""
         return False
 
     def order(self, order: AdapterOrder) -> None:
-        """Refuses the order."""
+        """Loads or unloads an adapter; `reply` is called with the outcome."""
         error = ConfigError("this worker serves no adapters: its enable_lora is off")
-        self._owner.adapter_reply(order.query, error)
+        self._reply(order.query, error)
 
     def turn(self) -> None:
-        """Does nothing, as `close` does."""
-
-    close = turn
+        """Continues loading and evicting; called twice a turn."""
 
     def states(self) -> list[AdapterState]:
-        """None."""
+        """States of all adapters."""
         return []
 
     def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
-        """None."""
+        """States that have changed since the last call, and digests of adapters that are gone."""
         return [], []
 
     def counters(self) -> dict[str, int]:
-        """None, as `sizes`."""
+        """Counters since start."""
         return {}
 
-    sizes = counters
+    def sizes(self) -> dict[str, int]:
+        """Sizes of what grows with requests."""
+        return {}
+
+    def close(self) -> None:
+        """Stops the threads, if any, after their current work."""
 
 
 def not_loaded(digest: bytes) -> AdapterNotFound:

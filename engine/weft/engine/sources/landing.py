@@ -8,7 +8,6 @@ writes to the pool's pages, so only staging pages are ever quarantined.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.transfer.staging import StagingArea
@@ -17,12 +16,24 @@ ChunkTag = tuple[bytes, int]
 """Identity of a chunk: (lease, chunk)."""
 
 
-class Landing(Protocol):
-    """The pages that fills write to: reserved, then accepted, released or quarantined.
+class Landing:
+    """The pages that fills write to: reserved, then accepted, released or quarantined. Here they
+    are the pool's own.
 
     In all methods `pages` are pages of the pool, and `landed` are the destinations that `reserve`
     returned for them.
+
+    Args:
+        memory: Page owner of the pool.
+        max_fraction: Share of the pool that fills may hold.
     """
+
+    needs_verifying = False
+    """Whether chunks pass through `PagePort.verify` even without digests."""
+
+    def __init__(self, memory: PageMemory, max_fraction: float) -> None:
+        self._memory = memory
+        self._max_fraction = max_fraction
 
     def max_pages(self, num_beside: int) -> int:
         """Most destinations that all fills may hold at once, including quarantined ones.
@@ -30,124 +41,62 @@ class Landing(Protocol):
         Args:
             num_beside: Room for pages behind those of KV, beside the share of the pool.
         """
-        ...
+        return self.max_pool_pages(num_beside)
 
     @property
     def least_pages(self) -> int:
         """Pages below which a larger fill waits instead of starting."""
-        ...
+        return 1
 
     @property
     def num_usable_pages(self) -> int:
         """Number of pages to which the limit of quarantine applies, as a share."""
-        ...
-
-    @property
-    def needs_verifying(self) -> bool:
-        """Whether chunks pass through `PagePort.verify` even without digests."""
-        ...
+        return self._memory.num_usable_pages
 
     def max_pool_pages(self, num_beside: int) -> int:
         """Most pages of the pool that fills may hold at once, with so many beside its share."""
-        ...
+        num_usable = self._memory.num_usable_pages
+        return min(num_usable, max(1, int(num_usable * self._max_fraction)) + num_beside)
 
     def reserve(self, pages: Sequence[int]) -> list[int]:
         """Reserves destinations for pages of the pool, at most `max_pages` in all."""
-        ...
+        return list(pages)
 
     def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
         """Notes that the port got a chunk; until `verified` the port may write to its pages of the
         pool.
         """
-        ...
 
     def verified(self, tag: ChunkTag) -> None:
         """Notes that the port has finished with a chunk, whose fill may have ended meanwhile."""
-        ...
 
     @property
     def num_verifying(self) -> int:
         """Number of chunks whose pages of the pool are being written by this process."""
-        ...
+        return 0
 
     def accepted(self, landed: Sequence[int]) -> None:
         """Transfers accepted pages to their request; nothing more can arrive for them."""
-        ...
 
     def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
         """Releases pages of a fill that ended before they were accepted; nothing can arrive for
         them.
         """
-        ...
+        self._memory.release(pages)
 
     def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
         """Quarantines pages of a fill that ended before they were accepted; a write may still
         arrive.
         """
-        ...
-
-    def end_quarantine(self, landed: Sequence[int]) -> None:
-        """Releases landing pages once there is proof that no write can arrive any more."""
-        ...
-
-
-class DirectLanding:
-    """Implements `Landing` for peers that write into the pool.
-
-    Args:
-        memory: Page owner.
-        max_fraction: Share of the pool that fills may hold.
-    """
-
-    needs_verifying = False
-    least_pages = 1
-    num_verifying = 0
-
-    def __init__(self, memory: PageMemory, max_fraction: float) -> None:
-        self._memory = memory
-        self._max_fraction = max_fraction
-
-    def max_pages(self, num_beside: int) -> int:
-        """See `Landing.max_pages`."""
-        return _share(self._memory, self._max_fraction, num_beside)
-
-    @property
-    def num_usable_pages(self) -> int:
-        """See `Landing.num_usable_pages`."""
-        return self._memory.num_usable_pages
-
-    def max_pool_pages(self, num_beside: int) -> int:
-        """See `Landing.max_pool_pages`."""
-        return self.max_pages(num_beside)
-
-    def reserve(self, pages: Sequence[int]) -> list[int]:
-        """See `Landing.reserve`."""
-        return list(pages)
-
-    def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
-        """Does nothing: the pool's own pages stay in place while digests are computed."""
-
-    def verified(self, tag: ChunkTag) -> None:
-        """Does nothing: the pool's own pages stay in place while digests are computed."""
-
-    def accepted(self, landed: Sequence[int]) -> None:
-        """Does nothing: the destinations are the request's own pages."""
-
-    def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """See `Landing.release`."""
-        self._memory.release(pages)
-
-    def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """See `Landing.quarantine`."""
         self._memory.quarantine(pages)
 
     def end_quarantine(self, landed: Sequence[int]) -> None:
-        """See `Landing.end_quarantine`."""
+        """Releases landing pages once there is proof that no write can arrive any more."""
         self._memory.end_quarantine(landed)
 
 
-class StagedLanding:
-    """Implements `Landing` for peers that write into a staging area.
+class StagedLanding(Landing):
+    """`Landing` for peers that write into a staging area.
 
     A chunk's pages of the pool keep a reference of their own while the copy into them is under
     way: its fill may end meanwhile.
@@ -161,9 +110,8 @@ class StagedLanding:
     needs_verifying = True
 
     def __init__(self, memory: PageMemory, area: StagingArea, max_fraction: float) -> None:
-        self._memory = memory
+        super().__init__(memory, max_fraction)
         self._area = area
-        self._max_fraction = max_fraction
         self._verifying: dict[ChunkTag, list[int]] = {}
 
     def max_pages(self, num_beside: int) -> int:
@@ -179,10 +127,6 @@ class StagedLanding:
     def num_usable_pages(self) -> int:
         """See `Landing.num_usable_pages`."""
         return self._area.num_landing
-
-    def max_pool_pages(self, num_beside: int) -> int:
-        """See `Landing.max_pool_pages`."""
-        return _share(self._memory, self._max_fraction, num_beside)
 
     def reserve(self, pages: Sequence[int]) -> list[int]:
         """See `Landing.reserve`."""
@@ -221,9 +165,3 @@ class StagedLanding:
     def end_quarantine(self, landed: Sequence[int]) -> None:
         """See `Landing.end_quarantine`."""
         self._area.end_quarantine(landed)
-
-
-def _share(memory: PageMemory, fraction: float, num_beside: int) -> int:
-    """Pages of a share of the pool, and more, as far as there are any."""
-    num_usable = memory.num_usable_pages
-    return min(num_usable, max(1, int(num_usable * fraction)) + num_beside)

@@ -45,7 +45,7 @@ from weft.engine.sources.fill import (
     OwnerTransport,
 )
 from weft.engine.sources.fill_queue import FillQueue
-from weft.engine.sources.landing import DirectLanding, Landing, StagedLanding
+from weft.engine.sources.landing import Landing, StagedLanding
 from weft.engine.sources.quarantine import QuarantineWatch
 from weft.engine.transfer.nixl_wire import Notification
 
@@ -93,7 +93,7 @@ class OwnerFills:
         self._fills: dict[bytes, Fill] = {}
         self._by_request: dict[int, Fill] = {}
         self._landing: Landing = (
-            DirectLanding(memory, config.max_fill_fraction)
+            Landing(memory, config.max_fill_fraction)
             if transport.staging is None
             else StagedLanding(memory, transport.staging, config.max_fill_fraction)
         )

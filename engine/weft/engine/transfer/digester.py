@@ -42,6 +42,7 @@ class DigestThread:
     max_put_pages = MAX_PUT_PAGES
     max_queued_pages = MAX_QUEUED_PAGES
     is_moving = False
+    """Whether `has_moved` is to be asked: nobody wakes the engine."""
 
     def __init__(self, pool: np.ndarray, wake: Callable[[], None]) -> None:
         self._pool = pool
@@ -79,7 +80,7 @@ class DigestThread:
         """See `PagePort.conceal`."""
 
     def has_moved(self) -> bool:
-        """See `ExchangePort.has_moved`."""
+        """Whether `take` has something of which nobody has woken the engine. Takes microseconds."""
         return False
 
     def take(self) -> list[Digested]:

@@ -8,110 +8,47 @@ The location of the pool determines the exchange at start:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 from weft.engine.base.pages import StagingPages
-from weft.engine.transfer.digester import Digested, DigestThread
+from weft.engine.transfer.digester import DigestThread
 from weft.engine.transfer.nixl_wire import PoolRegion
-from weft.engine.transfer.page_port import PagePort
-from weft.engine.transfer.source import DirectSource, PageSource
+from weft.engine.transfer.source import PageSource
 from weft.engine.transfer.staged import StagedPort, StagedSource, StagingMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
 
 
-class ExchangePort(PagePort, Protocol):
-    """A `PagePort` with the methods for the code that created it."""
-
-    before_digest: Callable[[StagingPages, Sequence[int]], None] | None
-    """Test hook, called with the exchange and the landed pages before they are read."""
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether `has_moved` is to be asked: nobody wakes the engine."""
-        ...
-
-    def has_moved(self) -> bool:
-        """Whether `take` has something of which nobody has woken the engine. Takes microseconds."""
-        ...
-
-    def take(self) -> list[Digested]:
-        """Results since the last call."""
-        ...
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes of its queues."""
-        ...
-
-    def close(self) -> None:
-        """Stops the thread."""
-        ...
-
-
-class PageExchange(Protocol):
-    """The memory that NIXL registers, and that the `data` transport reads and writes."""
-
-    @property
-    def pages(self) -> StagingPages:
-        """The exchange's bytes, uint8 `[num_pages, page_bytes]`."""
-        ...
-
-    def region(self) -> PoolRegion:
-        """The exchange's memory as described to NIXL."""
-        ...
-
-    @property
-    def staging(self) -> StagingArea | None:
-        """The staging area; None: the exchange is the pool."""
-        ...
-
-    def source(self, *, has_digests: bool) -> PageSource:
-        """The page source for the shipping thread."""
-        ...
-
-    def port(self, wake: Callable[[], None], *, has_digests: bool) -> ExchangePort:
-        """The engine's port to the exchange, with a thread of its own."""
-        ...
-
-    def describe(self) -> str:
-        """Describes the memory that the exchange takes, for people; empty: none."""
-        ...
-
-    def close(self) -> None:
-        """Releases the memory, once source and port are closed."""
-        ...
-
-
 class DirectExchange:
-    """Implements `PageExchange` over a pool in host memory.
+    """A pool in host memory, which NIXL registers, and which the `data` transport reads and writes.
 
     Args:
         pool: uint8 `[num_pages, page_bytes]`, contiguous.
     """
 
     staging = None
+    """The staging area: the exchange is the pool."""
 
     def __init__(self, pool: NDArray[np.uint8]) -> None:
         self.pages: StagingPages = pool
         self._pool = pool
 
     def region(self) -> PoolRegion:
-        """See `PageExchange.region`."""
+        """The exchange's memory as described to NIXL."""
         return PoolRegion.of_array(self._pool)
 
-    def source(self, *, has_digests: bool) -> DirectSource:
-        """See `PageExchange.source`."""
-        return DirectSource(self._pool, has_digests=has_digests)
+    def source(self, *, has_digests: bool) -> PageSource:
+        """The page source for the shipping thread."""
+        return PageSource(self._pool, has_digests=has_digests)
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> DigestThread:
-        """See `PageExchange.port`."""
+        """The engine's port to the exchange, with a thread of its own."""
         return DigestThread(self._pool, wake)
 
     def describe(self) -> str:
-        """See `PageExchange.describe`."""
+        """Describes the memory that the exchange takes, for people; empty: none."""
         return ""
 
     def close(self) -> None:
@@ -119,7 +56,7 @@ class DirectExchange:
 
 
 class StagedExchange:
-    """Implements `PageExchange` over a pool that peers cannot reach.
+    """A staging area in front of a pool that peers cannot reach.
 
     Args:
         area: The staging pages that peers reach instead.
@@ -135,15 +72,15 @@ class StagedExchange:
         self._mover = mover
 
     def source(self, *, has_digests: bool) -> StagedSource:
-        """See `PageExchange.source`."""
+        """See `DirectExchange.source`."""
         return StagedSource(self.staging, self._mover, has_digests=has_digests)
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> StagedPort:
-        """See `PageExchange.port`."""
+        """See `DirectExchange.port`."""
         return StagedPort(self.staging, self._mover, wake, has_digests=has_digests)
 
     def describe(self) -> str:
-        """See `PageExchange.describe`."""
+        """See `DirectExchange.describe`."""
         num_pages, page_bytes = self.pages.shape
         return (
             f"staged through {num_pages:,} pages of {self._kind} "
@@ -152,5 +89,9 @@ class StagedExchange:
         )
 
     def close(self) -> None:
-        """See `PageExchange.close`."""
+        """Releases the memory, once source and port are closed."""
         self._mover.close()
+
+
+PageExchange = DirectExchange | StagedExchange
+"""The memory that peers access."""

@@ -21,7 +21,7 @@ from weft.engine.transfer.digester import (
     Digested,
     Tag,
 )
-from weft.engine.transfer.source import Reading
+from weft.engine.transfer.source import PageSource, Reading
 from weft.engine.transfer.staging import StagingArea
 
 logger = logging.getLogger(__name__)
@@ -95,18 +95,28 @@ class StagingMover(Protocol):
         ...
 
 
-class StagedReading:
-    """A `Reading` of pages that are being copied to the staging area."""
+class StagedReading(Reading):
+    """A reading of pages that are being copied to the staging area."""
 
     def __init__(self, pages: Sequence[int], move: StagingMove) -> None:
-        self.pages = pages
-        self.is_done = move.is_done
-        self.digests = move.digests
-        self.digest_s = move.digest_s
+        super().__init__(pages)
+        self._move = move
+
+    def is_done(self) -> bool:
+        """See `Reading.is_done`."""
+        return self._move.is_done()
+
+    def digests(self) -> list[int]:
+        """See `Reading.digests`."""
+        return self._move.digests()
+
+    def digest_s(self) -> float:
+        """See `Reading.digest_s`."""
+        return self._move.digest_s()
 
 
-class StagedSource:
-    """Implements `PageSource` over a staging area.
+class StagedSource(PageSource):
+    """A source of pages that are copied to a staging area.
 
     Args:
         area: Staging area from which pages are shipped.
@@ -115,20 +125,15 @@ class StagedSource:
     """
 
     def __init__(self, area: StagingArea, mover: StagingMover, *, has_digests: bool) -> None:
+        super().__init__(area.pages, has_digests=has_digests)
         self._area = area
         self._mover = mover
-        self._has_digests = has_digests
-        self.exchanged: StagingPages = area.pages
+        self.reads_early = mover.is_direct
 
     @property
     def max_chunk_pages(self) -> int:
         """See `PageSource.max_chunk_pages`."""
         return self._area.max_chunk_pages
-
-    @property
-    def reads_early(self) -> bool:
-        """See `PageSource.reads_early`."""
-        return self._mover.is_direct
 
     def begin(
         self,
@@ -249,11 +254,11 @@ class StagedPort:
 
     @property
     def is_moving(self) -> bool:
-        """See `ExchangePort.is_moving`."""
+        """See `DigestThread.is_moving`."""
         return bool(self._moving)
 
     def has_moved(self) -> bool:
-        """See `ExchangePort.has_moved`."""
+        """See `DigestThread.has_moved`."""
         if not self._moving:
             return False
         try:

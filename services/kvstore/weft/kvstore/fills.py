@@ -8,10 +8,10 @@ from collections.abc import Callable
 from weft.engine.base import faults
 from weft.engine.base.clock import Clock
 from weft.engine.memory.keys import PageKeys, blocks_keys
-from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
+from weft.engine.protocol.fills import FillReply, FillStart
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
-from weft.engine.sources.filler import Filler, FillerCounters
+from weft.engine.sources.filler import Filler
 from weft.engine.transfer.chunks import ChunkPosted, ShipResult
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
@@ -23,7 +23,7 @@ MAX_INLINE_PAGES = 256
 
 
 class StoreFills:
-    """Leases and their streams. Implements `FillPort`; used by the event loop.
+    """Leases and their streams; used by the event loop.
 
     Args:
         pages: the held pages.
@@ -53,7 +53,7 @@ class StoreFills:
         self._backend = backend
         self._shipper = transport.shipper
         self._jobs = StoreJobs(pages, transport.shipper, max_fills)
-        self._filler = Filler(
+        self.filler = Filler(
             None,
             epoch,
             pages.page_bytes,
@@ -67,42 +67,18 @@ class StoreFills:
             max_chunk_bytes=chunk_bytes,
         )
 
-    @property
-    def counters(self) -> FillerCounters:
-        """Counters since start."""
-        return self._filler.counters
-
-    @property
-    def num_active(self) -> int:
-        """Number of leases that have not ended."""
-        return self._filler.num_active
-
-    def drain(self) -> None:
-        """Declines new fills from now on."""
-        self._filler.is_draining = True
-
-    def tick(self) -> None:
-        """Ends expired leases; to be called regularly."""
-        self._filler.tick()
-
-    def query(self, lease_id: bytes) -> str:
-        """State of a lease, which is stopped if active."""
-        return self._filler.on_query(LeaseQuery(query=0, lease_id=lease_id))
-
     def take_shipped(self) -> None:
         """Takes the results of the shipping thread."""
         for item in self._shipper.take():
             if isinstance(item, ChunkPosted):
-                self._filler.on_posted(item)
+                self.filler.on_posted(item)
             elif isinstance(item, ShipResult):
-                self._filler.on_shipped(item)
+                self.filler.on_shipped(item)
             else:
-                self._filler.on_data(*item)
-
-    # -- from owners -----------------------------------------------------------------------------
+                self.filler.on_data(*item)
 
     async def start(self, start: FillStart) -> None:
-        """See `FillPort.start`."""
+        """See `FillPort.start`; all else that owners say is the filler's."""
         handle = start.handle
         num_pages = len(handle.tokens) // max(1, handle.page_size)
         keys: list[bytes] | None = None
@@ -117,7 +93,7 @@ class StoreFills:
                 await self._backend.fetch(blocks_keys(keys, num_more, handle.block_pages))
         is_used = self._jobs.get(handle.lease_id) is not None
         self._jobs.expected_keys = keys
-        self._filler.on_start(start)
+        self.filler.on_start(start)
         self._jobs.expected_keys = None
         job = self._jobs.get(handle.lease_id)
         if job is not None and not is_used:
@@ -126,23 +102,7 @@ class StoreFills:
                 if self._jobs.get(handle.lease_id) is not job:  # The lease has ended meanwhile.
                     return
             job.num_computed = len(job.tokens)
-            self._filler.on_progress(job)
-
-    def renew(self, lease_id: bytes) -> None:
-        """See `FillPort.renew`."""
-        self._filler.on_renew(lease_id)
-
-    def stop(self, lease_id: bytes) -> None:
-        """See `FillPort.stop`."""
-        self._filler.on_stop(lease_id)
-
-    def ended(self, stream: int) -> None:
-        """See `FillPort.ended`."""
-        self._filler.on_stream_broken(stream)
-
-    def taken(self, stream: int, num_events: int) -> None:
-        """See `FillPort.taken`."""
-        self._filler.on_taken(stream, num_events)
+            self.filler.on_progress(job)
 
 
 def _keys_of(handle: KvHandle, num_pages: int) -> list[bytes]:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
-from weft.engine.protocol.fills import FillReply, FillStart
+from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import FillEvent
 from weft.engine.sources.filler import MAX_REMEMBERED_LEASES
 from weft.kvstore.fills import StoreFills
@@ -24,13 +24,13 @@ class FillFront:
         """Starts passing fills on, now that there are pages."""
         self._fills = fills
         for lease_id in self._queried:
-            fills.query(lease_id)
+            fills.filler.on_query(LeaseQuery(query=0, lease_id=lease_id))
         self._queried.clear()
 
     def lease_state(self, lease_id: bytes) -> str:
         """State of a lease; stops it. An unknown lease counts as used from now on."""
         if self._fills is not None:
-            return self._fills.query(lease_id)
+            return self._fills.filler.on_query(LeaseQuery(query=0, lease_id=lease_id))
         self._queried[lease_id] = None
         if len(self._queried) > MAX_REMEMBERED_LEASES:
             self._queried.popitem(last=False)
@@ -47,19 +47,19 @@ class FillFront:
     def renew(self, lease_id: bytes) -> None:
         """See `FillPort.renew`."""
         if self._fills is not None:
-            self._fills.renew(lease_id)
+            self._fills.filler.on_renew(lease_id)
 
     def stop(self, lease_id: bytes) -> None:
         """See `FillPort.stop`."""
         if self._fills is not None:
-            self._fills.stop(lease_id)
+            self._fills.filler.on_stop(lease_id)
 
     def ended(self, stream: int) -> None:
         """See `FillPort.ended`."""
         if self._fills is not None:
-            self._fills.ended(stream)
+            self._fills.filler.on_stream_broken(stream)
 
     def taken(self, stream: int, num_events: int) -> None:
         """See `FillPort.taken`."""
         if self._fills is not None:
-            self._fills.taken(stream, num_events)
+            self._fills.filler.on_taken(stream, num_events)

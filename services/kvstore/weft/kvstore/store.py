@@ -114,7 +114,7 @@ class KvStore:
         """Counts since start, by name."""
         found = asdict(self.counters)
         if self._arena_pages is not None:
-            fills = self._arena_pages.fills.counters
+            fills = self._arena_pages.fills.filler.counters
             found |= {
                 "evicted_pages": self._arena_pages.pages.memory.num_evictions,
                 "quota_evicted_pages": self._arena_pages.pages.num_quota_evictions,
@@ -125,7 +125,7 @@ class KvStore:
                 "filled_pages": fills.shipped_pages,
                 "bytes_out": fills.shipped_bytes,
                 "open_puts": self._arena_pages.puts.num_open,
-                "open_fills": self._arena_pages.fills.num_active,
+                "open_fills": self._arena_pages.fills.filler.num_active,
             }
         return found
 
@@ -303,8 +303,8 @@ class KvStore:
         arena_pages = self._arena_pages
         if arena_pages is None:
             return
-        arena_pages.fills.drain()
-        while arena_pages.fills.num_active or arena_pages.puts.num_open:
+        arena_pages.fills.filler.is_draining = True
+        while arena_pages.fills.filler.num_active or arena_pages.puts.num_open:
             await asyncio.sleep(TICK_S)
 
     async def close(self) -> None:
@@ -345,7 +345,7 @@ class KvStore:
         while True:
             await asyncio.sleep(TICK_S)
             if self._arena_pages is not None:
-                self._arena_pages.fills.tick()
+                self._arena_pages.fills.filler.tick()
                 memory = self._arena_pages.pages.memory
                 self._quarantine.note(memory.counts().quarantined, memory.num_usable_pages)
                 if self.quarantine_over_s > self._settings.put_timeout_s:

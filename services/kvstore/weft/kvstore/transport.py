@@ -17,7 +17,7 @@ from weft.engine.transfer.nixl import (
 )
 from weft.engine.transfer.nixl_binding import load_binding
 from weft.engine.transfer.ship import ShipThread
-from weft.engine.transfer.source import DirectSource
+from weft.engine.transfer.source import PageSource
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class StoreTransport:
             region = PoolRegion.of_array(pool)
             self.senders = SendAgents(name, region)
             self.readers = ReadAgents(name, region)
-        self.shipper = ShipThread(DirectSource(pool), self.senders, wake)
+        self.shipper = ShipThread(PageSource(pool), self.senders, wake)
 
     def describe(self) -> str:
         """Transports and lanes, for people. May take milliseconds."""

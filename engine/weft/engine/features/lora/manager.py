@@ -34,8 +34,7 @@ from weft.engine.features.lora.residency import Residency
 from weft.engine.features.lora.rows import RowPool
 from weft.engine.protocol.adapters import AdapterOrder, AdapterPlace, AdapterState
 from weft.engine.protocol.submits import Submit
-from weft.engine.scheduler.adapters import AdapterOwner, AdapterWaitlist, not_loaded
-from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.adapters import Adapters, not_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class _Entry:
         return f"adapter {self.name or self.digest.hex()[:16]} ({self.directory})"
 
 
-class AdapterManager:
+class AdapterManager(Adapters):
     """Loads and unloads adapters, and brings them to the device for requests.
 
     Args:
@@ -106,6 +105,9 @@ class AdapterManager:
         clock: Monotonic seconds.
         on_order: Called with each order, which may concern more than the manager.
     """
+
+    residency: Residency
+    """Residency on the device, for the scheduler."""
 
     def __init__(
         self,
@@ -120,10 +122,6 @@ class AdapterManager:
         self._on_order = on_order
         self._store = store
         self.residency = Residency(RowPool(limits.num_rows, limits.max_loras))
-        """Residency on the device, for the scheduler."""
-        self._waitlist: AdapterWaitlist | None = None
-        self._owner: AdapterOwner | None = None
-        self._fail: Callable[[Request, WeftError], None] | None = None
         self._host = HostCache(limits.host_bytes)
         self._entries: dict[bytes, _Entry] = {}
         self._new: deque[_Entry] = deque()
@@ -143,31 +141,10 @@ class AdapterManager:
         self.num_writes = 0
         """Number of adapters read, and written to the device, since start."""
 
-    def attach(
-        self,
-        waitlist: AdapterWaitlist,
-        owner: AdapterOwner,
-        fail: Callable[[Request, WeftError], None],
-    ) -> None:
-        """See `Adapters.attach`."""
-        self._waitlist, self._owner, self._fail = waitlist, owner, fail
-
     def close(self) -> None:
-        """Stops the threads after their current work."""
+        """See `Adapters.close`."""
         self._reader.close()
         self._writer.close()
-
-    @property
-    def waitlist(self) -> AdapterWaitlist:
-        """Holds requests back from the scheduler until their adapter is loaded."""
-        assert self._waitlist is not None
-        return self._waitlist
-
-    @property
-    def owner(self) -> AdapterOwner:
-        """The receiver of order outcomes."""
-        assert self._owner is not None
-        return self._owner
 
     # -- orders and queries ----------------------------------------------------------------------
 
@@ -183,7 +160,7 @@ class AdapterManager:
             raise not_loaded(digest)
 
     def holds(self, digest: bytes) -> bool:
-        """Whether requests that were started with the adapter may continue here."""
+        """See `Adapters.holds`."""
         entry = self._entries.get(digest)
         return entry is not None and entry.is_held
 
@@ -199,15 +176,11 @@ class AdapterManager:
             follow(order)
 
     def states(self) -> list[AdapterState]:
-        """States of all adapters."""
+        """See `Adapters.states`."""
         return [self._state_of(entry) for entry in self._entries.values()]
 
     def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
-        """States that have changed since the last call; thousands may be unchanged.
-
-        Returns:
-            States, and the digests of adapters that were removed.
-        """
+        """See `Adapters.take_changes`; thousands may be unchanged."""
         touched: set[bytes] = set()
         for source in (self._touched, self.residency.touched, self._host.touched):
             touched |= source
@@ -230,7 +203,7 @@ class AdapterManager:
         )
 
     def counters(self) -> dict[str, int]:
-        """Counters since start."""
+        """See `Adapters.counters`."""
         return {
             "adapter_reads": self.num_reads,
             "adapter_writes": self.num_writes,
@@ -238,7 +211,7 @@ class AdapterManager:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of what grows with requests."""
+        """See `Adapters.sizes`."""
         return {
             "adapter_moves": self._reader.num_open + self._writer.num_open,
             "adapter_stalls": sum(reader.current is not None for reader in self._stalled),
@@ -263,7 +236,7 @@ class AdapterManager:
             try:
                 self._check_pins(entry, is_pinned=order.is_pinned)
             except AdapterError as error:
-                self.owner.adapter_reply(order.query, error)
+                self._reply(order.query, error)
                 return
         entry.name, entry.directory = order.name, order.directory
         entry.is_lenient, entry.is_pinned = order.is_lenient, order.is_pinned
@@ -271,7 +244,7 @@ class AdapterManager:
         entry.is_unloading = False
         self._answer(entry.unloads, None)
         if entry.is_held:
-            self.owner.adapter_reply(order.query, None)
+            self._reply(order.query, None)
         else:
             entry.loads.append(order.query)
 
@@ -292,7 +265,7 @@ class AdapterManager:
     def _unload(self, order: AdapterOrder) -> None:
         entry = self._entries.get(order.digest)
         if entry is None:
-            self.owner.adapter_reply(order.query, None)
+            self._reply(order.query, None)
             return
         entry.is_unloading = True
         entry.unloads.append(order.query)
@@ -301,7 +274,7 @@ class AdapterManager:
 
     def _answer(self, queries: list[int], error: WeftError | None) -> None:
         for query in queries:
-            self.owner.adapter_reply(query, error)
+            self._reply(query, error)
         queries.clear()
 
     def _check_pins(self, entry: _Entry, *, is_pinned: bool) -> None:
@@ -323,13 +296,13 @@ class AdapterManager:
             self._let_stalled_go()
         has_news = self._reader.take() | self._writer.take() | self._leave_stalled_read()
         has_news |= self._is_changed
-        if not (has_news or self.waitlist.is_changed or self.residency.is_changed):
+        if not (has_news or self._waitlist.is_changed or self.residency.is_changed):
             return
-        self._is_changed = self.waitlist.is_changed = self.residency.is_changed = False
+        self._is_changed = self._waitlist.is_changed = self.residency.is_changed = False
         self._end_unloads()
         wanted = self._wanted()
         for digest in self.residency.stay(wanted):
-            self.waitlist.came(digest)
+            self._waitlist.came(digest)
         for index, digest in enumerate(wanted):
             self._bring(self._entries[digest], wanted[index + 1 :])
         if self._reading is None:
@@ -341,7 +314,7 @@ class AdapterManager:
         entries = self._entries.values()
         pinned = [e.digest for e in entries if e.is_pinned and e.is_held and not e.is_unloading]
         wanted = [digest for digest in pinned if not has(digest)]
-        for digest in self.waitlist.wanted():
+        for digest in self._waitlist.wanted():
             entry = self._entries.get(digest)
             if entry is None or not entry.is_held:
                 reason = entry.error.message if entry is not None and entry.error else "it is gone"
@@ -354,8 +327,7 @@ class AdapterManager:
         """Fails the requests that wait for an adapter, as retryable: another worker may still have
         it.
         """
-        assert self._fail is not None
-        for request in self.waitlist.waiting_for(digest):
+        for request in self._waitlist.waiting_for(digest):
             self._fail(request, PeerUnavailable(message, stage="adapter"))
 
     def _end_unloads(self) -> None:
@@ -380,7 +352,7 @@ class AdapterManager:
         place = residency.place(digest, needs, later, is_pinned=entry.is_pinned)
         if place is None:
             for leaving in residency.make_leave(digest, needs, later):
-                self.waitlist.goes(leaving)
+                self._waitlist.goes(leaving)
             place = residency.place(digest, needs, later, is_pinned=entry.is_pinned)
         weights = self._host.get(digest)
         if place is not None and weights is not None:
@@ -393,7 +365,7 @@ class AdapterManager:
     def _written(self, entry: _Entry, error: Exception | None) -> None:
         self.residency.arrived(entry.digest)
         if error is None:
-            self.waitlist.came(entry.digest)
+            self._waitlist.came(entry.digest)
             return
         logger.error("%s was not written to the device", entry.label, exc_info=error)
         self.residency.drop(entry.digest)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
+from weft.engine.model.weights.reader import CheckpointReader, TensorSlice, Wrapped
 
 
-class ChangedWeights:
-    """A `CheckpointReader` over another one.
+class ChangedWeights(Wrapped):
+    """A reader that adds changes to what it reads.
 
     Args:
         reader: The parameters.
@@ -17,16 +17,8 @@ class ChangedWeights:
     """
 
     def __init__(self, reader: CheckpointReader, changes: Mapping[str, torch.Tensor]) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._changes = changes
-
-    def has(self, name: str) -> bool:
-        """See `CheckpointReader.has`."""
-        return self._reader.has(name)
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """See `CheckpointReader.shape_of`."""
-        return self._reader.shape_of(name)
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """See `CheckpointReader.read_into`.
@@ -41,11 +33,3 @@ class ChangedWeights:
         if change.shape != part.shape:
             raise ValueError(f"{part.name}: {tuple(change.shape)} cannot change {part.shape}")
         out.copy_(out.float() + change[part.slices].to(out.device))
-
-    def skip(self, prefix: str) -> None:
-        """See `CheckpointReader.skip`."""
-        self._reader.skip(prefix)
-
-    def finish(self) -> None:
-        """See `CheckpointReader.finish`."""
-        self._reader.finish()

@@ -58,7 +58,38 @@ class CheckpointReader(Protocol):
         """
 
 
-class Renamed:
+class Wrapped:
+    """A reader over another one, which it asks for everything.
+
+    Args:
+        reader: Reads the checkpoint.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def has(self, name: str) -> bool:
+        """See `CheckpointReader.has`."""
+        return self._reader.has(name)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """See `CheckpointReader.shape_of`."""
+        return self._reader.shape_of(name)
+
+    def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
+        """See `CheckpointReader.read_into`."""
+        self._reader.read_into(part, out)
+
+    def skip(self, prefix: str) -> None:
+        """See `CheckpointReader.skip`."""
+        self._reader.skip(prefix)
+
+    def finish(self) -> None:
+        """See `CheckpointReader.finish`."""
+        self._reader.finish()
+
+
+class Renamed(Wrapped):
     """A reader of a checkpoint that has other names than models use.
 
     Args:
@@ -67,7 +98,7 @@ class Renamed:
     """
 
     def __init__(self, reader: CheckpointReader, name_of: Callable[[str], str]) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._name_of = name_of
 
     def has(self, name: str) -> bool:
@@ -86,12 +117,8 @@ class Renamed:
         """See `CheckpointReader.skip`."""
         self._reader.skip(self._name_of(prefix))
 
-    def finish(self) -> None:
-        """See `CheckpointReader.finish`."""
-        self._reader.finish()
 
-
-class Transposed:
+class Transposed(Wrapped):
     """A reader of a checkpoint that has some matrices as [columns, rows].
 
     Args:
@@ -100,12 +127,8 @@ class Transposed:
     """
 
     def __init__(self, reader: CheckpointReader, is_transposed: Callable[[str], bool]) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._is_transposed = is_transposed
-
-    def has(self, name: str) -> bool:
-        """See `CheckpointReader.has`."""
-        return self._reader.has(name)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """See `CheckpointReader.shape_of`."""
@@ -123,14 +146,6 @@ class Transposed:
         )
         self._reader.read_into(TensorSlice(part.name, part.shape[::-1], slices[::-1]), turned)
         out.copy_(turned.t())
-
-    def skip(self, prefix: str) -> None:
-        """See `CheckpointReader.skip`."""
-        self._reader.skip(prefix)
-
-    def finish(self) -> None:
-        """See `CheckpointReader.finish`."""
-        self._reader.finish()
 
     def _turns(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and self._is_transposed(name)

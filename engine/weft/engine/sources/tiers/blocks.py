@@ -10,14 +10,16 @@ way. Pages count up to a border before which tiers hold the window as far as the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from weft.engine.memory.keys import block_keys
 from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node
 from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.tiers.keyed import PageName
 from weft.engine.sources.tiers.loads import TierRun
@@ -25,26 +27,22 @@ from weft.engine.sources.tiers.tier import Tier
 from weft.engine.transfer.page_pool import PagePool
 
 
-class Beside(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside(ABC):
     """What a model needs of tiers beside pages of the first group. Its pieces, blocks or pages of a
     window group, have numbers.
     """
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of a tier that a piece takes."""
-        ...
+    owner: StateBlocks | WindowPages
+    """Owner of the pool's pieces."""
+    num_pages: int
+    """Pages of a tier that a piece takes."""
+    make_pool: Callable[[], PagePool]
+    """Makes access to pieces for one thread; page i of piece p is number p * num_pages + i."""
+    num_continuable_pages: Callable[[Request, int], int]
+    """Returns how many of a request's first n pages are in the pool and can be continued."""
 
-    @property
-    def make_pool(self) -> Callable[[], PagePool]:
-        """Makes access to pieces for one thread; page i of piece p is number p * num_pages + i."""
-        ...
-
-    @property
-    def num_continuable_pages(self) -> Callable[[Request, int], int]:
-        """Returns how many of a request's first n pages are in the pool and can be continued."""
-        ...
-
+    @abstractmethod
     def watch(
         self,
         on_given_up: Callable[[Evicted], None],
@@ -53,8 +51,8 @@ class Beside(Protocol):
         """Has the first called with each piece that the pool gives up, and the second, if any, with
         what is kept at other times than pages are published.
         """
-        ...
 
+    @abstractmethod
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
     ) -> tuple[list[TierRun], FoundBlock | None]:
@@ -66,27 +64,26 @@ class Beside(Protocol):
             first: The border that the request has reached, in pages; nothing before it helps.
             tiers: The nearest one first.
         """
-        ...
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
         """The cached pieces of a request's published pages [first, end), and their nodes."""
-        ...
+        return self.owner.kept_of(request, first, end)
 
     def hold(self, piece: int) -> bool:
         """Keeps a piece from being given up until `give_back`; False: there is no room for that."""
-        ...
+        return self.owner.hold(piece)
 
+    @abstractmethod
     def lend(self, request: Request, border: int) -> list[int] | None:
         """New pieces, with which a request can go on at a border; None: there is no room."""
-        ...
 
+    @abstractmethod
     def give_back(self, pieces: Sequence[int]) -> None:
         """Ends `hold` or `lend`."""
-        ...
 
+    @abstractmethod
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
         """Gives a request, which has published its pages up to a border, what `lend` gave."""
-        ...
 
 
 def pages_of(beside: Beside, piece: int) -> range:
@@ -102,49 +99,11 @@ def names_of(beside: Beside, key: bytes) -> list[PageName]:
     return [PageName(*pair) for pair in zip(keys, [key, *keys[:-1]], strict=True)]
 
 
-class KeptBlocks(Protocol):
-    """The owner of the pool's blocks (`weft.engine.scheduler.state_blocks.StateBlocks`)."""
-
-    on_kept: list[Callable[[Node, int, int, bool], None]]
-    on_given_up: Callable[[Evicted], None]
-
-    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
-        """See `StateBlocks.kept_of`."""
-        ...
-
-    def lend(self) -> int | None:
-        """See `StateBlocks.lend`."""
-        ...
-
-    def hold(self, block: int) -> bool:
-        """See `StateBlocks.hold`."""
-        ...
-
-    def give_back(self, block: int) -> None:
-        """See `StateBlocks.give_back`."""
-        ...
-
-    def adopt(self, request: Request, num_pages: int, block: int | None = None) -> int:
-        """See `StateBlocks.adopt`."""
-        ...
-
-    def committed(self, request: Request) -> None:
-        """See `StateBlocks.committed`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockAccess:
-    """Implements `Beside` for the blocks of a model with recurrent layers."""
+class BlockAccess(Beside):
+    """`Beside` for the blocks of a model with recurrent layers."""
 
-    states: KeptBlocks
-    """Owner of the blocks."""
-    num_pages: int
-    """See `Beside.num_pages`."""
-    make_pool: Callable[[], PagePool]
-    """See `Beside.make_pool`."""
-    num_continuable_pages: Callable[[Request, int], int]
-    """See `Beside.num_continuable_pages`."""
+    owner: StateBlocks
 
     def watch(
         self,
@@ -152,9 +111,9 @@ class BlockAccess:
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
         """See `Beside.watch`."""
-        self.states.on_given_up = on_given_up
+        self.owner.on_given_up = on_given_up
         if on_kept is not None:
-            self.states.on_kept.append(on_kept)
+            self.owner.on_kept.append(on_kept)
 
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
@@ -166,42 +125,27 @@ class BlockAccess:
                 return _cut(runs, border), FoundBlock(border, *found)
         return [], None
 
-    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
-        """See `Beside.kept_of`."""
-        return self.states.kept_of(request, first, end)
-
-    def hold(self, piece: int) -> bool:
-        """See `Beside.hold`."""
-        return self.states.hold(piece)
-
     def lend(self, request: Request, border: int) -> list[int] | None:
         """See `Beside.lend`."""
-        block = self.states.lend()
+        block = self.owner.lend()
         return None if block is None else [block]
 
     def give_back(self, pieces: Sequence[int]) -> None:
         """See `Beside.give_back`."""
         for block in pieces:
-            self.states.give_back(block)
+            self.owner.give_back(block)
 
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
         """See `Beside.adopt`."""
-        self.states.adopt(request, border, pieces[0])
-        self.states.committed(request)
+        self.owner.adopt(request, border, pieces[0])
+        self.owner.committed(request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowAccess:
-    """Implements `Beside` for a model whose pages are freed behind windows."""
+class WindowAccess(Beside):
+    """`Beside` for a model whose pages are freed behind windows."""
 
-    windows: WindowPages
-    """Owner of the window group's pages."""
-    num_pages: int
-    """See `Beside.num_pages`."""
-    make_pool: Callable[[], PagePool]
-    """See `Beside.make_pool`."""
-    num_continuable_pages: Callable[[Request, int], int]
-    """See `Beside.num_continuable_pages`."""
+    owner: WindowPages
 
     def watch(
         self,
@@ -209,7 +153,7 @@ class WindowAccess:
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
         """See `Beside.watch`; what fills bring is copied down when the pool gives it up."""
-        self.windows.on_given_up = on_given_up
+        self.owner.on_given_up = on_given_up
 
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
@@ -217,7 +161,7 @@ class WindowAccess:
         """See `Beside.find`."""
         found: list[tuple[list[bytes], list[Tier]]] = []
         border = index = len(keys)
-        while index > max(first, self.windows.first_needed(border)):
+        while index > max(first, self.owner.first_needed(border)):
             index -= 1
             own = _held_at(keys[index], self.num_pages, tiers)
             if own is None:
@@ -230,25 +174,17 @@ class WindowAccess:
         holders = [tier for _, own in reversed(found) for tier in own]
         return _cut(runs, border), FoundBlock(border, names, holders)
 
-    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
-        """See `Beside.kept_of`."""
-        return self.windows.kept_of(request, first, end)
-
-    def hold(self, piece: int) -> bool:
-        """See `Beside.hold`."""
-        return self.windows.hold(piece)
-
     def lend(self, request: Request, border: int) -> list[int] | None:
         """See `Beside.lend`."""
-        return self.windows.lend(request, border)
+        return self.owner.lend(request, border)
 
     def give_back(self, pieces: Sequence[int]) -> None:
         """See `Beside.give_back`."""
-        self.windows.give_back(pieces)
+        self.owner.give_back(pieces)
 
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
         """See `Beside.adopt`."""
-        self.windows.adopt(request, border, pieces)
+        self.owner.adopt(request, border, pieces)
 
 
 def _held_at(

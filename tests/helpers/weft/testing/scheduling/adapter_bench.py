@@ -104,7 +104,7 @@ class AdapterBench:
 
     def attach(self, scheduler: Scheduler) -> None:
         """Takes the scheduler that asks for adapters."""
-        self.manager.attach(scheduler.waitlist, self, scheduler.finish)
+        self.manager.attach(scheduler.waitlist, self.reply, scheduler.finish)
 
     # -- what the manager asks for ---------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class AdapterBench:
             for row in rows:
                 self.content[kind][row] = weights.digest
 
-    def adapter_reply(self, query: int, error: WeftError | None) -> None:
-        """See `AdapterOwner.adapter_reply`."""
+    def reply(self, query: int, error: WeftError | None) -> None:
+        """Notes the outcome of an order."""
         assert query not in self.replies, "an order is answered once"
         self.replies[query] = error
 

@@ -294,7 +294,7 @@ class StateBench:
             notices=[],
         )
         access = BlockAccess(
-            states=self.states,
+            owner=self.states,
             num_pages=BLOCK_PAGES,
             make_pool=lambda: BlockPool(self.device.of_blocks, BLOCK_PAGES, PAGE_BYTES),
             num_continuable_pages=pages.num_continuable_pages,
