@@ -1,4 +1,4 @@
-"""Products of 3 to 256 rows with weights of 4 bits in groups of 128, on tensor cores of compute
+"""Products of 3 to 128 rows with weights of 4 bits in groups of 128, on tensor cores of compute
 capability 9.0.
 
 Bytes of the weight pass through shared memory, and each thread takes from them the numbers that
@@ -27,8 +27,8 @@ from weft.kernels.gpu.dependent_launch import LaunchOptions, launch_options
 from weft.kernels.gpu.groups_product import sum_parts
 from weft.kernels.packed_groups import LONG_UNIT, PackedGroups
 
-MAX_ROWS = 256
-"""Most rows; for more it takes less time to unpack the weight once."""
+MAX_ROWS = 128
+"""Most rows; `groups_product` multiplies more in less time."""
 _MAX_NARROW_ROWS = 16
 """Most rows that warps multiply by themselves."""
 _LARGE_WEIGHT = 1 << 24
