@@ -39,6 +39,7 @@ from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import LeaseReply, StagingCounts
 from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.reports import QUIET_REPORT_S
 from weft.engine.protocol.submits import Ping, Pong, Submit
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
 IDLE_S = 0.1
-"""Longest time between two turns."""
+"""Longest time between two turns, unless nothing happens (`QUIET_REPORT_S`)."""
 STANDSTILL_S = 0.001
 """Longest time between two turns while requests wait for what no message announces."""
 ARRIVAL_POLL_S = 2e-4
@@ -185,6 +186,8 @@ class Engine:
         self.ran_step = False
         """Whether the last turn began or completed a step."""
         self._expire_at = self._report_at = 0.0
+        self._is_reported = False
+        """Whether the last turn reported the load, so that nothing has happened since."""
 
     def _watch_pages(self) -> None:
         """Lets gateways know of the pages that are cached or evicted."""
@@ -333,7 +336,9 @@ class Engine:
             return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
             return STANDSTILL_S
-        return EXPIRY_INTERVAL_S if self.fills.num_open else IDLE_S
+        if self.fills.num_open:
+            return EXPIRY_INTERVAL_S
+        return QUIET_REPORT_S if self._is_reported and self.is_idle else IDLE_S
 
     def arrival_poll_s(self) -> float | None:
         """Interval in seconds at which a resting caller asks `has_arrived`; None: not at all."""
@@ -390,7 +395,8 @@ class Engine:
                 # Loads run beside steps, so the device must have poisoned the pages before one
                 # begins.
                 self._executor.mark().wait()
-        if now >= self._report_at or (inbox is not None and wants_report(inbox)):
+        self._is_reported = now >= self._report_at or (inbox is not None and wants_report(inbox))
+        if self._is_reported:
             self._report_at = now + REPORT_INTERVAL_S
             self._out.outbox.load = load_report(self)
         self._out.outbox.kv_changes = self._kv_events.take()
