@@ -14,6 +14,7 @@ from typing import Any
 from weft.engine.base import faults
 from weft.engine.base.clock import Clock, monotonic
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.cores import num_cores
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawer, Drawn
@@ -33,6 +34,7 @@ from weft.engine.loop.recurrent import BlocksInPages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
+from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.tiers import make_tiers
 from weft.engine.loop.windows import StoredWindows, WindowsInPages
 from weft.engine.memory.events import KvEvents
@@ -185,6 +187,10 @@ class Engine:
         self.is_draining = False
         self.ran_step = False
         """Whether the last turn began or completed a step."""
+        interval_s = config.stream_interval_s
+        if interval_s is None and self._executor.is_asynchronous:
+            interval_s = 0.0
+        self._pace = StreamPace(interval_s, config.num_threads or num_cores(), clock)
         self._expire_at = self._report_at = 0.0
         self._is_reported = False
         """Whether the last turn reported the load, so that nothing has happened since."""
@@ -395,13 +401,16 @@ class Engine:
                 # Loads run beside steps, so the device must have poisoned the pages before one
                 # begins.
                 self._executor.mark().wait()
-        self._is_reported = now >= self._report_at or (inbox is not None and wants_report(inbox))
+        goes = self._pace.goes(self._out.gather(), len(self.scheduler.running))
+        is_due = goes and now >= self._report_at
+        self._is_reported = is_due or (inbox is not None and wants_report(inbox))
         if self._is_reported:
             self._report_at = now + REPORT_INTERVAL_S
             self._out.outbox.load = load_report(self)
-        self._out.outbox.kv_changes = self._kv_events.take()
+        if goes:
+            self._out.outbox.kv_changes = self._kv_events.take()
         self.pipeline.host_rests()
-        return self._out.take()
+        return self._out.take(with_batches=goes)
 
     def close(self) -> None:
         """Ends the transport's threads and agents, and the compiler of constraints."""
