@@ -1,4 +1,4 @@
-"""Next tokens of several steps leave the engine together; first tokens, ends and the like at once."""
+"""Next tokens of several steps leave the engine together; what a client waits for never waits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Clock:
 @pytest.mark.parametrize("kind", URGENT)
 def test_what_must_not_wait_takes_the_gathered_tokens_along(kind: str) -> None:
     clock = Clock()
-    pace = StreamPace(1.0, 1, clock)
+    pace = StreamPace(1.0, clock)
     assert pace.goes([NEXT], 1)
     gathered = [NEXT] * random.randint(1, 5)
     assert not pace.goes(gathered, 1)
@@ -67,7 +67,7 @@ def test_what_must_not_wait_takes_the_gathered_tokens_along(kind: str) -> None:
 def test_an_interval_holds_from_message_to_message() -> None:
     clock = Clock()
     interval_s = random.uniform(0.01, 1.0)
-    pace = StreamPace(interval_s, 1, clock)
+    pace = StreamPace(interval_s, clock)
     assert pace.goes([NEXT], 1)
     clock.now += 0.9 * interval_s
     assert not pace.goes([NEXT], 1)
@@ -78,22 +78,25 @@ def test_an_interval_holds_from_message_to_message() -> None:
 
 
 def test_without_an_interval_every_step_goes_out() -> None:
-    pace = StreamPace(0.0, 1, Clock())
+    pace = StreamPace(0.0, Clock())
     assert all(pace.goes([NEXT], random.randint(1, 1000)) for _ in range(5))
 
 
-def test_by_the_number_of_samples_few_never_wait_and_many_wait_the_less_the_more_cores() -> None:
-    clock = Clock()
-    for cores in (1, 2, random.randint(3, 64)):
-        pace = StreamPace(None, cores, clock)
-        for samples in range(1, 3 * MANY_SAMPLES):
-            clock.now += 1.0
+def test_by_itself_few_samples_never_wait_and_many_for_some_computing_or_long_enough() -> None:
+    clock, computed = Clock(), Clock()
+    pace = StreamPace(None, clock, computed)
+    for samples in range(1, 3 * MANY_SAMPLES):
+        computed.now += 1.0
+        assert pace.goes([NEXT], samples)
+        if samples < MANY_SAMPLES:
             assert pace.goes([NEXT], samples)
-            expected_s = min(MAX_INTERVAL_S, samples * SAMPLE_S / cores)
-            if samples < MANY_SAMPLES:
-                assert pace.goes([NEXT], samples)
-                continue
-            clock.now += 0.99 * expected_s
-            assert not pace.goes([NEXT], samples)
-            clock.now += 0.02 * expected_s
-            assert pace.goes([NEXT], samples)
+            continue
+        computed.now += 0.9 * samples * SAMPLE_S
+        clock.now += 0.9 * MAX_INTERVAL_S
+        assert not pace.goes([NEXT], samples)
+        if random.random() < 0.5:
+            computed.now += 0.2 * samples * SAMPLE_S
+        else:
+            clock.now += 0.2 * MAX_INTERVAL_S
+        assert pace.goes([NEXT], samples)
+        assert not pace.goes([NEXT], samples)

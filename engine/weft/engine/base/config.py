@@ -207,7 +207,8 @@ class EngineConfig:
     """
     stream_interval_s: float | None = 0.0
     """Seconds for which next tokens of samples may gather before they leave the engine. None: on a
-    GPU 0; on a CPU by the number of samples (`weft.engine.loop.stream_pace`).
+    GPU 0; on a CPU by the number of samples and the processor time of their steps
+    (`weft.engine.loop.stream_pace`).
     """
     scheduling_policy: PolicyName = "fcfs"
     """Order in which waiting requests are admitted (`weft.engine.scheduler.policies`)."""

@@ -14,7 +14,6 @@ from typing import Any
 from weft.engine.base import faults
 from weft.engine.base.clock import Clock, monotonic
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.cores import num_cores
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawer, Drawn
@@ -190,7 +189,7 @@ class Engine:
         interval_s = config.stream_interval_s
         if interval_s is None and self._executor.is_asynchronous:
             interval_s = 0.0
-        self._pace = StreamPace(interval_s, config.num_threads or num_cores(), clock)
+        self._pace = StreamPace(interval_s, clock)
         self._expire_at = self._report_at = 0.0
         self._is_reported = False
         """Whether the last turn reported the load, so that nothing has happened since."""

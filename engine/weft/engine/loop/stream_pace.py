@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from weft.engine.base.clock import Clock
@@ -9,11 +10,12 @@ from weft.engine.protocol.submits import GatewayBatch
 
 MANY_SAMPLES = 8
 """Fewer samples than this get each token at once."""
-SAMPLE_S = 2e-3
-"""Core-seconds for which tokens gather, for each sample. The way of a message's tokens to a client
-takes a tenth of this on the cores of one machine.
+SAMPLE_S = 3e-3
+"""Processor time of the engine for which tokens gather, for each sample. To pass one sample's
+tokens on to its client takes less than a tenth of it.
 """
-MAX_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 0.1
+"""Longest time for which they gather, should the engine get little processor time."""
 
 
 class StreamPace:
@@ -24,16 +26,17 @@ class StreamPace:
 
     Args:
         interval_s: Shortest time between two messages of which the second has nothing but next
-            tokens; None: by the number of samples, so that messages take little of the cores' time.
-        num_cores: Cores that the engine computes on.
+            tokens; None: so that passing tokens on takes little time beside computing them.
         clock: Monotonic seconds.
+        computed_s: Processor time of the engine so far, in seconds.
     """
 
-    def __init__(self, interval_s: float | None, num_cores: int, clock: Clock) -> None:
+    def __init__(
+        self, interval_s: float | None, clock: Clock, computed_s: Clock = time.process_time
+    ) -> None:
         self._interval_s = interval_s
-        self._sample_s = SAMPLE_S / num_cores
-        self._clock = clock
-        self._went_at = 0.0
+        self._clock, self._computed_s = clock, computed_s
+        self._went_at = self._had_computed_s = 0.0
 
     def goes(self, batches: Sequence[GatewayBatch], num_samples: int) -> bool:
         """Whether what has gathered goes out now.
@@ -42,14 +45,16 @@ class StreamPace:
             batches: What has gathered, oldest first.
             num_samples: Number of running samples.
         """
-        interval_s = self._interval_s
-        if interval_s is None:
-            is_many = num_samples >= MANY_SAMPLES
-            interval_s = min(MAX_INTERVAL_S, num_samples * self._sample_s) if is_many else 0.0
-        if not (interval_s and batches):
+        if not batches or self._interval_s == 0.0:
             return True
-        now = self._clock()
-        if now - self._went_at < interval_s and all(batch.may_wait for batch in batches):
+        now, computed_s = self._clock(), self._computed_s()
+        passed_s = now - self._went_at
+        if self._interval_s is not None:
+            waits = passed_s < self._interval_s
+        else:
+            is_little = computed_s - self._had_computed_s < num_samples * SAMPLE_S
+            waits = num_samples >= MANY_SAMPLES and is_little and passed_s < MAX_INTERVAL_S
+        if waits and all(batch.may_wait for batch in batches):
             return False
-        self._went_at = now
+        self._went_at, self._had_computed_s = now, computed_s
         return True

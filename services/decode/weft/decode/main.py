@@ -58,7 +58,8 @@ class DecodeSettings(WorkerSettings):
         "time for which next tokens gather before gateways get them in one message, in seconds: "
         "each message takes processor time from workers that share its cores; first tokens and "
         "ends do not wait; 0 = the tokens of each step at once; none = 0 on a GPU, and on a CPU "
-        "1 ms for each of 8 and more running samples with two cores, less with more cores",
+        "with 8 and more running samples the time in which the engine takes 3 ms of processor time "
+        "for each of them",
     )
 
 
