@@ -449,7 +449,7 @@ def time_host(args: argparse.Namespace, console: Console) -> None:
             stop = StopCriteria(max_tokens=STEP_TOKENS)
             row = SamplerRow(params=request.params, stop=stop, seed=0, eos_token_ids=())
             sampler.add(request.slot, row, (), ())
-            constraints._grammars[request.key] = matchers[index]
+            constraints.grammars[request.key] = matchers[index]
         alone = [matchers[index].deep_copy() for index in chosen]
         spent: list[list[float]] = [[] for _ in names]
         words = np.zeros(-(-model.vocab_size // 32), np.uint32)
@@ -458,6 +458,7 @@ def time_host(args: argparse.Namespace, console: Console) -> None:
             marks = [time.perf_counter()]
             constraints.begin_masks(requests, rows=sampler.mask_memory, is_awaited=True)
             marks.append(time.perf_counter())
+            drawer._has_masks = True
             drawer._take_masks(requests)
             device.send_changes()
             marks.append(time.perf_counter())

@@ -38,9 +38,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 from serving.setup import ROOT, describe_lines, describe_setup
 from speculation import DRAFT
-from weft.engine.base import draft_shapes
+from weft.engine.base import drafts as draft_shapes
 from weft.engine.base.config import MAX_TREE_REQUESTS
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.request import StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.dtypes import resolve_dtype
@@ -178,7 +178,7 @@ def measure(
     rate: float | None,
 ) -> Cost | None:
     """Runs random prompts with these drafts in each step; None if no step had all of them."""
-    drafter = llm.engine.drafting.drafter
+    drafter = llm.engine.drafter
     assert isinstance(drafter, EagleDrafter)
     watch = Watch(drafter, drafts, batch)
     if not drafter.is_on_device:
@@ -207,7 +207,7 @@ def measure(
 def watched(llm: LLM, watch: Watch, num_tokens: int, vocab_size: int) -> list[float]:
     """Runs random prompts; returns the seconds of each step that the watch has seen."""
     engine = llm.engine
-    engine.drafting.gate = watch
+    engine.scheduler.running_plans.gate = watch
     if watch.drafter is not None:
         engine.scheduler.running_plans.gate = watch
     prompts = [

@@ -6,6 +6,7 @@
     python bench/gpu_apart.py burst --model qwen3-0.6b --systems whole1
     python bench/gpu_apart.py goodput --shapes 2048+200@8,12,16,20 8192+400@2,4,6
     python bench/gpu_apart.py agents                     sessions with 8k to 64k tokens of history
+    python bench/gpu_apart.py turns --histories 8000 64000    cached turns, one at a time
 
 | system | `weft up` |
 | --- | --- |
@@ -13,12 +14,14 @@
 | `whole` | `--prefill 0 --decode 2` |
 | `auto` | `--prefill 1 --decode 1`: the cost rule decides |
 | `whole1` | `--prefill 0 --decode 1` on the first GPU |
+| `ranks` | `apart` with one worker of each role, which has half of the GPUs as ranks |
 
 Each worker has one GPU of `--device`; with four, there are twice as many workers of each role.
 
 Random weights in the model's real shape, the demo model's tokenizer, prompts of random tokens.
 Correctness comes first: the same prompts greedily on every system; answers that differ are judged
-by transformers in float32 at the end (`gpu_reference.py`). Prefix caches are off but for `agents`.
+by transformers in float32 at the end (`gpu_reference.py`). Prefix caches are off but for `agents`
+and `turns`, or with `--prefix-cache`.
 Each call measures the sections named of one model on the systems named, which start one after the
 other; with two systems of Llama-3.1-8B that is within ten minutes. With `--together` all systems
 start at once and are measured in turn, and `--systems apart:handover,rate whole1:handover,burst`
@@ -68,8 +71,13 @@ SYSTEMS = {
     "whole": "--prefill 0 --decode {count} --device {devices}",
     "auto": "--prefill {half} --decode {half} --device {devices}",
     "whole1": "--prefill 0 --decode 1 --device {first}",
+    "ranks": "--prefill 1 --decode 1 --local-prefill-max-tokens 0 --tp {half} --device {devices}",
 }
-SECTIONS = ("handover", "rate", "mixed", "burst", "goodput", "agents")
+SECTIONS = ("handover", "turns", "rate", "mixed", "burst", "goodput", "agents")
+CACHED = {"turns", "agents"}
+"""Sections for which prefix caches are on."""
+ANSWER_TOKENS, ADDED_TOKENS = 64, 500
+"""Tokens of each answer and new ones of each turn in `turns`."""
 CHECKED = (40, 512, 2000)
 """Lengths of the prompts whose answers are compared."""
 CHECKED_TOKENS = 4
@@ -94,15 +102,18 @@ TOKENIZER_FILES = (
 
 @dataclass(slots=True)
 class FirstToken:
-    """Prompts of one length, one at a time. Milliseconds."""
+    """Prompts of one length, or turns behind a cached history, one at a time. Milliseconds."""
 
     system: str
     prompt_tokens: int
+    """With `cached`, those of the history."""
     median: float
     least: float
     most: float
     timeline: str = ""
     """Output of `weft trace --timeline` for the last prompt."""
+    cached: bool = False
+    """Whether these are turns behind a history."""
 
 
 @dataclass(slots=True)
@@ -141,7 +152,7 @@ def mesh_of(system: str, model: Path, options: argparse.Namespace) -> Iterator[M
         half=count // 2, count=count, devices=options.device, first=devices[0]
     )
     worker = "--dummy-weights"
-    if "agents" not in options.sections_of[system]:
+    if not (options.prefix_cache or CACHED & set(options.sections_of[system])):
         worker += " --no-prefix-cache"
     flags = [
         system_flags,
@@ -166,16 +177,10 @@ def prompts_of(lengths: tuple[int, ...], vocabulary: int, seed: int) -> list[lis
 
 def answers_of(mesh: MeshProcess, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of prompts that come one after the other."""
-    client = RestClient(mesh.url)
     found = []
-    with new_runner() as runner:
-        for prompt in prompts:
-            raw = Raw()
-            body = client.encode(prompt, CHECKED_TOKENS, return_token_ids=True)
-            runner.run(client.exchange(body, raw, None))
-            choices = [c for message, _ in messages(raw) for c in message.get("choices", [])]
-            found.append([token for choice in choices for token in choice.get("token_ids") or []])
-            assert len(found[-1]) == CHECKED_TOKENS, found[-1]
+    for prompt in prompts:
+        found.append(ask(mesh, prompt, CHECKED_TOKENS)[2])
+        assert len(found[-1]) == CHECKED_TOKENS, found[-1]
     return found
 
 
@@ -188,26 +193,62 @@ def first_tokens(
         times, request_id = [], ""
         for turn in range(options.turns + 2):
             (prompt,) = prompts_of((length,), options.vocab, rng.getrandbits(48))
-            first_s, request_id = ask(mesh, prompt)
+            first_s, request_id, _ = ask(mesh, prompt, 2)
             if turn >= 2:  # The first turns warm up.
                 times.append(1e3 * first_s)
-        row = FirstToken(system, length, statistics.median(times), min(times), max(times))
-        row.timeline = timeline(mesh, request_id)
-        print(
-            f"{system} {length} tokens: first token {row.median:.1f} ms "
-            f"[{row.least:.1f} - {row.most:.1f}]\n{row.timeline}",
-            flush=True,
-        )
-        yield row
+        yield first_token_row(mesh, FirstToken(system, length, *spread(times)), request_id)
 
 
-def ask(mesh: MeshProcess, prompt: list[int]) -> tuple[float, str]:
-    """One request alone; seconds to its first token, and its id."""
+def cached_turns(
+    mesh: MeshProcess, system: str, options: argparse.Namespace
+) -> Iterator[FirstToken]:
+    """Sessions alone: turns behind each history, which they send again; the last one's timeline."""
+    rng = random.Random(9)
+    for length in options.histories:
+        times, request_id = [], ""
+        (history,) = prompts_of((length,), options.vocab, rng.getrandbits(48))
+        _, _, answer = ask(mesh, history, ANSWER_TOKENS)
+        for turn in range(options.turns + 1):
+            (added,) = prompts_of((ADDED_TOKENS,), options.vocab, rng.getrandbits(48))
+            history = [*history, *answer, *added]
+            first_s, request_id, answer = ask(mesh, history, ANSWER_TOKENS)
+            if turn >= 1:  # The first turn warms up.
+                times.append(1e3 * first_s)
+        row = FirstToken(system, length, *spread(times), cached=True)
+        yield first_token_row(mesh, row, request_id)
+
+
+def spread(times: list[float]) -> tuple[float, float, float]:
+    """Median, least and most."""
+    return statistics.median(times), min(times), max(times)
+
+
+def first_token_row(mesh: MeshProcess, row: FirstToken, request_id: str) -> FirstToken:
+    """Adds the timeline to a row, and prints it."""
+    row.timeline = timeline(mesh, request_id)
+    what = "tokens of history" if row.cached else "tokens"
+    print(
+        f"{row.system} {row.prompt_tokens} {what}: first token {row.median:.1f} ms "
+        f"[{row.least:.1f} - {row.most:.1f}]\n{row.timeline}",
+        flush=True,
+    )
+    return row
+
+
+def ask(mesh: MeshProcess, prompt: list[int], num_tokens: int) -> tuple[float, str, list[int]]:
+    """One request alone; seconds to its first token, its id and the tokens of its answer."""
     client, raw = RestClient(mesh.url), Raw()
     with new_runner() as runner:
-        runner.run(client.exchange(client.encode(prompt, 2), raw, None))
+        body = client.encode(prompt, num_tokens, return_token_ids=True)
+        runner.run(client.exchange(body, raw, None))
     events = [(message, time_s) for message, time_s in messages(raw) if message.get("choices")]
-    return events[0][1] - raw.sent_s, events[0][0]["id"]
+    answer = [
+        token
+        for message, _ in events
+        for choice in message["choices"]
+        for token in choice.get("token_ids") or []
+    ]
+    return events[0][1] - raw.sent_s, events[0][0]["id"], answer
 
 
 def timeline(mesh: MeshProcess, request_id: str) -> str:
@@ -276,6 +317,9 @@ def measure(
     if section == "handover":
         result.first_tokens += first_tokens(mesh, system, options)
         show_handover(result.first_tokens)
+    if section == "turns":
+        result.first_tokens += cached_turns(mesh, system, options)
+        show_handover(result.first_tokens)
     for flags in loads_of(section, system, options):
         result.rows += run_load(["--url", mesh.url, "--name", system, *flags])
         keep(result, None, options)
@@ -303,12 +347,17 @@ def measure_all(model: Path, options: argparse.Namespace, result: Result) -> Non
 
 def show_handover(rows: list[FirstToken]) -> None:
     """Prints what shipping costs beside a whole worker."""
-    whole = {row.prompt_tokens: row for row in rows if row.system.startswith("whole")}
+
+    def of(row: FirstToken) -> tuple[int, bool]:
+        return row.prompt_tokens, row.cached
+
+    whole = {of(row): row for row in rows if row.system.startswith("whole")}
     for row in rows:
-        if not row.system.startswith("whole") and row.prompt_tokens in whole:
-            more = row.median - whole[row.prompt_tokens].median
+        if not row.system.startswith("whole") and of(row) in whole:
+            more = row.median - whole[of(row)].median
+            what = "tokens of history" if row.cached else "tokens"
             print(
-                f"{row.system} minus whole, {row.prompt_tokens} tokens: {more:+.1f} ms", flush=True
+                f"{row.system} minus whole, {row.prompt_tokens} {what}: {more:+.1f} ms", flush=True
             )
 
 
@@ -386,7 +435,7 @@ def parse() -> argparse.Namespace:
         "--tokenizer", type=Path, help="folder of its files; default the demo model's"
     )
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--turns", type=int, default=9, help="of each length alone")
+    parser.add_argument("--turns", type=int, default=9, help="of each length or history alone")
     parser.add_argument("--rates", type=float, nargs="+", default=[16.0])
     parser.add_argument("--mixed-rates", type=float, nargs="+", default=[8.0])
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -404,9 +453,13 @@ def parse() -> argparse.Namespace:
         "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the sessions")
+    parser.add_argument(
+        "--histories", type=int, nargs="+", default=[8000, 32_000, 64_000], help="of turns, tokens"
+    )
     parser.add_argument("--session-turns", type=int, default=6)
     parser.add_argument("--pause", type=float, default=1.0, help="mean seconds between turns")
     parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--prefix-cache", action="store_true", help="keep caches on")
     parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
     parser.add_argument("--decode-args", default="", help="further flags of decode workers")
     parser.add_argument("--up-args", default="", help="further flags of `weft up`")

@@ -45,6 +45,13 @@ from weft.kernels.quantised import (
 
 BF16 = torch.bfloat16
 REPEATS = 9
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+"""`quantization_config` of Qwen's and DeepSeek's checkpoints."""
 ROTATING_BYTES = 200 << 20
 
 
@@ -523,13 +530,7 @@ def bench_model(
 def write_blocks(folder: Path) -> None:
     """Makes the model's checkpoint one of FP8 blocks, as Qwen's are."""
     path = folder / "config.json"
-    quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    fields = json.loads(path.read_text()) | {"quantization_config": quantization}
+    fields = json.loads(path.read_text()) | {"quantization_config": FP8_BLOCKS}
     path.write_text(json.dumps(fields))
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu_engine import release, run_batch
@@ -42,9 +42,9 @@ MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
 MANY, MANY_IN, MANY_OUT = 1024, 1024, 128
 """Requests sent at once, and their tokens."""
-MANY_STEP = 2240
-"""Rows of a step with two prompts, as many as end in it, beside 256 decodes, of which 64 do not
-count.
+MANY_STEPS = (2240, 8192)
+"""Rows of the steps; 2,240 with two prompts, as many as end in it, beside 256 decodes, of which 64
+do not count.
 """
 STEP_TILES = ((128, 4, 32), (64, 2, 32), (64, 2, 64), (16, 1, 32), (32, 4, 128))
 """Launch shapes of the kernel of decode steps that are timed: values of a head that one program
@@ -282,17 +282,12 @@ def sizes_of(part: Any, seen: set[int]) -> list[int]:
     return [size for each in inner for size in sizes_of(each, seen)]
 
 
-def told_kernels(call: Callable[[], object], what: str, steps: int) -> None:
-    """Prints the kernels that take the most time of a call."""
+def told_kernels(call: Callable[[], object], what: str, steps: int) -> list[dict[str, Any]]:
+    """Prints the kernels that take the most time of a call, and returns more of them."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as taken:
         call()
         torch.cuda.synchronize()
-    tell_kernels(taken, what, steps)
-
-
-def tell_kernels(taken: profile, what: str, steps: int) -> None:
-    """Prints the kernels that take the most time of what was profiled."""
     rows = [row for row in taken.key_averages() if row.self_device_time_total > 0]
     rows.sort(key=lambda row: -row.self_device_time_total)
     total = sum(row.self_device_time_total for row in rows)
@@ -303,11 +298,37 @@ def tell_kernels(taken: profile, what: str, steps: int) -> None:
             f"  {share:6.1%} {row.self_device_time_total / row.count:8.1f} us x {row.count:5} "
             f"{row.key[:70]}"
         )
+    return [
+        {
+            "kernel": row.key[:90],
+            "us": row.self_device_time_total / row.count,
+            "per_step": row.count / steps,
+            "share": row.self_device_time_total / total,
+        }
+        for row in rows[:50]
+    ]
 
 
-def bench_engine(name: str, rates: Rates, profiled: list[int], budget_s: float) -> dict[str, Any]:
-    """All measurements of one model that fit into the time."""
-    began, found = time.perf_counter(), dict[str, Any]()
+class Load(NamedTuple):
+    """What `bench_engine` runs."""
+
+    batches: list[int]
+    """Of decode."""
+    profiled: list[int]
+    """Those of which kernels are told; if any, also of prompts and of mixed steps."""
+    requests: int
+    """Sent at once; 0: none."""
+    step_rows: list[int]
+    """Rows of steps in which these are computed."""
+    budget_s: float
+    """Time, after which nothing more begins."""
+
+
+def bench_engine(
+    name: str, rates: Rates, load: Load, found: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Puts all measurements of one model that fit into the time into `found`."""
+    began, budget_s, profiled = time.perf_counter(), load.budget_s, load.profiled
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(Path(folder), name)
         with LLM(path, **SETTINGS) as llm:
@@ -321,9 +342,10 @@ def bench_engine(name: str, rates: Rates, profiled: list[int], budget_s: float) 
                 f"{costs.state_bytes / 1e6:.1f} MB",
                 flush=True,
             )
-            for batch in (1, 16, 64, 256):
+            for batch in load.batches:
+                save()
                 if time.perf_counter() - began > budget_s:
-                    return found
+                    return
                 run_batch(llm, batch, 512, 8)
                 run = run_batch(llm, batch, 512, 64)
                 if not run.num_steps:
@@ -345,10 +367,13 @@ def bench_engine(name: str, rates: Rates, profiled: list[int], budget_s: float) 
                     flush=True,
                 )
                 if batch in profiled:
-                    told_kernels(partial(run_batch, llm, batch, 32, 20), f"decode {batch}", 20)
+                    some = partial(run_batch, llm, batch, 32, 20)
+                    kernels = told_kernels(some, f"decode {batch}", 20)
+                    found[f"decode {batch}"]["kernels"] = kernels
             for length in (1024, 4096):
+                save()
                 if time.perf_counter() - began > budget_s:
-                    return found
+                    return
                 times = [run_batch(llm, 8, length, 2).first_token_s for _ in range(3)]
                 least = costs.prompt_seconds(rates, 8 * length)
                 rate = 8 * length / min(times)
@@ -359,27 +384,33 @@ def bench_engine(name: str, rates: Rates, profiled: list[int], budget_s: float) 
                     flush=True,
                 )
             if profiled and time.perf_counter() - began < budget_s:
-                told_kernels(partial(run_batch, llm, 8, 1024, 2), "prefill 8 x 1,024", 1)
+                some = partial(run_batch, llm, 8, 1024, 2)
+                kernels = told_kernels(some, "prefill 8 x 1,024", 1)
+                found["prefill 8 x 1024"]["kernels"] = kernels
             limits = llm.engine.scheduler._limits
-            llm.engine.scheduler._limits = limits._replace(max_step_tokens=MANY_STEP)
-            if profiled and time.perf_counter() - began < budget_s:
+            llm.engine.scheduler._limits = limits._replace(max_step_tokens=load.step_rows[0])
+            if profiled and load.requests and time.perf_counter() - began < budget_s:
                 mixed = partial(run_batch, llm, 64, MANY_IN, 32)
                 steps, took = 64 * MANY_IN / 2048, mixed().all_seconds
-                told_kernels(mixed, f"64 of {MANY_IN}/32, {1e3 * took / steps:.1f} ms", int(steps))
-            for rows in (MANY_STEP, limits.max_step_tokens):
+                what = f"64 of {MANY_IN}/32, {1e3 * took / steps:.1f} ms"
+                found["mixed"] = {"kernels": told_kernels(mixed, what, int(steps))}
+            for rows in load.step_rows if load.requests else ():
+                save()
                 if time.perf_counter() - began > budget_s:
                     break
                 llm.engine.scheduler._limits = limits._replace(max_step_tokens=rows)
-                run = run_batch(llm, MANY, MANY_IN, MANY_OUT)
-                rate = MANY * (MANY_IN + MANY_OUT) / run.all_seconds
-                found[f"total, steps of {rows}"] = {"tokens_per_s": rate}
+                run = run_batch(llm, load.requests, MANY_IN, MANY_OUT)
+                rate = load.requests * (MANY_IN + MANY_OUT) / run.all_seconds
+                found[f"total, steps of {rows}"] = {
+                    "tokens_per_s": rate,
+                    "requests": load.requests,
+                }
                 print(
-                    f"{MANY} of {MANY_IN}/{MANY_OUT}, steps of up to {rows:,}: {rate:,.0f} total "
-                    "tok/s",
+                    f"{load.requests} of {MANY_IN}/{MANY_OUT}, steps of up to {rows:,}: "
+                    f"{rate:,.0f} total tok/s",
                     flush=True,
                 )
             llm.engine.scheduler._limits = limits
-    return found
 
 
 class ForcedChains:
@@ -416,9 +447,16 @@ class ForcedChains:
         return found
 
 
-def bench_mtp(name: str, depths: list[int], profiled: list[int], budget_s: float) -> dict[str, Any]:
+def bench_mtp(
+    name: str,
+    depths: list[int],
+    profiled: list[int],
+    budget_s: float,
+    found: dict[str, Any],
+    save: Callable[[], None],
+) -> None:
     """Decode with the checkpoint's MTP head, at forced acceptance lengths, and without."""
-    found, began = dict[str, Any](), time.perf_counter()
+    began = time.perf_counter()
     for depth in depths:
         if time.perf_counter() - began > budget_s:
             break
@@ -458,10 +496,10 @@ def bench_mtp(name: str, depths: list[int], profiled: list[int], budget_s: float
                         )
                         if batch in profiled:
                             told_kernels(partial(run_batch, llm, batch, 64, 40), "MTP", 20)
+                        save()
             del llm  # Two do not fit.
         finally:
             StaticChains.run = run_of  # type: ignore[method-assign]
-    return found
 
 
 def main() -> None:
@@ -473,10 +511,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each model")
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 0, 1, 3], help="of drafts")
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--profiled", nargs="*", type=int, default=[64], help="batches")
+    parser.add_argument("--requests", type=int, default=MANY, help="sent at once; 0: none")
+    parser.add_argument("--step-rows", nargs="+", type=int, default=list(MANY_STEPS))
+    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
-    setup, rates = describe_gpu(), measure_rates()
+    setup, rates = describe_gpu(arguments.commit), measure_rates()
     release()
     found: dict[str, Any] = {**setup, "bytes_per_s": rates.bytes_per_s}
     found["flop_per_s"] = rates.flop_per_s
@@ -490,23 +532,39 @@ def main() -> None:
         parts |= {"steps": partial(bench_steps, rates), "prompt": partial(bench_prompt, rates)}
     if "beside" in arguments.parts:
         parts["beside"] = partial(bench_prompt, rates, beside=True)
-    for name in arguments.models:
-        if "engine" in arguments.parts:
-            engine = partial(bench_engine, name, rates, arguments.profiled, arguments.budget)
-            parts[name] = engine
-        if "mtp" in arguments.parts:
-            parts[f"{name} mtp"] = partial(
-                bench_mtp, name, arguments.depths, arguments.profiled, arguments.budget
-            )
-    for name, measure in parts.items():
-        release()
-        try:
-            found[name] = measure()
-        except (RuntimeError, WeftError) as error:
-            print(f"{name}: {error!r}"[:1500], flush=True)
+
+    def save() -> None:
         if arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / "hybrid.json").write_text(json.dumps(found, indent=1))
+
+    load = Load(
+        arguments.batches,
+        arguments.profiled,
+        arguments.requests,
+        arguments.step_rows,
+        arguments.budget,
+    )
+    for name in arguments.models:
+        if "engine" in arguments.parts:
+            own: dict[str, Any] = {}
+            parts[name] = partial(bench_engine, name, rates, load, own, save)
+            found[name] = own
+        if "mtp" in arguments.parts:
+            own = {}
+            parts[f"{name} mtp"] = partial(
+                bench_mtp, name, arguments.depths, arguments.profiled, arguments.budget, own, save
+            )
+            found[f"{name} mtp"] = own
+    for name, measure in parts.items():
+        release()
+        try:
+            made = measure()
+            if made is not None:
+                found[name] = made
+        except (RuntimeError, WeftError) as error:
+            print(f"{name}: {error!r}"[:1500], flush=True)
+        save()
 
 
 if __name__ == "__main__":

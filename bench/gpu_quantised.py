@@ -27,7 +27,18 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from gpu_fp8 import BF16, PRODUCTS, ROTATING_BYTES, ROWS, Found, Product, noted, release, time_us
+from gpu_fp8 import (
+    BF16,
+    FP8_BLOCKS,
+    PRODUCTS,
+    ROTATING_BYTES,
+    ROWS,
+    Found,
+    Product,
+    noted,
+    release,
+    time_us,
+)
 from gpu_roof import Rates, decode_work, measure_rates
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
@@ -107,8 +118,12 @@ INT4 = {
         }
     },
 }  # fmt: skip
-QUANTIZATIONS: dict[str, dict[str, Any]] = {"int4": INT4, "mxfp4": {"quant_method": "mxfp4"}}
-BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32, "fp8": 8.0}
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "int4": INT4,
+    "mxfp4": {"quant_method": "mxfp4"},
+    "fp8-blocks": FP8_BLOCKS,
+}
+BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32, "fp8": 8.0, "fp8-blocks": 8.0}
 """Bits of a weight with its share of a scale."""
 LONG_RUN = 256
 """Requests from which on a batch is not run before it is timed."""
@@ -399,7 +414,8 @@ def bench_model(
     long: int = 0,
     is_told: bool = False,
 ) -> None:
-    """Decode and prefill of one model in one format; empty: bfloat16; fp8: made of it. `long`:
+    """Decode and prefill of one model in one format; empty: bfloat16; fp8: made of it. Pages hold
+    what `batches` need and little more, so that models in bfloat16 fit as well. `long`:
     requests at once with 1,024 tokens in and 1,024 out; 0: none. Told: prints a step's kernels.
     """
     from gpu_engine import PROMPT_TOKENS, run_batch
@@ -425,7 +441,7 @@ def bench_model(
             "kv_dtype": kv_dtype,
             "quantization": "fp8" if number_format == "fp8" else "auto",
             "dummy_weights": True,
-            "num_pages": max(40 * max(batches) + 1100, 130 * long),
+            "num_pages": max(37 * max(batches) + 64, 1200, 130 * long),
             "max_context_tokens": 5120,
             "max_running_requests": max(*batches, long),
             "max_step_tokens": 8192,
@@ -485,7 +501,7 @@ def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
     from gpu_roof import _attention, _feed
 
     feeds = sum(_feed(config, layer, tokens)[0] for layer in range(config.num_layers))
-    has_attention = number_format in ("int4", "fp8")
+    has_attention = number_format in ("int4", "fp8", "fp8-blocks")
     attention = config.num_layers * _attention(config)[0] if has_attention else 0.0
     return (feeds + attention) * (16 - BITS[number_format]) / 8
 

@@ -15,6 +15,11 @@ of all ranks.
 answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
 second and card.
 
+`--parts` adds where a step's time goes. On the device a kernel counts from the end of what ran
+before it, so that kernels which start early do not count their wait for others, and all times add
+up to the step's; a sum contains the wait for the other ranks. On the host it times the calls that
+are known to take long, and those that ranks add.
+
 `--quick` runs every kind of step but a few times, which fills caches of compiled kernels; ranks may
 then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
 
@@ -36,8 +41,12 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,10 +55,12 @@ from gpu_roof import IN_BFLOAT16, Rates, WeightBytes, decode_work, prompt_work
 from gpu_setup import describe_gpu
 from model_shapes import LARGE_MODELS, MODELS, write_config
 from torch.autograd import DeviceType
+from torch.distributed import _symmetric_memory as symmetric
 from torch.profiler import ProfilerActivity, profile
 from weft.engine.base.request import SamplingParams
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.quantization import resolve_quantization
+from weft.engine.executor.ranks import ranked
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel import device_peers
 from weft.engine.parallel.segment import Segment
@@ -62,15 +73,27 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 96
 LONG_TOKENS, ANSWER_TOKENS = 1_488, 1_024
 TRACED_STEPS = 10
 WIDTH, PER_GRAPH = 4096, 64
-SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SUM_LIMIT_S = 60.0
+"""Longest wait for the next figure of sums."""
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
     "tokens to ranks": ("_share_kernel",),
-    "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash"),
-    "products": ("gemm", "nvjet", "cutlass", "linear", "product", "matmul", "tile", "_mm", "moe"),
-    "drawing": ("greedy", "draw", "sampl", "keep_tokens"),
+    "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash", "latent"),
+    "drawing": ("greedy", "draw", "sampl", "keep_tokens", "_largest", "_gather_kernel"),
+    "experts": ("_direct_", "_sorted_", "_route_", "_count_", "_few_kernel", "moe"),
+    "products": ("gemm", "nvjet", "cutlass", "linear", "product", "matmul", "tile", "_mm", "fp8"),
 }
 """Kinds of kernels by parts of their names; the first that fits."""
+
+
+HOST_CALLS: dict[str, tuple[Any, str]] = {
+    "graphs launched": (torch.cuda.CUDAGraph, "replay"),
+    "frames made": (ranked, "encode_step"),
+    "pages told": (ranked.RankedExecutor, "_new_pages"),
+    "frames posted": (SharedGroup, "post"),
+}
+"""Calls of a step on the host by what they do: where each is looked up."""
 
 
 class Gate(NamedTuple):
@@ -113,7 +136,8 @@ class Case(NamedTuple):
     """Requests of the step of long ones; 0: none."""
     has_parts: bool
     quantization: str
-    has_prompts: bool
+    prompts: int
+    """Prompts of 4,096 tokens beside each other; 0: no prompts are measured."""
     is_quick: bool
     device: str
     gate: Gate | None
@@ -136,19 +160,19 @@ def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
 
 def pages_of(case: Case) -> int:
     """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
-    prompts = 8 * 4_096 // 16 if case.has_prompts else 0
+    prompts = case.prompts * 4_096 // 16
     rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
     long = case.long * (LONG_TOKENS + NEW_TOKENS) // 16
     pages = 640 + max(prompts, rows, long) // 16 * 16
     return min(pages, 2_048) if case.is_quick else pages
 
 
-def engine_case(case: Case) -> dict[str, Any]:
-    """Measures one model on some GPUs."""
+def engine_case(case: Case, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measures one model on some GPUs; gives all that is known to `keep` after each row."""
     name, tp, ep = case.name, case.tp, case.ep
     began = time.perf_counter()
     found: dict[str, Any] = {"model": name, "tp": tp, "ep": ep, "quantization": case.quantization}
-    found |= {"decode": {}, "ttft_ms": {}, "parts": {}}
+    found |= {"decode": {}, "ttft_ms": {}, "parts": {}, "host_us": {}}
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_config(Path(folder), name, **case.changed)
         config = ModelConfig.load(model_dir)
@@ -187,12 +211,15 @@ def engine_case(case: Case) -> dict[str, Any]:
                 )
                 if case.has_parts and batch <= 64 and not case.is_quick:
                     found["parts"][batch] = parts_of_step(llm, batch)
-            if case.has_prompts:
-                prompts(llm, config, rates, found, case.is_quick)
+                    found["host_us"][batch] = host_parts(llm, batch)
+                keep(found)
+            if case.prompts:
+                prompts(llm, config, case, rates, found)
+                keep(found)
             if case.long and not case.is_quick:
                 long_answers(llm, config, case, rates, sizes, found)
+            keep(found)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
-    return found
 
 
 def decode(
@@ -215,22 +242,22 @@ def decode(
     step_s = run.seconds / run.num_steps
     context = prompt_tokens + NEW_TOKENS - run.num_steps / 2
     roof_s = decode_work(config, batch, context, sizes).seconds(rates)
-    host_ms = 1e3 * statistics.median(run.host_s)
+    host_s = sorted(second for run in runs for second in run.host_s)
+    host_ms, host_p10_ms = (1e3 * host_s[len(host_s) * part // 10] for part in (5, 1))
     row = {"step_ms": 1e3 * step_s, "tok_s": batch / step_s, "share": roof_s / step_s}
-    row |= {"host_ms": host_ms, "roof_ms": 1e3 * roof_s}
+    row |= {"host_ms": host_ms, "host_p10_ms": host_p10_ms, "roof_ms": 1e3 * roof_s}
     print(
         f"  batch {batch:4}: {row['step_ms']:7.3f} ms a step, {row['tok_s']:8.0f} tok/s, "
-        f"{row['share']:5.1%} of {row['roof_ms']:.3f} ms, host {host_ms:.2f} ms",
+        f"{row['share']:5.1%} of {row['roof_ms']:.3f} ms, host {host_ms:.2f} ms, a tenth "
+        f"below {host_p10_ms:.2f}",
         flush=True,
     )
     return row
 
 
-def prompts(
-    llm: LLM, config: ModelConfig, rates: Rates, found: dict[str, Any], is_quick: bool
-) -> None:
+def prompts(llm: LLM, config: ModelConfig, case: Case, rates: Rates, found: dict[str, Any]) -> None:
     """First tokens of lone prompts, and the rate of prompts beside each other."""
-    if is_quick:
+    if case.is_quick:
         for batch, length in ((1, 2048), (1, 8192), (2, 4096)):
             run_batch(llm, batch, length, 2)
         return
@@ -241,11 +268,12 @@ def prompts(
         found["ttft_ms"][length] = {"ms": ms, "share": 1e3 * roof / ms, "all_ms": all_ms}
         each = ", ".join(f"{one:.0f}" for one in all_ms)
         print(f"  first token of {length}: {ms:.1f} ms ({each}), {1e3 * roof / ms:.1%} of the roof")
-    times = [run_batch(llm, 8, 4096, 2).first_token_s for _ in range(2)]
-    rate = 8 * 4096 / min(times)
-    share = prompt_work(config, [4096] * 8).seconds(rates) / min(times)
-    found["prefill"] = {"tok_s": rate, "share": share}
-    print(f"  prefill 8 x 4,096: {rate:,.0f} tok/s, {share:.1%} of the roof", flush=True)
+    count = case.prompts
+    times = [run_batch(llm, count, 4096, 2).first_token_s for _ in range(2)]
+    rate = count * 4096 / min(times)
+    share = prompt_work(config, [4096] * count).seconds(rates) / min(times)
+    found["prefill"] = {"prompts": count, "tok_s": rate, "share": share}
+    print(f"  prefill {count} x 4,096: {rate:,.0f} tok/s, {share:.1%} of the roof", flush=True)
 
 
 def long_answers(
@@ -259,7 +287,7 @@ def long_answers(
     """Output tokens a second and card of prompts and answers of 1,024 tokens, by arithmetic."""
     row = decode(llm, config, case.long, LONG_TOKENS, rates, sizes, is_quick=False)
     answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / case.long
-    prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.has_prompts else 0.0
+    prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.prompts else 0.0
     rate = ANSWER_TOKENS / (answer_s + prompt_s) / case.tp
     found["long"] = {**row, "requests": case.long, "tok_s_card": rate}
     print(f"  1,024 to 1,024, {case.long} requests: {rate:,.0f} output tok/s a card", flush=True)
@@ -301,18 +329,58 @@ def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
 
 
 def parts_of(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """Microseconds of one step by kind of kernel, in none, and, behind `_: `, by kernel."""
+    """Microseconds of one step by kind of kernel, in none, and, behind `_: `, by kernel; each from
+    the end of those that began before it.
+    """
     times: defaultdict[str, float] = defaultdict(float)
     busy, until = 0.0, 0.0
     for start, end, name in spans:
         lowered = name.lower()
         fits = (kind for kind, names in KINDS.items() if any(part in lowered for part in names))
-        times[next(fits, "others")] += end - start
-        times[f"_: {name[:34]}"] += end - start
-        busy += max(0.0, end - max(start, until))
+        alone = max(0.0, end - max(start, until))
+        times[next(fits, "others")] += alone
+        times[f"_: {name[:34]}"] += alone
+        busy += alone
         until = max(until, end)
     times["gaps"] = until - spans[0][0] - busy
     return times
+
+
+def host_parts(llm: LLM, batch: int) -> dict[str, float]:
+    """Mean microseconds of a decode step on the host of rank 0 by call, and of the rest."""
+    times: defaultdict[str, float] = defaultdict(float)
+    count, known = 0, dict[str, float]()
+
+    def note(step: int) -> None:
+        nonlocal count, known
+        if step == 1:
+            times.clear()
+        count, known = step - 1, dict(times)
+
+    with ExitStack() as stack:
+        for what, (owner, name) in HOST_CALLS.items():
+            call = timed(getattr(owner, name), what, times)
+            stack.enter_context(mock.patch.object(owner, name, call))
+        run = run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS, note)
+    found = {what: 1e6 * seconds / count for what, seconds in known.items()}
+    found["rest"] = 1e6 * statistics.mean(run.host_s[1:]) - sum(found.values())
+    print(f"  us of a step on the host: {listed(found, 9)}", flush=True)
+    return found
+
+
+def timed(
+    call: Callable[..., Any], what: str, times: defaultdict[str, float]
+) -> Callable[..., Any]:
+    """The call, whose seconds are added to `times`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            times[what] += time.perf_counter() - began
+
+    return run
 
 
 def listed(times: dict[str, float], count: int) -> str:
@@ -322,106 +390,127 @@ def listed(times: dict[str, float], count: int) -> str:
 
 
 def sums(sizes: Sequence[int]) -> dict[str, Any]:
-    """Microseconds of a sum by number of ranks, way and KiB."""
+    """Microseconds of a sum by number of ranks, way and KiB, as far as ranks have come."""
     found: dict[str, Any] = {}
     context = multiprocessing.get_context("fork")
     for size in sizes:
-        results = context.Queue()
+        table = found[str(size)] = defaultdict[str, dict[int, float]](dict)
+        told, tells = context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as folder:
             segment = Segment.create(segment_bytes(size), "bench")
             ranks = [
-                context.Process(target=sums_of_rank, args=(segment, rank, size, folder, results))
+                context.Process(target=sums_of_rank, args=(segment, rank, size, folder, tells))
                 for rank in range(size)
             ]
             for rank in ranks:
                 rank.start()
-            try:
-                table = results.get(timeout=50)
-            finally:
-                for rank in ranks:
-                    rank.join(10)
-                    rank.kill()
-        found[str(size)] = table
+            ends = [rank.sentinel for rank in ranks]
+            # The ranks end together once all is told, or one of them ends early.
+            while told in wait([told, *ends], SUM_LIMIT_S):
+                way, kib, us = told.recv()
+                table[way][kib] = us
+            for rank in ranks:
+                rank.kill()
+                rank.join()
         print(f"{size} ranks, us   " + " ".join(f"{kib:>6}" for kib in SUM_KIB), " KiB")
         for way, row in table.items():
-            print(f"{way:24}" + " ".join(f"{us:6.1f}" for us in row.values()), flush=True)
+            cells = (f"{row[kib]:6.1f}" if kib in row else "     -" for kib in SUM_KIB)
+            print(f"{way:24}" + " ".join(cells), flush=True)
     return found
 
 
 def sums_of_rank(
-    segment: Segment, rank: int, size: int, folder: str, results: multiprocessing.Queue[Any]
+    segment: Segment, rank: int, size: int, folder: str, tells: Connection[Any, Any]
 ) -> None:
     """One rank of `sums`."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = f"file://{folder}/group"
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size, device_id=device)
-    from torch.distributed import _symmetric_memory as symmetric
-
-    peers = []
+    # Ranks tell one another where they are through memory of the host.
+    backends = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backends, init_method=store, rank=rank, world_size=size, device_id=device
+    )
     world = dist.group.WORLD
     assert world is not None
-    name = world.group_name
-    for once in (8 << 20, 1):
+    peers = []
+    for once in (16 << 20, 1):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
         group = SharedGroup(segment, rank, size, 30.0)
-        sizes = WIDTH, torch.bfloat16, 128
+        sizes = WIDTH, torch.bfloat16, 128  # A vocabulary, of no use here.
         peers.append(device_peers.DevicePeers(group, device, world, *sizes, lambda phase: None))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
-    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
-    table: dict[str, dict[int, float]] = {}
+    ours = dict(zip(("ours once", "ours twice"), peers, strict=True))
     for kib in SUM_KIB:
-        rows = (kib << 10) // (2 * WIDTH)
-        torch.manual_seed(rank)
-        part = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        torch.manual_seed(77)
-        stream = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        shared = symmetric.empty(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        symmetric.rendezvous(shared, world)
-        exact = part.float()
-        dist.all_reduce(exact)
-        exact += stream.float()
-        for way, one in zip(("ours once", "ours twice"), peers, strict=True):
-            given = stream.clone()
-            one.add_norm(part, given, norm)
-            copies = [torch.empty_like(given) for _ in range(size)]
-            dist.all_gather(copies, given)
-            assert all(torch.equal(copy, given) for copy in copies), f"{way}: other bits"
-            assert (given.float() - exact).abs().max() < 0.1, f"{way}: other sums"
-        out = torch.empty_like(part)
-        ways: dict[str, Callable[[], Any]] = {
-            "NCCL": lambda part=part: dist.all_reduce(part),
-            "NCCL, norm": lambda part=part, stream=stream: (
-                dist.all_reduce(part),
-                add_rms_norm(part, stream, *norm),
-            ),
-            "symm_mem one_shot": lambda shared=shared, out=out: (
-                torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", name, out)
-            ),
-            "symm_mem two_shot": lambda shared=shared: torch.ops.symm_mem.two_shot_all_reduce_(
-                shared, "sum", name
-            ),
-            "ours once, norm": lambda part=part, stream=stream: peers[0].add_norm(
-                part, stream, norm
-            ),
-            "ours twice, norm": lambda part=part, stream=stream: peers[1].add_norm(
-                part, stream, norm
-            ),
-        }
+        ways = our_ways(ours, kib, device, world) | other_ways(kib, device, world)
         for way, call in ways.items():
             try:
                 us = graph_us(call)
             except RuntimeError as error:
-                us = float("nan")
-                if rank == 0 and kib == SUM_KIB[0]:
-                    print(f"{way}: {error}"[:300], flush=True)
-            table.setdefault(way, {})[kib] = us
-    if rank == 0:
-        results.put(table)
+                if rank == 0:
+                    print(f"{way}, {kib} KiB: {error}"[:300], flush=True)
+                continue
+            if rank == 0:
+                tells.send((way, kib, us))
     torch.cuda.synchronize()
-    os._exit(0) if rank else time.sleep(0.5)
+    dist.barrier()
     os._exit(0)
+
+
+def our_ways(
+    peers: dict[str, device_peers.DevicePeers],
+    kib: int,
+    device: torch.device,
+    world: dist.ProcessGroup,
+) -> dict[str, Callable[[], Any]]:
+    """This project's sums with norms, once their results are found to be right."""
+    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
+    part, stream = rows_of_sum(kib, device, world)
+    exact = part.float()
+    dist.all_reduce(exact)
+    exact += stream.float()
+    ways: dict[str, Callable[[], Any]] = {}
+    for way, one in peers.items():
+        given = stream.clone()
+        one.add_norm(part, given, norm)
+        copies = [torch.empty_like(given) for _ in range(world.size())]
+        dist.all_gather(copies, given)
+        assert all(torch.equal(copy, given) for copy in copies), f"{way}: other bits"
+        assert (given.float() - exact).abs().max() < 0.1, f"{way}: other sums"
+        ways[f"{way}, norm"] = partial(one.add_norm, part, stream, norm)
+    return ways
+
+
+def other_ways(
+    kib: int, device: torch.device, world: dist.ProcessGroup
+) -> dict[str, Callable[[], Any]]:
+    """NCCL's sums and those of torch's symmetric memory."""
+    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
+    part, stream = rows_of_sum(kib, device, world)
+    shared = symmetric.empty(*part.shape, dtype=torch.bfloat16, device=device)
+    symmetric.rendezvous(shared, world)
+    out, name = torch.empty_like(part), world.group_name
+    return {
+        "NCCL": lambda: dist.all_reduce(part),
+        "NCCL, norm": lambda: (dist.all_reduce(part), add_rms_norm(part, stream, *norm)),
+        "symm_mem one_shot": lambda: torch.ops.symm_mem.one_shot_all_reduce_out(
+            shared, "sum", name, out
+        ),
+        "symm_mem two_shot": lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name),
+    }
+
+
+def rows_of_sum(
+    kib: int, device: torch.device, world: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, WIDTH]: a part of this rank's own, and a stream that all ranks have alike."""
+    shape = (kib << 10) // (2 * WIDTH), WIDTH
+    made = []
+    for seed in (world.rank(), 77):
+        torch.manual_seed(seed)
+        made.append(torch.randn(shape, dtype=torch.bfloat16, device=device))
+    return made[0], made[1]
 
 
 def graph_us(call: Callable[[], Any]) -> float:
@@ -460,7 +549,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=0, help="requests of a step of long ones")
     parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
     parser.add_argument("--layers", type=int, help="of a shorter model, to fill caches of kernels")
-    parser.add_argument("--decode-only", action="store_true", help="no prompts")
+    parser.add_argument("--prompts", type=int, default=8, help="beside each other; 0: none at all")
     parser.add_argument("--quick", action="store_true", help="no figures, to fill those caches")
     parser.add_argument("--device", default="cuda", help="as of an engine, cuda:0,cuda:1")
     parser.add_argument("--quantization", default="auto", help="auto or fp8")
@@ -476,14 +565,22 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="  %(relativeCreated)d ms: %(message)s")
     if len(set(devices := arguments.device.split(","))) < len(devices):
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    asked, gate = arguments.quantization, None
+    name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
+    name += "" if asked == "auto" else f"-{asked}"
     if arguments.what == "sums":
-        found, name = sums(arguments.ranks), "sums"
+        name = "sums"
+
+    def keep(found: dict[str, Any]) -> None:
+        if arguments.out:
+            content = {**describe_gpu(arguments.commit), "results": found}
+            (arguments.out / f"ranks-{name}.json").write_text(json.dumps(content, indent=1))
+
+    if arguments.what == "sums":
+        keep(sums(arguments.ranks))
     else:
-        asked, gate = arguments.quantization, None
         if arguments.gate is not None:
             gate = Gate(arguments.gate, arguments.calls, arguments.turn, arguments.gate_s)
-        name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
-        name += "" if asked == "auto" else f"-{asked}"
         changed: dict[str, Any] = {}
         if arguments.layers is not None:
             kinds = (MODELS | LARGE_MODELS)[arguments.model].get("layer_types")
@@ -497,20 +594,17 @@ def main() -> None:
             arguments.long,
             arguments.parts,
             asked,
-            not arguments.decode_only,
+            arguments.prompts,
             arguments.quick,
             arguments.device,
             gate,
             changed,
         )
         try:
-            found = engine_case(case)
+            engine_case(case, keep)
         finally:
             if gate is not None:
                 gate.leave()
-    if arguments.out:
-        content = {**describe_gpu(arguments.commit), "results": found}
-        (arguments.out / f"ranks-{name}.json").write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

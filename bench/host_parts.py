@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
 from speculation import ANSWER, DRAFT, PROMPTS, ServedModel, lasting, read_prompts
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.resolve import resolve_model
@@ -129,7 +129,7 @@ def watch_engine(llm: LLM) -> Parts:
         parts.wrap(executor.inputs, "send_ragged", "forward: send")
         parts.wrap(executor.inputs, "send_requests", "forward: send")
         parts.wrap(executor.inputs, "send_drafting", "forward: send")
-    drafter = engine.drafting.drafter
+    drafter = engine.drafter
     if drafter is not None:
         parts.wrap(drafter, "draft", "drafts")
     if isinstance(drafter, EagleDrafter) and drafter._graphs is not None:
@@ -144,10 +144,10 @@ def measure(
     """Median microseconds of each part in the turns in which all streams have a request that runs:
     by whether the turn's step brings prompts.
     """
-    drafter = llm.engine.drafting.drafter
+    drafter = llm.engine.drafter
     if drafter is not None:
         watch = Watch(drafter, DraftShape.chain(case.drafts), case.streams)
-        llm.engine.drafting.gate = llm.engine.scheduler.running_plans.gate = watch
+        llm.engine.scheduler.running_plans.gate = watch
     parts.turns.clear()
     turn = llm.engine.turn
 

@@ -41,7 +41,7 @@ from fleet.trace import PAGE_SIZE, Arrival, block_hashes, conversations, request
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.keys import ROOT_KEY, ShortKeys
 from weft.gateway.routing import POLICIES, PolicyOptions, make_policy
-from weft.gateway.routing.replay import read_record, replay
+from weft.testing.services.routing_replay import read_record, replay
 
 PREFILL = [*(name for name in POLICIES if name != "follow"), "cache_aware approximate"]
 DECODE = ["round_robin", "total_requests", "total_tokens", "power_of_two", "cache_aware"]

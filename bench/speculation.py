@@ -187,7 +187,8 @@ def main() -> int:
                         texts = answers.setdefault(tuple(prompt), {})
                         texts.setdefault(tuple(sample.token_ids), set()).add(name)
                     progress.advance(timing)
-            report.depths = {n: one.llm.engine.drafting.depths() for n, one in engines.items()}
+            gates = {n: one.llm.engine.scheduler.running_plans.gate for n, one in engines.items()}
+            report.depths = {n: {} if gate is None else gate.depths() for n, gate in gates.items()}
             setup["other_cores"] = MachineUse.now().others_since(before)
             report.add((kind, streams), cells, {n: one.take() for n, one in watched.items()})
     if arguments.json_answers:

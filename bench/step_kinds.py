@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from rich.table import Table
+from weft.engine.drawing.draws import Drawn
 from weft.engine.features.speculative.step_times import size_class
 from weft.engine.loop.engine import Engine
-from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.scheduler.plan import Plan
 
 MOST_KINDS = 12
 """Rows of a table: the kinds that took most of the time."""
@@ -51,11 +51,12 @@ class StepKinds:
 
     def __init__(self, engine: Engine) -> None:
         self._counts: dict[StepKind, StepCount] = defaultdict(StepCount)
-        self._observe = engine.drafting.observe
-        engine.drafting.observe = self._count  # type: ignore[method-assign]
+        self._observe = engine.step_done
+        engine.step_done = self._count  # type: ignore[method-assign]
 
-    def _count(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
-        self._observe(plan, runs, duration_s)
+    def _count(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+        self._observe(plan, drawn, duration_s)
+        runs = () if drawn is None else drawn.runs
         number, verifies = len(plan.decodes) + len(plan.verifies), plan.verifies
         beside = "prompts" if plan.chunks else "late" if plan.is_late is not None else ""
         num_drafts = max((item.max_drafts for item in verifies), default=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from weft.engine.model.adapters.draft_adapter import MODULES, read_draft_adapter
+from weft.engine.model.heads.draft_adapter import MODULES, read_draft_adapter
 
 from .head import DraftHead
 

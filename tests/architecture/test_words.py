@@ -66,6 +66,15 @@ RULES = (
     ),
     Rule(r"(?i)_?(swap(_out|_in)?|offload\w*)", (ENGINE,), "preempt, write back, load"),
     Rule(r"(?i)_?(radix\w*|kv_?memory|data_?plane|pool_?window)", (ENGINE,), "tree, page memory"),
+    Rule(
+        r"(?i)\w*drafts?(_\w*)?",
+        (
+            *(f"{ENGINE}/memory", f"{ENGINE}/features/constraints"),
+            *(f"{ENGINE}/scheduler/{name}.py" for name in ("window_pages", "state_blocks")),
+        ),
+        "rows, which a step verifies, or tokens ahead; drafts are the guest's",
+        except_in=(f"{ENGINE}/memory/layout.py",),  # a head's digest is part of the layout
+    ),
     Rule(r"request_slots?", (ENGINE,), "`slots`"),
     Rule(r"(?i)\w*slots?", ("services/gateway",), "a slot is a row of the engine's batch buffers"),
     Rule(

@@ -18,6 +18,7 @@ from weft.engine.checkpoint.digest import FileDigests, combine_digests, file_dig
 from weft.engine.checkpoint.dtypes import DTYPES, resolve_dtype
 from weft.engine.checkpoint.files import Progress as Report
 from weft.engine.checkpoint.files import weight_files
+from weft.engine.checkpoint.pooling import TASK_CHOICES
 from weft.engine.checkpoint.quantization import AT_LOAD, Quantization, resolve_quantization
 from weft.engine.checkpoint.resolve import resolve_model
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             return _pull(out, arguments.model)
         if arguments.action == "rm":
             return _remove(out, arguments.model)
-        return _verify(out, err, arguments.model, arguments.dtype, arguments.quantization)
+        return _verify(out, err, arguments)
     except WeftError as error:
         err.print(f"weft model: {error.message}", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -91,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         choices=("auto", *AT_LOAD),
         help="part of the model's digest",
+    )
+    verify.add_argument(
+        "--task",
+        default="auto",
+        choices=TASK_CHOICES,
+        help="what the model is to serve; auto = what its files are for",
     )
     convert = actions.add_parser("convert", help="convert the demo model, unless that was done")
     convert.add_argument("--force", action="store_true", help="convert it again")
@@ -162,16 +169,17 @@ def _convert(out: Console, err: Console, force: bool) -> int:
     return 0
 
 
-def _verify(out: Console, err: Console, model: str, dtype: str, quantization: str) -> int:
+def _verify(out: Console, err: Console, arguments: argparse.Namespace) -> int:
     """Digests of all files; the demo model's are compared with those of its conversion, a hub's
     with what the hub says.
     """
+    model, quantization = arguments.model, arguments.quantization
     is_demo = model == demo.DEMO_NAME
     folder = demo.demo_dir() if is_demo else _verified_folder(out, model)
     expected = demo.manifest_digests() if is_demo else {}
     config = ModelConfig.load(folder)
     chosen = resolve_quantization(quantization, config.quantization)
-    resolved = resolve_dtype(dtype, quantization=chosen)
+    resolved = resolve_dtype(arguments.dtype, quantization=chosen)
     weights = weight_files(folder)
     others = {folder / name for name in expected} - set(weights)
     with progress_bar(err, "reading") as report:
@@ -188,24 +196,24 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
-    _check_forms(folder, quantization)
+    _check_forms(folder, quantization, arguments.task)
     return 0
 
 
-def _check_forms(folder: Path, quantization: str) -> None:
+def _check_forms(folder: Path, quantization: str, task: str) -> None:
     """Checks all but the numbers of the weights: the headers of their files, which tell sizes,
     names and shapes, the tokenizer, the chat template and the defaults of sampling.
 
     Raises:
-        ModelError: A file is missing, truncated or malformed, or config.json asks for other
-            tensors than there are.
+        ModelError: A file is missing, truncated or malformed, config.json asks for other tensors
+            than there are, or the model cannot serve the task.
         ConfigError: The model cannot be quantised so.
     """
     from weft.engine.model.loader import check_weights
     from weft.gateway.text.model_card import load_model_card
 
     load_model_card(folder)
-    check_weights(folder, quantization)
+    check_weights(folder, quantization, task)
 
 
 def _fingerprint(quantization: Quantization, dtype: str) -> bytes:

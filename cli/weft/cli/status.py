@@ -136,8 +136,9 @@ class WorkerStatus:
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
     """Pages pinned for them, cached or used."""
-    prefill_tokens_per_second: float = 0.0
-    """Measured; 0: not known, or no prompt was computed lately."""
+    prefill_tokens_per_second: float | None = None
+    """Measured; 0: no prompt was computed lately; None: a worker of an older version does not tell.
+    """
     decode_tokens_per_second: float = 0.0
     transports: list[str] = field(default_factory=list)
     transport_detail: str = ""
@@ -304,7 +305,8 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
             continuable_pages=blocks.continuable_pages,
         )
     status.sessions, status.pinned_pages = load.sessions, load.pinned_pages
-    status.prefill_tokens_per_second = load.recent_prefill_tokens_per_second
+    if load.HasField("recent_prefill_tokens_per_second"):
+        status.prefill_tokens_per_second = load.recent_prefill_tokens_per_second
     status.decode_tokens_per_second = load.decode_tokens_per_second
     status.counters = dict(load.counters)
     if load.draining and not status.problem:
@@ -504,7 +506,7 @@ def _row(worker: WorkerStatus) -> dict[str, str]:
         "run": str(worker.running_requests),
         "wait": str(worker.waiting_requests),
         "fill": str(worker.filling_requests),
-        "tok/s": f"{rate:,.0f}",
+        "tok/s": "-" if rate is None else f"{rate:,.0f}",
         "free": f"{pages.free:,}",
         "cached": f"{pages.cached:,}",
         "used": f"{pages.used:,}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
-from weft.kernels.pool import has_dense_pages
+from weft.kernels.pool import check_tables, has_dense_pages
 from weft.kernels.scaled_kv import SCALED_MULTIPLE, dequantised, head_dim, holds, is_scaled
 
 if TYPE_CHECKING:
@@ -456,19 +456,6 @@ def check_attention_pool(heads_dim: Sequence[int], dtype: torch.dtype, pool: tor
         )
     if not has_dense_pages(pool):
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
-
-
-def check_tables(step: GroupStep) -> None:
-    """The other part of `check_attention`: the page table and the requests' lengths."""
-    page_table, requests = step.page_table, step.page_table.shape[0]
-    if page_table.dtype != torch.int32 or page_table.stride(1) != 1:
-        raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")
-    for name, tensor, shape in (
-        ("cu_q_lens", step.cu_q_lens, (requests + 1,)),
-        ("kv_lens", step.kv_lens, (requests,)),
-    ):
-        if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {tuple(shape)} int32")
 
 
 def fits_native(native: cpu.NativeCpu, heads: int, pool: torch.Tensor) -> bool:

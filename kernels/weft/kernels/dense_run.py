@@ -19,14 +19,14 @@ from weft.kernels.attention import (
     GroupStep,
     check_ancestors,
     check_attention_pool,
-    check_tables,
     fits_native,
 )
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import Group, LoraStep, NativeLora, check_addition, describe_lora
 from weft.kernels.norm import Norm
 from weft.kernels.peers import CpuPeers
-from weft.kernels.rope import check_rope_pool, check_rows
+from weft.kernels.pool import check_rows, check_tables
+from weft.kernels.rope import check_rope_pool
 from weft.kernels.stream import Taps
 
 

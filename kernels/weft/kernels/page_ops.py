@@ -166,7 +166,12 @@ def _bytes(pool: Tensor) -> Tensor:
 
 
 def repack_pages(
-    pool: Tensor, pages: Sequence[int], target: Tensor, destinations: Sequence[int]
+    pool: Tensor,
+    pages: Sequence[int],
+    target: Tensor,
+    destinations: Sequence[int],
+    *,
+    num_runs: int = 1,
 ) -> None:
     """Copies the bytes of pages, one behind the other, into those of pages of another pool, whose
     pages may be longer or shorter. Bytes of these that are left over become zero.
@@ -176,24 +181,27 @@ def repack_pages(
         pages: Page numbers, of one pool as of the other checked by the caller.
         target: The same with another number and length of pages; changed.
         destinations: Page numbers, all different. What does not fit is not copied.
+        num_runs: Number of equal runs into which both lists are cut: each run of pages is copied
+            into the run of destinations of the same number.
     """
     unit = math.gcd(pool.shape[1], target.shape[1])
     units, into = (
-        _units(page_index(numbers, pool.device), of.shape[1] // unit)
+        _units(page_index(numbers, pool.device), of.shape[1] // unit, num_runs)
         for numbers, of in ((pages, pool), (destinations, target))
     )
     rows, own = pool.view(-1, unit), target.view(-1, unit)
-    count, step = min(len(units), len(into)), max(1, _REPACKED_BYTES // unit)
-    for begin in range(0, count, step):
-        some = slice(begin, min(count, begin + step))
-        own.index_copy_(0, into[some], rows.index_select(0, units[some]))
-    own.index_fill_(0, into[count:], 0)
+    count, step = min(units.shape[1], into.shape[1]), max(1, _REPACKED_BYTES // unit)
+    sources, copied = units[:, :count].flatten(), into[:, :count].flatten()
+    for begin in range(0, len(sources), step):
+        some = slice(begin, begin + step)
+        own.index_copy_(0, copied[some], rows.index_select(0, sources[some]))
+    own.index_fill_(0, into[:, count:].flatten(), 0)
 
 
-def _units(pages: Tensor, num_units: int) -> Tensor:
-    """Numbers of the equal parts of pages, in order."""
+def _units(pages: Tensor, num_units: int, num_runs: int) -> Tensor:
+    """Numbers of the equal parts of pages, in order: a row for each run."""
     parts = torch.arange(num_units, device=pages.device)
-    return (pages[:, None] * num_units + parts).view(-1)
+    return (pages[:, None] * num_units + parts).view(num_runs, len(pages) * num_units // num_runs)
 
 
 def page_index(pages: Sequence[int], device: torch.device) -> Tensor:

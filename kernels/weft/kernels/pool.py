@@ -1,11 +1,14 @@
-"""Checks of KV pools, `[num_pages, ...]`."""
+"""Checks of KV pools, `[num_pages, ...]`, and of the rows and tables that lead into them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from weft.kernels.scaled_kv import SCALE_BYTES, is_scaled
+
+if TYPE_CHECKING:
+    from weft.kernels.attention import GroupStep
 
 
 class PlaneInPage(NamedTuple):
@@ -43,3 +46,23 @@ def has_dense_pages(pool: torch.Tensor) -> bool:
     stride, such as those of a plane that shares pages with other planes.
     """
     return pool.is_contiguous() or pool[:1].is_contiguous()
+
+
+def check_rows(rows: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    """Raises ValueError unless these are the positions and the places in a pool of so many rows."""
+    for name, index in (("positions", positions), ("slots", slots)):
+        if index.shape != (rows,) or index.dtype != torch.int64 or not index.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [{rows}] int64")
+
+
+def check_tables(step: GroupStep) -> None:
+    """Raises ValueError unless the page table and the lengths of a step's requests fit."""
+    page_table, requests = step.page_table, step.page_table.shape[0]
+    if page_table.dtype != torch.int32 or page_table.stride(1) != 1:
+        raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")
+    for name, tensor, shape in (
+        ("cu_q_lens", step.cu_q_lens, (requests + 1,)),
+        ("kv_lens", step.kv_lens, (requests,)),
+    ):
+        if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {tuple(shape)} int32")

@@ -15,6 +15,7 @@ from weft.kernels.lora import (
     LoraAddition,
     LoraSegments,
     LoraStep,
+    add_embedding_lora,
     add_lora,
     segments_with_adapters,
 )
@@ -42,6 +43,15 @@ class ReplacedMatrices:
         """The matrix of a slot on a CPU; None: the model's own."""
         place = int(self.places[slot])
         return None if place == OWN else self.on_host[place]
+
+
+def adapt_embeddings(out: torch.Tensor, token_ids: torch.Tensor, lora: LoraStep) -> None:
+    """Changes embeddings [T, H] of tokens [T] as the tokens' adapters do, in place."""
+    if lora.embeddings is not None:
+        replace_embeddings(out, token_ids, lora.embeddings, lora.segments)
+    added = lora.of("embed", 0)
+    if added is not None:
+        add_embedding_lora(out, token_ids, added)
 
 
 def replace_embeddings(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from weft.kernels import cpu
 from weft.kernels.norm import rms_norm_reference
-from weft.kernels.pool import has_dense_pages
+from weft.kernels.pool import check_rows, has_dense_pages
 from weft.kernels.scaled_kv import SCALED_MULTIPLE, head_dim, holds, is_scaled, parts_of, quantised
 
 
@@ -249,10 +249,3 @@ def check_rope_pool(
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
     if cos_sin.dtype != torch.float32 or cos_sin.shape[1] != dim or not cos_sin.is_contiguous():
         raise ValueError(f"cos_sin must be contiguous [max_positions, {dim}] float32")
-
-
-def check_rows(rows: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
-    """The other part of `check_rope`: the positions and places of the rows."""
-    for name, index in (("positions", positions), ("slots", slots)):
-        if index.shape != (rows,) or index.dtype != torch.int64 or not index.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [{rows}] int64")

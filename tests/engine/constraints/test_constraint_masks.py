@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.drafts import DraftTree, parents_of
 from weft.engine.base.errors import Internal, InvalidRequest
 from weft.engine.base.request import Constraint, SamplingParams
+from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.executor.graphs import without_collection
 from weft.engine.features.constraints import masks
 from weft.engine.features.constraints.constraints import Constraints
@@ -56,7 +56,7 @@ def tokens_of(mask: Mask | None) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-def random_drafts(followed: list[int], of: LLMatcher) -> list[int] | DraftTree:
+def random_drafts(followed: list[int], of: LLMatcher) -> list[int] | TokenTree:
     """Chains and trees, many of whose tokens the grammar allows."""
     count, is_tree = random.randint(1, 7), random.random() < 0.5
     parents = [random.randint(0, row) if is_tree else row for row in range(count)]
@@ -68,7 +68,7 @@ def random_drafts(followed: list[int], of: LLMatcher) -> list[int] | DraftTree:
         drafts.append(
             random.randrange(VOCAB) if is_wrong else random.choice(sorted(may_come or ()))
         )
-    return DraftTree(drafts, parents) if is_tree else drafts
+    return TokenTree(drafts, parents) if is_tree else drafts
 
 
 def path_to(row: int, drafts: Sequence[int], parents: Sequence[int]) -> list[int]:
@@ -276,7 +276,7 @@ def test_what_is_not_begun_is_not_taken() -> None:
         num_prompt_tokens = 1
 
     request = Sample()
-    constraints._grammars[1] = grammar("a*")  # type: ignore[index]
+    constraints.grammars[1] = grammar("a*")  # type: ignore[index]
     for _ in range(2):
         constraints._maker = MaskMaker()
         constraints.begin_masks([request])  # type: ignore[list-item]

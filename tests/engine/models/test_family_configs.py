@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.rope import RopeConfig
@@ -304,6 +311,34 @@ def test_only_text_models_of_mistral_have_a_window(kind: str) -> None:
     listed = {"layer_types": ["sliding_attention"] * 32, "sliding_window": None}
     with pytest.raises(ModelError, match="layer_types"):
         text_of_llava(model_type=kind, **listed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 20},
+        {"head_dim": 24, "rms_norm_eps": 1e-4, "num_key_value_heads": 2},
+    ],
+)
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+def test_what_mistral_3_leaves_out_of_its_text_model_is_as_in_transformers(
+    kind: str, fields: dict[str, Any]
+) -> None:
+    if kind == "ministral3":
+        fields = {**fields, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    text = {**sizes, "num_attention_heads": 8, "max_position_embeddings": 9000, **fields}
+    given = {"mistral": MistralConfig, "ministral3": Ministral3Config}[kind](**text)
+    architecture = "Mistral3ForConditionalGeneration"
+    raw = {"architectures": [architecture], "text_config": {**text, "model_type": kind}}
+    found = ModelConfig.from_dict(raw)
+    assert (found.head_dim, found.num_kv_heads) == (given.head_dim, given.num_key_value_heads)
+    assert found.rms_norm_eps == given.rms_norm_eps
+    assert found.rope.theta == given.rope_parameters["rope_theta"]
+    window = None if found.sliding_window is None else found.sliding_window.length
+    assert window == given.sliding_window
 
 
 def test_both_layouts_of_mimo_say_the_same() -> None:

@@ -10,6 +10,7 @@ from weft.cli import model as command
 from weft.engine.checkpoint import demo
 from weft.engine.checkpoint.digest import file_digest
 from weft.engine.model.loader import load_model
+from weft.testing.models.tiny_embedders import make_embedder
 from weft.testing.models.tiny_models import make_tiny
 
 
@@ -79,6 +80,21 @@ def test_verify_compares_tensors_with_the_configuration(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
     assert command.main(["verify", str(model_dir)]) == 1
     assert "config.json asks for (96, " in capsys.readouterr().err
+
+
+def test_verify_takes_the_task_that_a_worker_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of vectors without modules.json looks like one of texts that has lost its head."""
+    folder = make_embedder("qwen3", tmp_path / "model", tokenizer=True)
+    (folder / "modules.json").unlink()
+    assert command.main(["verify", str(folder), "--dtype", "float32"]) == 1
+    assert "lm_head.weight" in capsys.readouterr().err
+    assert command.main(["verify", str(folder), "--dtype", "float32", "--task", "embed"]) == 0
+    loaded = load_model(folder, "float32", task="embed")
+    assert loaded.digest.hex() in capsys.readouterr().out
+    assert command.main(["verify", str(folder), "--task", "classify"]) == 1
+    assert "has no classification head" in capsys.readouterr().err
 
 
 def test_verify_of_the_demo_model_names_the_changed_file(

@@ -181,7 +181,7 @@ def test_a_slot_is_free_again_where_there_was_no_memory_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampler = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
-    nothing = SimpleNamespace(are_in_use=False, begin_masks=lambda *_, **__: None)
+    nothing = SimpleNamespace(grammars={})
     drawer = Drawer(sampler, nothing)  # type: ignore[arg-type]
     own = SamplingParams(temperature=0.0, logit_bias={7: 5.0}, presence_penalty=0.1)
     requests = [bare_request([1], 16, bytes(32), params=own, slot=slot) for slot in range(2)]

@@ -20,7 +20,7 @@ from weft.engine.checkpoint.eagle3_config import Eagle3Config
 from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.loop.llm import LLM
-from weft.engine.model.adapters.draft_adapter import read_draft_adapter
+from weft.engine.model.heads.draft_adapter import read_draft_adapter
 from weft.engine.model.heads.eagle3 import adaptable_shapes
 from weft.testing.engine.drafters import RandomGate
 
@@ -93,14 +93,14 @@ def test_the_draft_adapter_is_better_than_the_head_alone(tmp_path: Path) -> None
             engine = llm.engine
             digest = llm.load_adapter(folder)
             if drafter != "none":
-                used = engine.drafting.drafter
+                used = engine.drafter
                 assert isinstance(used, AdaptedDrafter)
                 end = time.monotonic() + 60
                 while used.sizes()["draft_adapter_reads"] and time.monotonic() < end:
                     used.draft([])
                     time.sleep(0.01)
                 assert list(used.drafters) == ([digest] if folder == ADAPTER else [])
-                engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((3,))
+                engine.scheduler.running_plans.gate = RandomGate((3,))
             samples = llm.generate(prompts, stop=stop, adapters=[digest] * len(prompts))
             texts.append([sample.token_ids for sample in samples])
             counters = engine.counters()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.draft_shapes import tree_shapes
+from weft.engine.base.drafts import tree_shapes
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER, AdapterFiles, TensorEntry
 from weft.engine.checkpoint.eagle3_config import Eagle3Config

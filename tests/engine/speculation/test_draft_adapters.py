@@ -17,7 +17,7 @@ from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.model.adapters.draft_adapter import MODULES, read_draft_adapter
+from weft.engine.model.heads.draft_adapter import MODULES, read_draft_adapter
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead, check_chains
 from weft.testing.models.merged_adapters import merged, read
@@ -57,7 +57,7 @@ def llm(target_dir: Path, **settings: Any) -> LLM:
 
 def drafter_of(engine: Engine, digest: bytes) -> AdaptedDrafter:
     """Once it has read an adapter's draft adapter."""
-    drafter = engine.drafting.drafter
+    drafter = engine.drafter
     assert isinstance(drafter, AdaptedDrafter)
     for _ in range(6000):
         drafter.draft([])

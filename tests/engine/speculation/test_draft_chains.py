@@ -107,7 +107,7 @@ def test_nobody_sits_out_where_drafts_end(tmp_path: Path, seed: int) -> None:
     with LLM(target_dir, **settings) as drafting:
         engine = drafting.engine
         KnownGraphs(engine, texts_of(prompts, expected, 0), VOCAB, 0.7)
-        engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 0, 0, 3))
+        engine.scheduler.running_plans.gate = RandomGate((0, 0, 0, 3))
         begun, launch = [], engine.scheduler.launch
 
         def noted(plan: Plan) -> int:

@@ -175,7 +175,7 @@ def guessing(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: in
 
 def guess(pair: EnginePair) -> None:
     """The owner always drafts three tokens."""
-    pair.owner.drafting.gate = pair.owner.scheduler.running_plans.gate = FixedGate(3)
+    pair.owner.scheduler.running_plans.gate = FixedGate(3)
 
 
 def test_hits_and_fills_accept_as_many_drafts(model_dir: Path, guessing: Guessing) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.encodings import StepArrays
@@ -69,14 +69,14 @@ def random_prompts(number: int, most: int = 5 * PAGE) -> list[list[int]]:
 def drafter_of(model: LLM, depths: Sequence[int] = DEPTHS) -> ModelDrafter:
     """The engine's, which is asked for so many drafts."""
     engine = model.engine
-    assert isinstance(engine.drafting.drafter, ModelDrafter)
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(depths)
-    return engine.drafting.drafter
+    assert isinstance(engine.drafter, ModelDrafter)
+    engine.scheduler.running_plans.gate = RandomGate(depths)
+    return engine.drafter
 
 
 def check_memory(model: LLM) -> None:
     """Nobody has pages any more, of the target's pool or of the draft model's."""
-    drafter = model.engine.drafting.drafter
+    drafter = model.engine.drafter
     assert isinstance(drafter, ModelDrafter)
     for memory in (model.engine.memory, drafter.memory):
         memory.check_integrity()
@@ -214,7 +214,7 @@ def test_what_is_still_being_read_does_not_count_against_drafts(
     """The gate learns from the drafts that were made: all of them are right."""
     long = [random.randrange(3, VOCAB) for _ in range(7 * CHUNK)]
     with llm(target_dir, drafter="model", draft_dir=target_dir) as drafting:
-        gate = drafting.engine.drafting.gate
+        gate = drafting.engine.scheduler.running_plans.gate
         assert isinstance(gate, MeasuredGate)
         monkeypatch.setattr(gate, "shape", lambda requests: DraftShape.chain(1))
         (sample,) = drafting.generate([long], GREEDY, STOP)
@@ -285,7 +285,7 @@ def test_pages_end_with_the_draft_models_context(target_dir: Path, tmp_path: Pat
     engine.turn(Inbox(submits=[submit_of("0", prompt, stop)]))
     held = []
     while engine.scheduler.has_work:
-        held.append(engine.drafting.sizes()["draft_pages"])
+        held.append(engine.drafter.sizes()["draft_pages"])
         engine.turn()
     assert max(held) > 0
     assert not any(held[len(held) // 2 :])
@@ -295,22 +295,22 @@ def test_pages_end_with_the_draft_models_context(target_dir: Path, tmp_path: Pat
 def test_cancelled_requests_give_their_pages_back(target_dir: Path) -> None:
     engine = make_engine(target_dir, "decode", ManualClock(), drafter="model", draft_dir=target_dir)
     engine.scheduler.running_plans.gate = RandomGate((3,))
-    drafter = engine.drafting.drafter
+    drafter = engine.drafter
     assert isinstance(drafter, ModelDrafter)
     submits = [
         submit_of(str(index), prompt, StopCriteria(max_tokens=400, ignore_eos=True))
         for index, prompt in enumerate(random_prompts(5, 2 * PAGE))
     ]
     engine.turn(Inbox(submits=submits))
-    while engine.drafting.sizes()["draft_requests"] < len(submits):
+    while engine.drafter.sizes()["draft_requests"] < len(submits):
         engine.turn()
     for submit in submits:
         for _ in range(random.randrange(3)):
             engine.turn()
-        held = engine.drafting.sizes()["draft_requests"]
+        held = engine.drafter.sizes()["draft_requests"]
         engine.turn(Inbox(cancels=[Cancel(gateway=0, request_id=submit.request_id, attempt=0)]))
-        assert engine.drafting.sizes()["draft_requests"] == held - 1
-    assert engine.drafting.sizes() == {"draft_requests": 0, "draft_pages": 0}
+        assert engine.drafter.sizes()["draft_requests"] == held - 1
+    assert engine.drafter.sizes() == {"draft_requests": 0, "draft_pages": 0}
     drafter.memory.check_integrity()
     engine.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.draft_shapes import tree_shapes
+from weft.engine.base.drafts import tree_shapes
 from weft.engine.loop.engine import Engine
 from weft.testing.engine.draft_storm import check_storm, draft_storm, known_of, samplings_of
 from weft.testing.engine.drafters import KnownDrafter, KnownGraphs, RandomGate
@@ -47,7 +47,7 @@ def draft_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: i
 
 
 def flip_depths(engine: Engine) -> None:
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3, 5))
+    engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3, 5))
 
 
 def check_entries(storm: Storm, published: PublishedEntries, reference: HeadReference) -> None:
@@ -132,7 +132,7 @@ def test_trees_behind_steps_under_way(model_dir: Path, draft_dir: Path, count: i
         KnownGraphs(storm.owner, texts, VOCAB, 0.7)
         trees = KnownTreeGraphs(storm.owner, texts, VOCAB, 0.7)
         gate = RandomGate((0, 3, *tree_shapes(4)))
-        storm.owner.drafting.gate = storm.owner.scheduler.running_plans.gate = gate
+        storm.owner.scheduler.running_plans.gate = gate
         check_storm(storm, count)
         assert trees.num_late > count // 4
         check_entries(storm, published, HeadReference(model_dir, draft_dir))

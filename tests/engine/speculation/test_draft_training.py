@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
-from weft.engine.model.adapters.draft_adapter import read_draft_adapter
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.draft_adapter import read_draft_adapter
 from weft.engine.model.heads.eagle3 import load_eagle3
 from weft.engine.model.loader import load_model
 from weft.testing.models.threads import one_thread

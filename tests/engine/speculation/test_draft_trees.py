@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import Sampler
@@ -269,8 +269,8 @@ def test_the_text_is_the_same_when_the_head_grows_trees(
     given |= {"overlap": random.choice(["off", "on"]), "draft_width": 4, "max_step_tokens": 600}
     with llm(model_dir, drafter="eagle3", **given) as drafting:
         engine = drafting.engine
-        assert engine.drafting.drafter is not None
-        speculate(engine, engine.drafting.drafter, MIXED)
+        assert engine.drafter is not None
+        speculate(engine, engine.drafter, MIXED)
         for _ in range(2):
             same(drafting.generate_all(prompts, params, stop), expected)
         counters = engine.counters()

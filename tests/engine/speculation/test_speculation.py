@@ -226,7 +226,7 @@ def test_text_that_repeats_itself_is_drafted_from_itself(model_dir: Path) -> Non
     with llm(model_dir, drafter="ngram") as drafting:
         same(drafting.generate_all(prompts, params, stop), expected)
         assert drafting.engine.counters()["speculated_steps"] > 0
-        drafter = drafting.engine.drafting.drafter
+        drafter = drafting.engine.drafter
         assert isinstance(drafter, NgramDrafter)
         assert not drafter._texts  # Nothing of who has gone is kept.
 

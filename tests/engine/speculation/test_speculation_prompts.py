@@ -70,7 +70,7 @@ def drafting(**settings: Any) -> LLM:
 
 
 def flip_depths(engine: Engine) -> None:
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(DEPTHS)
+    engine.scheduler.running_plans.gate = RandomGate(DEPTHS)
 
 
 def ids_of(samples: Sequence[GeneratedSample]) -> Texts:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.base.draft_shapes import DraftShape, tree_shapes
+from weft.engine.base.drafts import DraftShape, tree_shapes
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.loop.engine import Engine
@@ -160,7 +160,7 @@ def test_trees_up_to_the_last_position_of_the_model(
 
 def choose(engine: Engine, shapes: Sequence[int | DraftShape]) -> None:
     """Lets an engine draft any of these."""
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(shapes)
+    engine.scheduler.running_plans.gate = RandomGate(shapes)
 
 
 def test_every_tree_has_a_graph_that_is_no_deeper() -> None:

@@ -125,7 +125,7 @@ def test_a_request_has_no_more_pages_than_its_window_and_drafts_need(
             return out
 
         engine.turn = noted_turn  # type: ignore[method-assign]
-        engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 2, MOST))
+        engine.scheduler.running_plans.gate = RandomGate((0, 2, MOST))
         stop = StopCriteria(max_tokens=150, ignore_eos=True)
         drafting.generate([[7] * 300], SamplingParams(temperature=0.0), stop)
         assert engine.counters()["drafted_tokens"] > 0

@@ -96,7 +96,7 @@ def test_graphs_change_no_token(
             capture_chains(engine, DRAFTS)
             plans = engine.scheduler.running_plans
             plans.drafts_on_device = True
-            engine.drafting.gate = plans.gate = FixedGate(DRAFTS)
+            plans.gate = FixedGate(DRAFTS)
         found = captured.generate(prompts, params, stop)
         check_texts(target_dir, prompts, [params] * len(prompts), found, expected)
         kinds = {"ragged", "decode" if drafter == "none" else "verify"}
@@ -399,7 +399,7 @@ def test_what_is_drawn_beside_short_prompts_is_captured(
         capture_chains(engine, DRAFTS)
         plans = engine.scheduler.running_plans
         plans.drafts_on_device = True
-        engine.drafting.gate = plans.gate = FixedGate(DRAFTS)
+        plans.gate = FixedGate(DRAFTS)
         captured.generate(prompts, None, stop)
         steps: list[tuple[bool, int]] = []
         launch = engine._executor.launch

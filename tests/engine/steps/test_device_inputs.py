@@ -20,6 +20,7 @@ from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.step import Step
+from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
@@ -84,9 +85,8 @@ class Bench:
             tokens += request.tokens[start:end]
             positions += range(start, end)
         columns = (np.array(column, np.int64) for column in (slots[:num_decodes], starts))
-        adapters = [request.adapter_slot for request in chosen[:num_decodes]]
-        adapter_slots = np.array(adapters, np.int64) if any(adapters) else None
-        plan = Plan(chosen[:num_decodes], *columns, chunks, adapter_slots)
+        plan = Plan(chosen[:num_decodes], *columns, chunks)
+        plan.columns = RequestColumns.of(plan.decodes)
         return plan, tokens, positions
 
 
@@ -234,7 +234,7 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
     """Of requests with drafts on the device; beside them decodes, and prompts."""
     bench = Bench()
     most = NUM_SLOTS * MAX_PAGES * PAGE
-    columns = RaggedColumns(most, NUM_SLOTS, most, 3)
+    columns = RaggedColumns(most, NUM_SLOTS, most, 4)
     bench.inputs.ragged_batch(columns)
     for _ in range(40):
         bench.known.tokens.random_(3, VOCAB)
@@ -297,7 +297,7 @@ def test_words_of_trees_come_with_the_step(kind: str) -> None:
         arrays.ancestors = words if has_trees else None
         copies_before = bench.num_copies
         if kind == "ragged":
-            columns = RaggedColumns(len(tokens) + 5, NUM_SLOTS, len(tokens), 0, has_trees)
+            columns = RaggedColumns(len(tokens) + 5, NUM_SLOTS, len(tokens), 1, has_trees)
             bench.inputs.send_ragged(arrays, columns)
             batch = bench.inputs.ragged_batch(columns)
         else:

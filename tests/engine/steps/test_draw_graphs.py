@@ -19,16 +19,16 @@ from weft.engine.drawing.encode import step_input
 from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import WAYS, CapturedDraws, Way
+from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket
-from weft.engine.executor.keeping import TokenKeeper
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.device_sampling import Field
-from weft.kernels.step_rows import SlotTokens
+from weft.kernels.step_rows import SlotTokens, keep_tokens
 from weft.testing.engine.captured_drafts import capture
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.tree_cases import random_parents, words_of
@@ -75,7 +75,7 @@ class Desk:
         graphs: Any = SimpleNamespace(
             results=self._results, capture=capture, send_nothing=self._send_nothing
         )
-        self.keeper = TokenKeeper(self.known, self.pool, self.states)
+        self.keeper = DraftKeeper(self.known, self.pool, self.states)
         model: Any = SimpleNamespace(logits=lambda hidden, lora=None: hidden @ self.weight.T)
         tables = self.sampler.plain_tables
         self.draws = DrawGraphs(model, graphs, self.inputs, self.keeper, tables, WAYS)
@@ -243,7 +243,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
                 _, requests_of, _ = desk.inputs.ragged_step(bucket.columns)
                 whole = requests_of._replace(rows=requests_of.rows[: len(verified)])
                 desk.keeper.accept(tokens, step, whole)
-            desk.keeper.keep(tokens[num_verifying:], torch.from_numpy(slots[num_verifying:]))
+            keep_tokens(tokens[num_verifying:], torch.from_numpy(slots[num_verifying:]), desk.known)
             for one, other in zip(found, desk.state(), strict=True):
                 assert torch.equal(one, other)
     assert num_right or is_plain

@@ -125,7 +125,7 @@ def test_padding_changes_nothing(
         if isinstance(model, DraftedModel):
             kept, model.kept = model.kept, kept
         more = [random.randint(0, 9), random.randint(1, 4), random.randint(0, 5)]
-        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2], 0, has_trees)
+        columns = RaggedColumns(tokens + more[0], count + more[1], count + more[2], 1, has_trees)
         padded = model.forward(batch_of(columns, arrays, table), padded_pool)
         if isinstance(model, DraftedModel):
             torch.testing.assert_close(model.kept[:-1], kept[:-1])

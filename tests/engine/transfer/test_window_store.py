@@ -6,25 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.loop.engine import Engine
-from weft.engine.memory.keys import PageKeys, block_keys
-from weft.engine.protocol.fills import FillerEvent
-from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, FillTimings, KvHandle
-from weft.engine.protocol.messages import Outbox
-from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePutResult, StoreSegment
-from weft.engine.protocol.timeline import FillRecord
-from weft.engine.transfer.digest import digest_pages
-from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.engine.memory.keys import PageKeys
+from weft.engine.protocol.store import StorePutResult
+from weft.engine.sources.store import HELD_SHARE
+from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty
+from weft.testing.engine.store_pair import StorePair
 from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import make_tiny
 
@@ -33,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 PAGE, VOCAB, NUM_NEW = 8, 517, 6
 WINDOW = 21
 LENGTH = 16 * PAGE + 3
-EPOCH = 7
 FULL = pytest.mark.full
 LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -57,95 +51,6 @@ def model(model_dir: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
-class StorePair(EnginePair):
-    """An owner and a store, which holds what it is given until it is told otherwise."""
-
-    def __init__(self, owner: Engine, clock: ManualClock) -> None:
-        super().__init__(owner, [], clock)
-        self.held: dict[bytes, bytes] = {}
-        self.most_sent: int | None = None
-        """Pages of each fill after which it fails; None: none fails."""
-
-    def ask(self, prompt: list[int]) -> list[int]:
-        (tokens,) = self.finish(self.submit(prompt, max_tokens=NUM_NEW))
-        return tokens
-
-    def fills(self) -> list[FillRecord]:
-        return list(self.answers.values())[-1].finished[-1].timeline.fills
-
-    def forget(self) -> None:
-        """The owner has nothing cached, and the store has all that it was offered."""
-        self.settle()
-        self.owner.memory.flush_cache()
-        for memory in self.owner.memories:
-            counts = memory.counts()
-            assert counts.free == counts.total
-
-    def blocks_of(self, key: bytes) -> list[bytes]:
-        layout = self.owner.parts.layout
-        own, other = (group.page_bytes(PAGE) for group in layout.groups)
-        return block_keys(key, -(-other // own))
-
-    def continuable(self, keys: list[bytes]) -> int:
-        """By definition: all pages of the first group, and those of the last window."""
-        count = next((n for n, key in enumerate(keys) if key not in self.held), len(keys))
-        whole = [self.held.keys() >= set(self.blocks_of(key)) for key in keys]
-        return max(
-            end
-            for end in range(count + 1)
-            if all(whole[max(0, end * PAGE - WINDOW + 1) // PAGE : end])
-        )
-
-    def _take_owner(self, outbox: Outbox) -> None:
-        for put in outbox.store_puts:
-            self.held |= dict(zip(put.keys, put.data, strict=False))
-            result = StorePutResult(put=put.put, is_answered=True, stored_pages=len(put.data))
-            result.wants_data = not put.data
-            self.send(store_put_results=[result])
-        for lookup in outbox.store_lookups:
-            self.send(store_answers=[self._answer(lookup)])
-        for command in outbox.fill_commands:
-            if command.action == "start":
-                assert command.handle is not None
-                for event in self._events(command.handle):
-                    self.send(filler_events=[FillerEvent(lease_id=command.lease_id, event=event)])
-        outbox.fill_commands.clear()
-        super()._take_owner(outbox)
-
-    def _answer(self, lookup: StoreLookup) -> StoreAnswer:
-        assert lookup.block_pages == len(self.blocks_of(b""))
-        assert lookup.window_pages == -(-(WINDOW - 1) // PAGE)
-        found = self.continuable(lookup.keys)
-        segment = StoreSegment(num_pages=found, store_id="s", address="s", epoch=EPOCH)
-        return StoreAnswer(
-            lookup=lookup.lookup, segments=[segment] if found else [], epochs={"s": EPOCH}
-        )
-
-    def _events(self, handle: KvHandle) -> Iterator[FillEvent]:
-        keys = PageKeys(handle.namespace, PAGE).upto(handle.tokens, handle.end_token // PAGE)
-        of_windows = [name for key in reversed(keys) for name in self.blocks_of(key)]
-        names = [*keys[handle.start_token // PAGE :], *of_windows][: len(handle.pages)]
-        accepted = {"filler_epoch": EPOCH, "end_token": handle.end_token, "transport": "data"}
-        yield FillEvent(kind="accepted", **accepted)
-        pages = [np.frombuffer(self.held[name], np.uint8) for name in names]
-        for number, page in enumerate(pages):
-            start = handle.start_token + number * PAGE
-            if number == self.most_sent:
-                yield FillEvent(kind="failed", message="as told", is_stopped=True)
-                return
-            for at in range(0, len(page), DATA_CHUNK_BYTES):
-                data = page[at : at + DATA_CHUNK_BYTES].tobytes()
-                yield FillEvent(kind="data", chunk=number, start_token=start, offset=at, data=data)
-            yield FillEvent(
-                kind="written",
-                chunk=number,
-                start_token=start,
-                end_token=start + PAGE,
-                digests=digest_pages(page[None], [0]).tolist(),
-            )
-        yield FillEvent(kind="done", timings=FillTimings())
-
-
 @pytest.fixture
 def pair(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePair]:
     monkeypatch.setattr("weft.engine.sources.store.LOOKUP_TIMEOUT_S", 60.0)
@@ -162,14 +67,14 @@ def pair_of(model_dir: Path, **settings: Any) -> Iterator[StorePair]:
         "transport": "data",
         "has_store": True,
         "window_pages": "free",
-        "num_pages": 120,
+        "num_pages": 600,
         "load_back_threshold": 0,
         "prefill_chunk_tokens": 4 * PAGE,
         "poison_free_pages": True,
     }
     clock = ManualClock()
     owner = make_engine(model_dir, "decode", clock, **(values | settings))
-    made = StorePair(owner, clock)
+    made = StorePair(owner, clock, WINDOW, NUM_NEW)
     try:
         yield made
         made.settle()
@@ -242,6 +147,61 @@ def test_a_queue_that_is_nearly_full_takes_the_last_window(
     assert pair.owner.store.counters.store_dropped_pages
 
 
+def test_a_silent_store_holds_a_share_of_the_pool(
+    model_dir: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.engine.sources.store.LOOKUP_TIMEOUT_S", 60.0)
+    with pair_of(model_dir, num_pages=121) as pair:
+        pair.is_silent, store = True, pair.owner.store
+        for _ in range(6):
+            prompt = random_prompt(LENGTH)
+            assert pair.ask(prompt) == greedy(model, prompt)
+            # A window page is queued whole.
+            assert store.num_open_pages < 120 // HELD_SHARE + len(pair.blocks_of(b""))
+        assert store.counters.store_dropped_pages
+        pair.run(lambda: all(put.digests for put in store._open.values()))
+        pair.is_silent = False
+        for number in list(store._open):
+            pair.send(store_put_results=[StorePutResult(put=number, is_answered=False)])
+        pair.settle()
+        assert store.num_open_pages == 0
+
+
+def test_window_pages_are_copied_at_once(
+    pair: StorePair, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a prompt leaves several, and a fill brings a window of several: one copy each."""
+    copied: list[tuple[str, int]] = []
+    for name in ("pack_pages", "unpack_pages"):
+        move = getattr(LocalExecutor, name)
+
+        def moved(
+            executor: LocalExecutor,
+            pages: Sequence[int],
+            *args: Any,
+            name: str = name,
+            move: Any = move,
+            **options: Any,
+        ) -> None:
+            copied.append((name, len(pages)))
+            move(executor, pages, *args, **options)
+
+        monkeypatch.setattr(LocalExecutor, name, moved)
+    num_pages = LENGTH // PAGE
+    prompt = random_prompt(LENGTH)
+    pair.ask(prompt)
+    packed = [count for name, count in copied if name == "pack_pages"]
+    assert sum(packed) == (LENGTH + NUM_NEW - 1) // PAGE
+    assert len(packed) <= -(-num_pages // 4) + 1, "more copies than steps that filled pages"
+    pair.forget()
+    copied.clear()
+    other = prompt[: num_pages * PAGE] + random_prompt(PAGE)
+    assert pair.ask(other) == greedy(model, other)
+    if pair.owner.tiers is None:
+        window = -(-(WINDOW - 1) // PAGE)
+        assert [count for name, count in copied if name == "unpack_pages"] == [window]
+
+
 def test_no_load_begins_before_copies_for_the_store_are_made(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,10 +211,10 @@ def test_no_load_begins_before_copies_for_the_store_are_made(
     num_copied = num_waited = 0
     pack = LocalExecutor.pack_pages
 
-    def pack_pages(executor: LocalExecutor, *args: Any) -> None:
+    def pack_pages(executor: LocalExecutor, *args: Any, **options: Any) -> None:
         nonlocal num_copied
         num_copied += 1
-        pack(executor, *args)
+        pack(executor, *args, **options)
 
     class Marked:
         def __init__(self) -> None:

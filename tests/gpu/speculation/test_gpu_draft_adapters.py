@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from weft.engine.base.draft_shapes import tree_shapes
+from weft.engine.base.drafts import tree_shapes
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.drafts.captured import Graph
 from weft.engine.features.speculative.eagle import EagleDrafter
@@ -59,7 +59,7 @@ class Batch:
 
 def note_graphs(engine: Engine) -> Counter[tuple[str, bool]]:
     """Counts the graphs that draft, by kind and whether they have draft adapters."""
-    drafter = engine.drafting.drafter
+    drafter = engine.drafter
     assert isinstance(drafter, EagleDrafter)
     counts: Counter[tuple[str, bool]] = Counter()
     for kind, graphs in (("chain", drafter._graphs), ("tree", drafter._tree_graphs)):
@@ -109,10 +109,10 @@ def test_the_text_is_that_without_drafts(case: DraftAdapterCase, temperature: fl
     batch = Batch(case, 24, SamplingParams(temperature=temperature, seed=5))
     with case.drafting(draft_width=4, **SETTINGS) as drafting:
         engine = drafting.engine
-        assert engine.drafting.is_on_device
+        assert engine.scheduler.running_plans.drafts_on_device
         counts = note_graphs(engine)
         gate = RandomGate((0, 1, 3, 5, *tree_shapes(4)))
-        engine.drafting.gate = engine.scheduler.running_plans.gate = gate
+        engine.scheduler.running_plans.gate = gate
         for _ in range(2):
             assert batch.run(case, drafting) == batch.expected
         drafting.generate(batch.prompts[:6], batch.params, STOP)

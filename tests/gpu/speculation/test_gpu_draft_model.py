@@ -51,10 +51,10 @@ def test_the_text_is_the_same(cuda_graphs: bool, tmp_path: Path) -> None:
             settings = {"cuda_graphs": cuda_graphs, "poison_free_pages": True}
             with make_llm(target, drafter="model", draft_dir=folder, **settings) as drafting:
                 engine = drafting.engine
-                drafter = engine.drafting.drafter
+                drafter = engine.drafter
                 assert isinstance(drafter, ModelDrafter)
                 gate = RandomGate((0, 1, 2, 3, 5))
-                engine.drafting.gate = engine.scheduler.running_plans.gate = gate
+                engine.scheduler.running_plans.gate = gate
                 for _ in range(2):  # The second time on a warm cache.
                     groups = drafting.generate_all(prompts, params, STOP)
                     for group, wanted in zip(groups, expected, strict=True):
@@ -78,7 +78,7 @@ def test_both_pools_are_sized_by_what_is_free(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     with make_llm(target, num_pages=None, drafter="model", draft_dir=draft) as drafting:
-        info, drafter = drafting.engine.info, drafting.engine.drafting.drafter
+        info, drafter = drafting.engine.info, drafting.engine.drafter
         assert isinstance(drafter, ModelDrafter)
         pools = info.num_pages * info.page_bytes + drafter._executor.pool.nbytes
         assert 0.9 * free < pools < free

@@ -85,7 +85,7 @@ class Bench:
         self.drafting = LLM(self.target_dir, **SETTINGS, **drafts)
         for llm in (self.plain, self.drafting):
             self.adapters = [llm.load_adapter(folder) for folder in folders]
-        assert self.drafting.engine.drafting.is_on_device
+        assert self.drafting.engine.scheduler.running_plans.drafts_on_device
         self.buckets = note_buckets(self.drafting.engine)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Bench:
         }
         engine = self.drafting.engine
         graphs = KnownGraphs(engine, texts, VOCAB, chance)
-        engine.drafting.gate = engine.scheduler.running_plans.gate = gate
+        engine.scheduler.running_plans.gate = gate
         return graphs
 
 
@@ -223,9 +223,9 @@ def test_a_storm_of_cancels_and_pre_emptions_leaves_nothing(tmp_path: Path) -> N
     )
     try:
         engine = storm.owner
-        assert engine.drafting.is_on_device
+        assert engine.scheduler.running_plans.drafts_on_device
         graphs = KnownGraphs(engine, known_of(storm.texts), VOCAB, 0.7)
-        engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3))
+        engine.scheduler.running_plans.gate = RandomGate((0, 1, 2, 3))
         check_storm(storm, 250)
         assert graphs.num_late > 100
     finally:

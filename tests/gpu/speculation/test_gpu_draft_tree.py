@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.base.draft_shapes import DraftShape, tree_shapes
-from weft.engine.base.drafts import DraftTree
+from weft.engine.base.drafts import DraftShape, tree_shapes
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.base.token_trees import TokenTree
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
@@ -67,7 +67,7 @@ def random_prompts(number: int, most: int = 4 * PAGE) -> list[list[int]]:
 
 def choose(engine: Engine, shapes: Sequence[int | DraftShape]) -> None:
     """Lets an engine draft any of these."""
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(shapes)
+    engine.scheduler.running_plans.gate = RandomGate(shapes)
 
 
 def settle(engine: Engine) -> None:
@@ -221,7 +221,7 @@ def test_steps_behind_trees_whose_outcome_the_host_does_not_know(
         expected = plain.generate(prompts, params, stop)
     with LLM(target_dir, **settings(draft_dir, num_pages=num_pages)) as drafting:
         engine = drafting.engine
-        assert engine.drafting.is_on_device
+        assert engine.scheduler.running_plans.drafts_on_device
         texts = texts_of(prompts, [[sample] for sample in expected], 5)
         KnownGraphs(engine, texts, VOCAB, 0.8)
         trees = KnownTreeGraphs(engine, texts, VOCAB, 0.8)
@@ -272,7 +272,7 @@ class BothWays:
         trees = fetched(self._drafter, items, self._known)
         others = self._drafter._grow_and_wait(items)
         for item, tree, other in zip(items, trees, others, strict=True):
-            if isinstance(tree, DraftTree) and isinstance(other, DraftTree) and item.tree:
+            if isinstance(tree, TokenTree) and isinstance(other, TokenTree) and item.tree:
                 self.num_trees += 1
                 assert len(tree) == item.max_drafts
                 # Of a graph all levels are grown.
@@ -283,7 +283,7 @@ class BothWays:
         """See `Drafter.forget`."""
 
 
-def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
     parents = [-1, *tree.parents]
     return {
         tuple(tree[row - 1] for row in path_to(parents, node)[1:])
@@ -294,7 +294,7 @@ def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
 def test_graphs_grow_what_single_operations_do(target_dir: Path, draft_dir: Path) -> None:
     with LLM(target_dir, **settings(draft_dir)) as drafting:
         engine = drafting.engine
-        drafter = engine.drafting.drafter
+        drafter = engine.drafter
         assert isinstance(drafter, EagleDrafter)
         both = engine.pipeline._drafter = BothWays(drafter, engine.pipeline._executor.known)
         engine.scheduler.running_plans.drafts_on_device = False

@@ -96,7 +96,7 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
     settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "poison_free_pages": True}
     with LLM(target_dir, **settings) as drafting:
         engine = drafting.engine
-        assert engine.drafting.is_on_device
+        assert engine.scheduler.running_plans.drafts_on_device
         graphs = KnownGraphs(engine, texts_of(prompts, expected, 5), VOCAB, 0.7)
         for _ in range(2):  # The second time on a warm cache.
             groups = drafting.generate_all(prompts, params, stop)
@@ -162,14 +162,14 @@ def test_graphs_draft_what_single_operations_do(tmp_path: Path) -> None:
     settings |= {"max_running_requests": 12, "max_step_tokens": 128, "max_draft_tokens": 4}
     settings |= {"prefill_chunk_tokens": 32, "draft_dir": draft_dir, "drafter": "eagle3"}
     with LLM(target_dir, **settings) as drafting:
-        drafter = drafting.engine.drafting.drafter
+        drafter = drafting.engine.drafter
         assert isinstance(drafter, EagleDrafter)
         both = drafting.engine.pipeline._drafter = BothWays(
             drafter, drafting.engine.pipeline._executor.known
         )
         drafting.engine.scheduler.running_plans.drafts_on_device = False
         gate = RandomGate((1, 2, 3, 4))
-        drafting.engine.drafting.gate = drafting.engine.scheduler.running_plans.gate = gate
+        drafting.engine.scheduler.running_plans.gate = gate
         for count in (1, 3, 12):
             prompts = [
                 [random.randrange(3, VOCAB) for _ in range(random.randint(1, 90))]

@@ -180,3 +180,28 @@ def test_pages_are_repacked_by_the_byte(
     page_ops.repack_pages(target, into, again, pages)
     assert torch.equal(again[pages], pool[pages])
     assert int(again.count_nonzero()) == len(pages) * pool.shape[1]
+
+
+@pytest.mark.parametrize(("num_from", "num_into"), [(3, 21), (21, 3), (5, 7), (7, 5), (4, 4)])
+def test_runs_of_pages_are_repacked_apart(
+    monkeypatch: pytest.MonkeyPatch, num_from: int, num_into: int
+) -> None:
+    """All at once, as if each run had a call of its own."""
+    monkeypatch.setattr(page_ops, "_REPACKED_BYTES", random.choice([160, 1 << 20]))
+    pool, target = (
+        torch.randint(1, 255, (40, 32 * length), dtype=torch.uint8)
+        for length in (num_from, num_into)
+    )
+    num_runs = random.randint(2, 5)
+    pages = random.sample(range(40), num_runs)
+    size = -(-num_from // num_into)
+    into = random.sample(range(40), num_runs * size)
+    alone, again = target.clone(), torch.zeros_like(pool)
+    runs = [into[at : at + size] for at in range(0, len(into), size)]
+    for page, run in zip(pages, runs, strict=True):
+        page_ops.repack_pages(pool, [page], alone, run)
+    page_ops.repack_pages(pool, pages, target, into, num_runs=num_runs)
+    assert torch.equal(target, alone)
+    page_ops.repack_pages(target, into, again, pages, num_runs=num_runs)
+    assert torch.equal(again[pages], pool[pages])
+    assert int(again.count_nonzero()) == len(pages) * pool.shape[1]

@@ -85,7 +85,7 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
         table = np.random.permutation(np.arange(1, 1 + SLOTS * PAGES_EACH)).astype(np.int32)
         table = np.concatenate([table.reshape(SLOTS, -1), np.zeros((1, PAGES_EACH), np.int32)])
         rows, most = num_rows + random.randint(0, 150), count + random.randint(0, 5)
-        columns = RaggedColumns(rows, most, rows, drafts, has_trees, has_requests=True)
+        columns = RaggedColumns(rows, most, rows, 1 + drafts, has_trees, has_requests=True)
         arrays = laid_out(requests, table, page_size)
         if has_trees:
             arrays.ancestors = np.full(num_rows, -1)

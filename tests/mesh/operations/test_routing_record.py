@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from weft.gateway.routing import make_policy
-from weft.gateway.routing.replay import read_record, replay
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
+from weft.testing.services.routing_replay import read_record, replay
 
 pytestmark = [pytest.mark.needs("go"), pytest.mark.full, pytest.mark.timeout(600)]
 PAGE = 16

@@ -278,6 +278,7 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
         ("/v1/embeddings", {"model": "embedder", "input": []}, "input"),
         ("/v1/embeddings", {"model": "embedder", "input": "x", "dimensions": 73}, "dimensions"),
         ("/v1/embeddings", {"model": "embedder", "input": "x", "prompt_name": "z"}, "prompt_name"),
+        ("/v1/embeddings", {"model": "embedder", "input": "x", "input_type": "z"}, "input_type"),
         ("/v1/embeddings", {"model": "embedder", "input": [[VOCAB]]}, "input"),
         ("/v1/embeddings", {"model": "embedder", "input": "x", "output_type": "sparse"}, "model"),
         (

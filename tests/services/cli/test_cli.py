@@ -17,11 +17,18 @@ from rich.console import Console
 from rich.text import Text
 from weft.cli import main as cli_main
 from weft.cli.chat import first_model, summary
-from weft.cli.status import PageUsage, StateUsage, WorkerStatus, describe_states, show
+from weft.cli.status import (
+    PageUsage,
+    StateUsage,
+    WorkerStatus,
+    _add_load,
+    describe_states,
+    show,
+)
 from weft.engine.base.errors import ConfigError
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
-from weft.v1 import decode_pb2, gateway_pb2
+from weft.v1 import decode_pb2, gateway_pb2, worker_pb2
 
 FLEET = gateway_pb2.GetFleetRequest()
 
@@ -80,6 +87,21 @@ def test_the_table_leaves_out_columns_before_it_cuts_any(width: int) -> None:
     assert all("nixl+data" in line for line in lines[1:]) is (width > 64)
     head = piped.getvalue().splitlines()[0].split()
     assert {"free", "quar.", "pages", "transport", "model"} <= set(head)
+
+
+@pytest.mark.parametrize(("told", "shown"), [(None, "-"), (0.0, "0"), (31234.4, "31,234")])
+def test_a_speed_that_a_worker_does_not_tell_is_no_zero(told: float | None, shown: str) -> None:
+    """Workers of older versions tell only what they measured whenever that was."""
+    load = worker_pb2.WatchLoadResponse(prefill_tokens_per_second=9999.0)
+    if told is not None:
+        load.recent_prefill_tokens_per_second = told
+    worker = WorkerStatus(worker_id="prefill-0", role="prefill", address="a", healthy=True)
+    _add_load(worker, worker_pb2.WatchLoadResponse.FromString(load.SerializeToString()))
+    out = io.StringIO()
+    show(Console(file=out, width=200), [worker])
+    head, row = (line.split() for line in out.getvalue().splitlines()[:2])
+    assert row[head.index("tok/s")] == shown
+    assert worker.prefill_tokens_per_second == told
 
 
 class Echo:

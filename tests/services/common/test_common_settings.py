@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field
+from weft.cli.up.command import main as up
+from weft.cli.up.flags import check_flags
 from weft.cli.up.settings import UpSettings
 from weft.common.settings import ServiceSettings, list_text, load_settings
 
@@ -72,6 +74,38 @@ def test_weft_up_passes_on_flags_of_services(text: str) -> None:
         load_settings(UpSettings, ["--decode-args"], {})
 
 
+@pytest.mark.parametrize(
+    ("flag", "text", "expected"),
+    [
+        ("--decode-args", "--max-runing-requests 5", "did you mean --max-running-requests?"),
+        ("--decode-args", "--max-running-requests five", "--max-running-requests = 'five'"),
+        ("--prefill-args", "--drafter ngram", "--drafter: no such flag"),
+        ("--prefill-args", "--no-deterministc", "--no-deterministc: no such flag"),
+        ("--kvstore-args", "--memory-bytes", "--memory-bytes: expected one argument"),
+        ("--kvstore-args", "--memory-bytes 1", "--memory-bytes = '1'"),
+        ("--gateway-args", "--decode-policy next", "'cache_aware'"),
+        ("--gateway-args", "cache_aware", "'cache_aware' is no flag"),
+    ],
+)
+def test_weft_up_starts_nothing_with_flags_that_no_service_takes(
+    flag: str, text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    with pytest.raises(SystemExit) as stop:
+        up(["--state-dir", str(state), "--model", "/no/such/model", flag, text])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()[1:]
+    assert line.startswith(f"  {flag}: ")
+    assert expected in line
+    assert not state.exists()
+
+
+def test_flags_may_depend_on_others_that_weft_up_gives() -> None:
+    argv = ["--gateway-args", "--admin-host 0.0.0.0", "--decode-args", "--enable-faults --tp 2"]
+    argv += ["--prefill-args=--config /some/file.toml", "--kvstore-args", "--disk-cache-bytes 9999"]
+    check_flags(load_settings(UpSettings, argv, {}))
+
+
 def test_weft_up_wants_ports_that_do_not_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     ports = ["--rest-port", "9001", "--grpc-port", "9000"]
     assert load_settings(UpSettings, ports, {}).rest_port == 9001
@@ -89,6 +123,9 @@ def test_weft_up_wants_ports_that_do_not_overlap(capsys: pytest.CaptureFixture[s
         ([], {"WEFT_DEMO_PORT": "many"}, ["WEFT_DEMO_PORT", "'many'", "integer", "gRPC port"]),
         ([], {"WEFT_DEMO_RATOI": "1"}, ["WEFT_DEMO_RATOI", "no such setting", "ratio"]),
         (["--mode", "wild"], {}, ["--mode", "'wild'", "'fast' or 'safe'"]),
+        (["--ratoi=1"], {}, ["--ratoi: no such flag (did you mean --ratio?)"]),
+        (["--ratio"], {}, ["--ratio", "expected one argument"]),
+        (["1"], {}, ["'1' is no flag and no value of one"]),
         (["--config", "/nonexistent/x.toml"], {}, ["/nonexistent/x.toml", "No such file"]),
     ],
 )

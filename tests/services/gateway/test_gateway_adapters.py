@@ -357,7 +357,7 @@ def test_another_models_adapter_does_not_stand_for_the_requests_of_the_same_cont
     adapters = FleetAdapterManager.__new__(FleetAdapterManager)
     adapters._directory = directory
     adapters._fleet = SimpleNamespace(workers=lambda model: [])  # type: ignore[assignment]
-    directory._in_use[content] = 5
+    adapters._num_running = {content: 5}.__getitem__
     for others, num_left in (((), 5), ((twin,), 5), ((twin, again), 0)):
         directory._take(Manifest(generation=1, entries=(retired, *others)))
         assert adapters._num_left(retired) == num_left

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 from weft.gateway.routing import make_policy
-from weft.gateway.routing.replay import read_record, replay
 from weft.testing.services.fake_decode import PAGE_SIZE, Script
 from weft.testing.services.gateway_harness import Harness, gateway
+from weft.testing.services.routing_replay import read_record, replay
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
 Candidate = decode_pb2.PrefillCandidate

@@ -14,6 +14,7 @@ from weft.common.worker.service import Queries
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.faults import STORE_FILL, FaultSpec
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.base.token_ids import token_ids
 from weft.engine.protocol.messages import Inbox, Outbox
 from weft.engine.protocol.submits import Submit
 from weft.testing.models.tiny_models import make_tiny
@@ -49,7 +50,7 @@ class Engine:
             gateway=1,
             request_id=request_id,
             attempt=1,
-            prompt=[random.randrange(3, 90) for _ in range(20)],
+            prompt=token_ids(random.randrange(3, 90) for _ in range(20)),
             sampling=SamplingParams(temperature=0.0),
             stop=StopCriteria(max_tokens=4, ignore_eos=True),
         )

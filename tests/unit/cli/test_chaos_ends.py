@@ -9,7 +9,7 @@ import pytest
 from weft.cli.chaos.checks import check_ends
 from weft.cli.chaos.inject import Injection
 from weft.cli.chaos.load import ChaosLoad, Known
-from weft.cli.chaos.mesh import AFTERMATH_S, Absence
+from weft.cli.chaos.mesh import AFTERMATH_S, FENCE_S, Absence
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply
 from weft.cli.chaos.schedule import Planned
 from weft.cli.up.process import describe_status
@@ -27,8 +27,10 @@ def kill(name: str, started_s: float, ended_s: float | None) -> Injection:
 
 
 def given_up(absences: list[Absence], injections: list[Injection]) -> list[str]:
-    """What is wrong with a request that was given up between 100.0 and 101.0 s."""
-    mesh = SimpleNamespace(absences=absences, named=lambda role: WORKERS)
+    """What is wrong with a request that was given up between 100.0 and 101.0 s; the absences are
+    known later.
+    """
+    mesh = SimpleNamespace(absences=[], named=lambda role: WORKERS)
     injector: Any = SimpleNamespace(mesh=mesh, done=injections)
     reply = Reply(
         tokens=[[]],
@@ -40,7 +42,9 @@ def given_up(absences: list[Absence], injections: list[Injection]) -> list[str]:
         ended_s=101.0,
     )
     load = ChaosLoad({"gateway": ""}, Known("tiny", [ASK], {0: reply}), injector, 0)
-    return [found.what for found in load._violations("gateway", ASK, Pace(20.0), reply)]
+    assert load._violations("gateway", ASK, Pace(20.0), reply) == []
+    mesh.absences += absences
+    return [found.what for found in load.unserved()]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,8 @@ def given_up(absences: list[Absence], injections: list[Injection]) -> list[str]:
         (95.0, 100.5, False),
         (90.0, 100.0 - AFTERMATH_S / 2, False),
         (90.0, 99.9 - AFTERMATH_S, True),
-        (101.5, None, True),
+        (101.0 + FENCE_S - 0.1, None, False),
+        (101.0 + FENCE_S + 0.1, None, True),
     ],
 )
 def test_a_request_may_be_given_up_while_every_worker_is_away(
@@ -61,6 +66,12 @@ def test_a_request_may_be_given_up_while_every_worker_is_away(
     found = given_up([fence], [kill("decode-1", 99.0, None)])
     assert bool(found) == is_well
     assert all("though decode-0 was well" in what for what in found)
+
+
+def test_a_worker_that_was_killed_was_well_until_then() -> None:
+    killed = Absence(name="decode-0", how=KILLED, since_s=101.1, until_s=None)
+    (what,) = given_up([killed], [kill("decode-1", 99.0, None), kill("decode-0", 101.1, None)])
+    assert "though decode-0 was well" in what
 
 
 def test_a_service_that_ends_by_itself_is_found() -> None:

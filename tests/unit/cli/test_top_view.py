@@ -102,6 +102,25 @@ def test_members_are_sorted_and_scrolled(sort: Sort) -> None:
     assert state.first_member < 65
 
 
+def test_a_speed_that_a_member_does_not_tell_is_no_zero() -> None:
+    picture, told = MeshPicture(), {"prefill-old": None, "prefill-idle": 0.0, "prefill-busy": 512.0}
+    message = mesh_pb2.WatchMeshResponse(gateway_id="gateway-0")
+    message.time.GetCurrentTime()
+    for name, rate in told.items():
+        message.members.add(
+            member_id=name,
+            role=mesh_pb2.MEMBER_ROLE_PREFILL,
+            healthy=True,
+            prefill_tokens_per_second=rate,
+        )
+    picture.take(message)
+    drawn = lines(picture, TopState(), 120, 24)
+    head = next(line.split() for line in drawn if line.startswith("member"))
+    rows = {line.split()[0]: line.split() for line in drawn if line.startswith("prefill-")}
+    shown = {name: row[head.index("tok/s")] for name, row in rows.items()}
+    assert shown == {"prefill-old": "-", "prefill-idle": "0", "prefill-busy": "512"}
+
+
 def test_names_cannot_control_the_terminal() -> None:
     picture = mesh(2, names=HOSTILE + "{}")
     member = picture.newest.members[1]

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from weft.engine.base.drafts import DraftTree, parents_of
 from weft.engine.base.errors import Internal
 from weft.engine.base.request import Reasoning
+from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.features.constraints.after_reasoning import AfterReasoning
 
 VOCAB = 41
@@ -168,7 +168,7 @@ def test_masks_are_a_function_of_the_tokens(setting: tuple[Any, tuple[int, ...]]
                 is_wrong = right is None or random.random() < 0.2
                 drafts.append(random.randrange(VOCAB) if is_wrong else cast(int, right))
                 paths.append((*paths[parent], drafts[-1]))
-            given = DraftTree(drafts, parents) if is_tree else drafts
+            given = TokenTree(drafts, parents) if is_tree else drafts
             masks = state.next_masks(step, given)
             tokens += step
             assert state.num_accepted == len(tokens)

@@ -19,8 +19,8 @@ from weft.gateway.routing import (
     make_policy,
 )
 from weft.gateway.routing.record_file import RoutingRecord
-from weft.gateway.routing.replay import read_record, replay
 from weft.testing.services.routing_pool import PAGE, pool, worker
+from weft.testing.services.routing_replay import read_record, replay
 
 NAMES = [*POLICIES, "cache_aware approximate"]
 POOL = "tiny/prefill"

@@ -203,7 +203,7 @@ def test_a_chat_ends_with_all_its_adapters() -> None:
     assert not chats.pins.release("", "a")
     assert (len(chats.pins), chats.pins.num_pages) == (1, 4)
     assert chats.pins.release("", "b")
-    assert not chats.pins._adapters
+    assert not chats.pins._namespaces
 
 
 def test_a_still_chat_expires() -> None:

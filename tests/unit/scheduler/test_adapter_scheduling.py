@@ -326,7 +326,6 @@ class _SilentDisk:
         self.answers = threading.Event()
         self.is_over = threading.Event()
         self.replies: dict[int, WeftError | None] = {}
-        self.failed: list[bytes] = []
 
     def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
         if directory.startswith("silent"):
@@ -338,18 +337,16 @@ class _SilentDisk:
     def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
         pass
 
-    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
+    def adapter_reply(self, query: int, error: WeftError | None) -> None:
         self.replies[query] = error
-
-    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
-        self.failed.append(digest)
 
 
 def test_a_disk_that_does_not_answer_delays_nobody_else(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(manager_module, "READ_STALL_S", 2.0)
     disk = _SilentDisk()
     manager = AdapterManager(limits(), disk, lambda: None)
-    manager.attach(Bench(random.Random(), 100, SCHEDULER).scheduler.waitlist, disk)
+    scheduler = Bench(random.Random(), 100, SCHEDULER).scheduler
+    manager.attach(scheduler.waitlist, disk, scheduler.finish)
 
     def order(query: int, name: str) -> None:
         manager.order(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from weft.engine.base.config import MAX_TREE_REQUESTS
-from weft.engine.base.draft_shapes import DraftShape, depths_up_to, tree_shapes
+from weft.engine.base.drafts import DraftShape, depths_up_to, tree_shapes
 from weft.engine.features.speculative.gate import PROBE_EVERY, MeasuredGate
 from weft.engine.features.speculative.step_times import StepTaken, StepTimes
 from weft.engine.scheduler.acceptance import Acceptance

@@ -82,6 +82,42 @@ def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
     bench.run(long)
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [SchedulerLimits(PAGE, 16, 16, 4), SchedulerLimits(PAGE, 32, 16, 4, shared_step_tokens=8)],
+)
+@pytest.mark.parametrize("policy", ["fcfs", "shortest_remaining", "priority"])
+def test_a_long_prompt_that_fills_every_step_is_overtaken_by_what_goes_before_it(
+    limits: SchedulerLimits, policy: PolicyName
+) -> None:
+    bench = Bench(random.Random(1), 400, limits, policy, ageing_s=1e6)
+    long = bench.add(160, 1, priority=1)
+    bench.step()
+    later = bench.add(200, 1, priority=2)
+    short, other = bench.add(24, 1), bench.add(24, 1)
+    bench.run(long, later, short, other)
+    wanted = [short, other, long, later]
+    if policy == "fcfs":
+        wanted = [long, later, short, other]
+    assert bench.finished == wanted
+
+
+@pytest.mark.parametrize("policy", ["shortest_remaining", "priority"])
+def test_a_long_prompt_under_way_is_not_overtaken_for_ever(policy: PolicyName) -> None:
+    """Whatever comes more than its length, or its level, later in seconds goes behind it."""
+    limits = SchedulerLimits(PAGE, 16, 16, 4)
+    bench = Bench(random.Random(1), 400, limits, policy, ageing_s=1.0)
+    long = bench.add(160, 1, priority=10)
+    bench.step()
+    for _ in range(60):
+        if long.state is State.FINISHED:
+            break
+        bench.add(16, 1)
+        bench.now += 1.0
+        bench.step()
+    assert long.state is State.FINISHED
+
+
 def test_fair_serves_the_tenant_that_had_least() -> None:
     """A flood of one tenant costs another one no more than the request under way."""
     bench = Bench(random.Random(1), 400, ONE_AT_A_TIME, "fair")

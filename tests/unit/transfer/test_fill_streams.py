@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
-from weft.common.worker.fills import handle_to_proto
+from weft.common.worker.fills import start_to_proto
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillStart
 from weft.engine.protocol.handle import FillEvent, KvHandle
@@ -119,8 +119,7 @@ async def test_all_chunks_are_shipped(memory_type: str, transport: int) -> None:
     said: list[kv_pb2.FillEvent] = []
 
     async def requests() -> AsyncIterator[kv_pb2.FillControl]:
-        start = kv_pb2.FillControl.Start(handle=handle_to_proto(handle_of(memory_type)))
-        yield kv_pb2.FillControl(start=start)
+        yield start_to_proto(handle_of(memory_type))
         await asyncio.Event().wait()
 
     async with asyncio.timeout(60):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from weft.common.worker.fills import handle_from_proto, handle_to_proto
+from weft.common.worker.fills import handle_from_proto, start_to_proto
 from weft.engine.base.errors import InvalidRequest
+from weft.engine.base.token_ids import token_ids
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
 from weft.v1 import kv_pb2
 
@@ -18,7 +19,7 @@ HANDLE = KvHandle(
     namespace=bytes(32),
     cache_salt="salt",
     page_size=16,
-    tokens=list(range(48)),
+    tokens=token_ids(range(48)),
     start_token=16,
     end_token=48,
     pages=[7, 9],
@@ -42,8 +43,8 @@ HANDLE = KvHandle(
 def test_a_handle_survives_the_wire() -> None:
     """Also with many pages behind those of its tokens, as a long window takes."""
     for handle in (HANDLE, replace(HANDLE, pages=[7, 9, *range(100, 100_100)])):
-        message = kv_pb2.KvHandle.FromString(handle_to_proto(handle).SerializeToString())
-        assert handle_from_proto(message) == handle
+        message = kv_pb2.FillControl.FromString(start_to_proto(handle).SerializeToString())
+        assert handle_from_proto(message.start.handle) == handle
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_a_handle_survives_the_wire() -> None:
     [("priority", 1_000_001), ("priority", -1_000_001), ("tenant", "t" * 65), ("lease_id", b"x")],
 )
 def test_what_is_out_of_bounds_is_refused(field: str, value: object) -> None:
-    message = handle_to_proto(HANDLE)
+    message = start_to_proto(HANDLE).start.handle
     setattr(message, field, value)
     with pytest.raises(InvalidRequest) as caught:
         handle_from_proto(message)

@@ -19,7 +19,14 @@ from weft.engine.protocol.store import (
 )
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
-from weft.engine.sources.store import GATHER_S, MAX_OPEN_PUTS, RETRY_S, StoredBlocks, StoreLink
+from weft.engine.sources.store import (
+    GATHER_S,
+    HELD_SHARE,
+    MAX_OPEN_PUTS,
+    RETRY_S,
+    StoredBlocks,
+    StoreLink,
+)
 from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.services.fill_commands import nixl_target
@@ -74,10 +81,10 @@ class FakePlane:
 class Bench:
     """A store link with its surroundings."""
 
-    def __init__(self, blocks: StoredBlocks | None = None) -> None:
+    def __init__(self, blocks: StoredBlocks | None = None, num_pages: int = 4000) -> None:
         self.now = 0.0
         cache = PrefixTree(PAGE)
-        self.memory = PageMemory(2000, cache)
+        self.memory = PageMemory(num_pages, cache)
         self.pages = RequestPages(self.memory, cache, PAGE)
         self.plane = FakePlane()
         self.sent: list[StoreLookup | StorePut] = []
@@ -129,8 +136,8 @@ class OneBlock:
     def settle(self) -> None:
         """The copies are made at once."""
 
-    def copy(self, block: int, namespace: bytes) -> list[int]:
-        return self.bench.memory.allocate(self.num_pages, namespace)
+    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
+        return [self.bench.memory.allocate(self.num_pages, namespace) for _ in blocks]
 
     def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
         node = Node(request.namespace, b"", 0, None)
@@ -218,6 +225,39 @@ def test_few_puts_are_open_and_the_queue_is_bounded(bench: Bench) -> None:
     assert bench.puts() == []
     bench.link.on_result(StorePutResult(put=puts[0].put, is_answered=True))
     assert len(bench.puts()) == 1
+
+
+def test_a_share_of_a_small_pool_waits_for_a_slow_store() -> None:
+    num_pages = random.randint(40, 200)
+    bench, most = Bench(num_pages=num_pages + 1), num_pages // HELD_SHARE
+    request = bench.request(num_pages - 2)
+    for end in range(1, num_pages - 1):
+        bench.link.offer(request, end - 1, end)
+        bench.link.tick(is_computing=True)
+        assert bench.link.num_open_pages <= most
+    assert bench.link.num_open_pages == most
+    assert bench.link.counters.store_dropped_pages == num_pages - 2 - most
+    assert len(bench.plane.asked) == MAX_OPEN_PUTS, "a put waited for more pages than it may have"
+    keys = bench.put_all()
+    while bench.link.num_open_pages or len(keys) < num_pages - 2:
+        bench.link.offer_again(request, num_pages - 2)
+        keys += bench.put_all()
+    assert keys == request.keys.upto(request.tokens, num_pages - 2)
+
+
+def test_a_block_larger_than_the_share_is_put_alone() -> None:
+    blocks = OneBlock(50)
+    blocks.bench = bench = Bench(blocks, num_pages=101)
+    request = bench.request(2)
+    bench.link.offer(request, 0, 2)
+    assert bench.link.num_open_pages == 52
+    other = bench.request(2)
+    bench.link.offer(other, 0, 2)
+    assert bench.link.num_open_pages == 52
+    assert bench.link.counters.store_dropped_pages == 52
+    bench.put_all()
+    bench.link.offer_again(other, 2)
+    assert len(bench.put_all()) == 52
 
 
 def test_a_store_that_cannot_read_gets_the_bytes(bench: Bench) -> None:

@@ -82,6 +82,8 @@ class ChaosLoad:
         self._injector = injector
         self._seed = seed
         self._is_over = False
+        self._unserved: list[tuple[str, Reply]] = []
+        """Requests that were given up or hung, with their names."""
         self.result = LoadResult()
 
     async def run(self, num_clients: int) -> None:
@@ -130,13 +132,9 @@ class ChaosLoad:
             what = f"{name} failed without a typed error: {reply.error.message}"
             found.append(Violation(invariant=1, what=what))
         is_given_up = isinstance(reply.error, PeerUnavailable) and reply.is_typed
-        if is_given_up and not is_afflicted and (well := self._well_since(reply, took_s)):
-            what = f"{name} was given up though {well[0]} was well: {reply.error}"
-            found.append(Violation(invariant=2, what=what))
         is_hung = isinstance(reply.error, DeadlineExceeded) and pace.timeout_s >= TIMEOUT_S
-        if is_hung and not is_afflicted and (well := self._well_since(reply, RESUME_S)):
-            what = f"{name} hung for {took_s:.1f} s though {well[0]} was well: {reply.error}"
-            found.append(Violation(invariant=1, what=what))
+        if (is_given_up or is_hung) and not is_afflicted:
+            self._unserved.append((name, reply))
         if (
             reply.error is None
             and not reply.is_cancelled
@@ -146,6 +144,20 @@ class ChaosLoad:
             return found
         if (problem := text_problem(self._known.expected[ask.number], reply)) is not None:
             found.append(Violation(invariant=2, what=f"{name} {problem}"))
+        return found
+
+    def unserved(self) -> list[Violation]:
+        """What is wrong with requests that were given up or hung; to be called when the mesh is
+        whole again, since only then is it known which workers were on their way out.
+        """
+        found = []
+        for name, reply in self._unserved:
+            took_s = reply.ended_s - reply.started_s
+            is_hung = isinstance(reply.error, DeadlineExceeded)
+            if well := self._well_since(reply, RESUME_S if is_hung else took_s):
+                how = f"hung for {took_s:.1f} s" if is_hung else "was given up"
+                what = f"{name} {how} though {well[0]} was well: {reply.error}"
+                found.append(Violation(invariant=1 if is_hung else 2, what=what))
         return found
 
     def _well_since(self, reply: Reply, seconds: float) -> list[str]:

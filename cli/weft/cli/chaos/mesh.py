@@ -43,6 +43,8 @@ RECOVERY_TIMEOUT_S = 600.0
 """Limit of a recovery, which takes seconds on an idle machine."""
 AFTERMATH_S = 3.0
 """Time after a fault's end until Sessions and channels are open again."""
+FENCE_S = 5.0
+"""Longest time from when a worker refuses requests because of its quarantine until it is gone."""
 _CALL_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 2.0
 
@@ -63,9 +65,10 @@ class Absence:
     """When it was ready again; None: it is not."""
 
     def overlaps(self, start_s: float, end_s: float) -> bool:
-        """Whether the service was away, or just back, between two times."""
+        """Whether the service was away, on its way out or just back, between two times."""
         is_over_s = float("inf") if self.until_s is None else self.until_s + AFTERMATH_S
-        return self.since_s <= end_s and start_s <= is_over_s
+        begins_s = self.since_s - FENCE_S if self.is_last_fence else self.since_s
+        return begins_s <= end_s and start_s <= is_over_s
 
     @property
     def is_last_fence(self) -> bool:

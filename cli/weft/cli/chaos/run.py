@@ -161,7 +161,7 @@ async def run_on(
             result.violations.append(Violation(invariant=1, what=f"the mesh: {error}"))
         finally:
             await injector.close()
-    result.violations += load.result.violations
+    result.violations += [*load.result.violations, *load.unserved()]
     result.deaths = dict(Counter(absence.name for absence in mesh.absences[num_before:]))
     result.standstills = mesh.standstills()
     return result

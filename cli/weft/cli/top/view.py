@@ -161,7 +161,7 @@ class TopView:
         members = sorted(self._picture.members, key=lambda one: (one.role, one.member_id))
         by: dict[Sort, Callable[[mesh_pb2.MeshMember], float]] = {
             "running": lambda one: -one.running_requests,
-            "tokens": lambda one: -_tokens_per_second(one),
+            "tokens": lambda one: -(_tokens_per_second(one) or 0.0),
             "used": lambda one: -(one.pages.used / one.pages.total if one.pages.total else 0.0),
         }
         if self._state.sort in by:
@@ -217,7 +217,7 @@ def _member_table(members: Sequence[mesh_pb2.MeshMember], width: int) -> Table:
             "wait": f"{one.waiting_requests:,}",
             "fill": f"{one.filling_requests:,}",
             "queued": f"{one.queued_tokens:,}",
-            "tok/s": f"{_tokens_per_second(one):,.0f}",
+            "tok/s": "-" if (rate := _tokens_per_second(one)) is None else f"{rate:,.0f}",
             "used": percent(pages.used, pages.total),
             "cached": percent(pages.cached, pages.total),
             "quar.": f"{pages.quarantined:,}",
@@ -243,11 +243,14 @@ def _state(member: mesh_pb2.MeshMember) -> Text:
     return Text("draining", "yellow") if member.draining else Text("not ok", "red")
 
 
-def _tokens_per_second(member: mesh_pb2.MeshMember) -> float:
-    """What a member is for: a decode worker generates, a prefill worker reads prompts."""
+def _tokens_per_second(member: mesh_pb2.MeshMember) -> float | None:
+    """What a member is for: a decode worker generates, a prefill worker reads prompts. None: it
+    does not tell.
+    """
     if member.role == mesh_pb2.MEMBER_ROLE_DECODE:
         return member.decode_tokens_per_second
-    return member.prefill_tokens_per_second
+    tells = member.HasField("prefill_tokens_per_second")
+    return member.prefill_tokens_per_second if tells else None
 
 
 def _flow_size(flow: mesh_pb2.MeshFlow) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from weft.cli.up.adapters import load_adapters
 from weft.cli.up.console import ConsoleReporter
 from weft.cli.up.devices import with_devices
 from weft.cli.up.exits import report_exit
+from weft.cli.up.flags import check_flags
 from weft.cli.up.liveness import health_checker
 from weft.cli.up.mesh import run_mesh
 from weft.cli.up.plan import MeshPlan, ModelFolder, plan_mesh
@@ -40,7 +41,9 @@ _TAIL_LINES = 25
 
 def main(argv: Sequence[str]) -> int:
     """Runs `weft up`; returns the exit status."""
-    settings = with_devices(load_settings(UpSettings, argv), num_usable_gpus())
+    settings = load_settings(UpSettings, argv)
+    check_flags(settings)
+    settings = with_devices(settings, num_usable_gpus())
     console = Console(file=cast("IO[str]", SteadyOutput()))
     try:
         _check_platform()

@@ -15,6 +15,8 @@ class WeftError(Exception):
     """Name of the google.rpc.Code."""
     http_status: int = 500
     retryable: bool = False
+    is_of_worker: bool = False
+    """Whether it is about one worker, where another one may serve the request."""
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class AdapterNotFound(ModelNotFound):
     """The worker was not told to load this adapter, or was told to unload it."""
 
     reason = "ADAPTER_NOT_FOUND"
+    is_of_worker = True
 
 
 class AdapterError(WeftError):

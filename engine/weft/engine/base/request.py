@@ -75,7 +75,7 @@ class SamplingParams:
     n: int = 1
     constraint: Constraint | None = None
     speculates: bool = True
-    """Whether the engine may draft tokens if that pays; the text does not change."""
+    """Whether the engine may speculate where that pays; the text does not change."""
 
     @property
     def has_penalties(self) -> bool:

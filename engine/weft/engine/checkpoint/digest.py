@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from weft.engine.base.cores import num_cores
-from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.files import weight_files
 from weft.kernels.build import cache_folder
 
 _VERSION = b"weft-model-1"
-_DRAFT_VERSION = b"weft-draft-1"
 _MTP_VERSION = b"weft-mtp-1"
 _PARTS_VERSION = b"weft-file-1"
 _CHUNK_BYTES, _READ_BYTES, _PART_BYTES = 1 << 22, 1 << 20, 1 << 26
@@ -42,50 +39,16 @@ def combine_digests(
         32 bytes.
     """
     numbers = [dtype.encode(), *([scheme] if scheme else [])]
-    return _combine(_VERSION, config.fingerprint(), *numbers, *file_digests)
-
-
-def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes:
-    """BLAKE2b-256 that names a draft head; the target's digest covers the parts that both share.
-
-    Args:
-        fingerprint: The part of its configuration that counts.
-        dtype: The dtype in which it computes.
-        files: Its files of weights in their fixed order.
-
-    Returns:
-        32 bytes.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    return _combine(_DRAFT_VERSION, fingerprint, dtype.encode(), *cached_file_digests(files))
+    return combine(_VERSION, config.fingerprint(), *numbers, *file_digests)
 
 
 def mtp_digest(model: bytes) -> bytes:
     """32 bytes that name the MTP head of a model's own files, from the model's digest."""
-    return _combine(_MTP_VERSION, model)
+    return combine(_MTP_VERSION, model)
 
 
-def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:
-    """`draft_digest` of a head's directory.
-
-    Args:
-        fingerprint: Fingerprint of the head's configuration.
-        dtype: Dtype in which the head computes, with or without torch's prefix.
-        draft_dir: The directory.
-
-    Raises:
-        ModelError: A file cannot be read.
-    """
-    name = dtype.removeprefix("torch.")
-    try:
-        return draft_digest(fingerprint, name, weight_files(draft_dir))
-    except OSError as error:
-        raise ModelError(f"cannot read the weights in {draft_dir}: {error}") from error
-
-
-def _combine(*parts: bytes) -> bytes:
+def combine(*parts: bytes) -> bytes:
+    """BLAKE2b-256 over parts, each with its length."""
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -133,7 +96,7 @@ class FileDigests:
         found = []
         for record, digest in self._digests:
             if not isinstance(digest, bytes):
-                digest = _combine(_PARTS_VERSION, *[part.result() for part in digest])
+                digest = combine(_PARTS_VERSION, *[part.result() for part in digest])
                 record.store(digest)
             found.append(digest)
         return found

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.digest import cached_file_digests, combine
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.files import weight_files
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """Architecture name of EAGLE-3 heads."""
@@ -80,3 +82,22 @@ def check_sizes(where: Path, *sizes: tuple[str, int, int]) -> None:
                 "give the head that was trained for this model",
                 param=name,
             )
+
+
+def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:
+    """BLAKE2b-256 that names a draft head; the target's digest covers the parts that both share.
+
+    Args:
+        fingerprint: Fingerprint of the head's configuration.
+        dtype: Dtype in which the head computes, with or without torch's prefix.
+        draft_dir: The head's directory.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+    name = dtype.removeprefix("torch.").encode()
+    try:
+        files = cached_file_digests(weight_files(draft_dir))
+    except OSError as error:
+        raise ModelError(f"cannot read the weights in {draft_dir}: {error}") from error
+    return combine(b"weft-draft-1", fingerprint, name, *files)

@@ -122,7 +122,7 @@ class AttentionConfig:
     clip: float | None = None
     """Bound of q, k and v as they are projected; None: there is none."""
     first_position: int = 0
-    """First position to which rows attend, of draft heads."""
+    """First position to which rows attend."""
 
     def values(self) -> dict[str, Any]:
         """The fields for a fingerprint."""

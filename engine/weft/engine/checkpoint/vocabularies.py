@@ -4,46 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig, read_json_file
 from weft.engine.checkpoint.fields import Fields
 
-_FILE = "tokenizer.json"
-
-
-def check_same_vocabulary(
-    draft_dir: Path, draft: ModelConfig, target_dir: Path, target: ModelConfig
-) -> None:
-    """Refuses a draft model whose token ids differ in meaning from the target's.
-
-    Without a `tokenizer.json` beside each of them only the sizes are compared.
-
-    Args:
-        draft_dir: Directory of the draft model.
-        draft: Its configuration.
-        target_dir: Directory of the target model.
-        target: That one's.
-
-    Raises:
-        ModelError: They differ; the message says in what. Or a file is malformed.
-    """
-    if draft.vocab_size != target.vocab_size:
-        raise ModelError(
-            f"vocab_size of the draft model is {draft.vocab_size}, of the target model "
-            f"{target.vocab_size}; give a model of the same family",
-            param="vocab_size",
-        )
-    files = [folder / _FILE for folder in (draft_dir, target_dir)]
-    if not all(file.is_file() for file in files):
-        return
-    mine, its = (_token_ids(file) for file in files)
-    token = next((t for t in sorted(mine.keys() | its.keys()) if mine.get(t) != its.get(t)), None)
-    if token is not None:
-        raise ModelError(
-            f"token {token!r} is {mine.get(token)} for the draft model, "
-            f"{its.get(token)} for the target model (None: it has no such token); "
-            "give a model with the same tokenizer",
-        )
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def num_tokens(model_dir: Path, config: ModelConfig) -> int:
@@ -53,13 +17,13 @@ def num_tokens(model_dir: Path, config: ModelConfig) -> int:
     Raises:
         ModelError: The file is malformed.
     """
-    file = model_dir / _FILE
+    file = model_dir / TOKENIZER_FILE
     if not file.is_file():
         return config.vocab_size
-    return 1 + max(_token_ids(file).values(), default=0)
+    return 1 + max(token_ids(file).values(), default=0)
 
 
-def _token_ids(file: Path) -> dict[str, int]:
+def token_ids(file: Path) -> dict[str, int]:
     """Token ids by token, for BPE, WordPiece and WordLevel models, and for Unigram, which has a
     list.
     """

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from weft.engine.base.arrays import NO_NUMBERS, Int64Array
 from weft.engine.base.device_copies import Fetched
-from weft.engine.base.drafts import DraftTree, LaterDrafts, parents_of
+from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.errors import InvalidRequest, WeftError
 from weft.engine.base.request import TokenLogprob
+from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.drawing.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
@@ -175,7 +176,7 @@ def _run_of_tree(
         [tokens[row] for row in path],
         [logprobs[row] for row in path],
         len(drafts),
-        is_tree=isinstance(drafts, DraftTree),
+        is_tree=isinstance(drafts, TokenTree),
     )
 
 
@@ -270,6 +271,8 @@ class Drawer:
     def __init__(self, sampler: Sampler, constraints: MaskSource) -> None:
         self._sampler = sampler
         self._constraints = constraints
+        self._has_masks = False
+        """Whether masks may have begun for this step."""
         self._has_row = np.zeros(sampler.null_slot + 1, np.bool_)
         self._has_row[sampler.null_slot] = True
         self.num_slots = 0
@@ -301,8 +304,10 @@ class Drawer:
             begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
             others = [item.request for item in plan.verifies if not _needs_drafts(item)]
             requests = [*requests[:begin], *others, *requests[behind:]]
-        rows = self._sampler.mask_memory
-        self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
+        self._has_masks = bool(self._constraints.grammars)
+        if self._has_masks:
+            rows = self._sampler.mask_memory
+            self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
 
     def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
         """Draws one token for each request; with drafts, one for each accepted draft and one more.
@@ -378,12 +383,15 @@ class Drawer:
         )
 
     def take_lost_s(self) -> float:
-        """See `MaskSource.take_lost_s`."""
-        return self._constraints.take_lost_s()
+        """Takes `MaskSource.lost_s`."""
+        lost_s, self._constraints.lost_s = self._constraints.lost_s, 0.0
+        return lost_s
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Passes the computed masks to the sampler; returns errors by index of the request."""
         errors: dict[int, WeftError] = {}
+        if not self._has_masks:
+            return errors
         written: list[Request] = []
         for request, masks in self._constraints.take_masks():
             if masks is None:
@@ -400,7 +408,7 @@ class Drawer:
 
     def _awaits_drafts(self, plan: Plan) -> bool:
         """Whether rows behind drafts need masks, and so the host the drafts."""
-        if not (self._sampler.is_on_device and self._constraints.are_in_use):
+        if not (self._sampler.is_on_device and self._constraints.grammars):
             return False
         return any(map(_needs_drafts, plan.verifies))
 
@@ -430,7 +438,7 @@ class Drawer:
             if _needs_drafts(item)
         }
         drafts = [plan.drafts[index - len(plan.decodes)] for index in indices.values()]
-        self._constraints.begin_masks([*indices], drafts=drafts, is_awaited=True)
+        self._constraints.begin_masks([*indices], ahead=drafts, is_awaited=True)
         errors: dict[int, WeftError] = {}
         rows: list[int] = []
         counts: list[int] = []

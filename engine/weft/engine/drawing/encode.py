@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
-from weft.engine.base.drafts import LaterDrafts, parents_of
+from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.step_input import LATE, PooledRows, ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
@@ -122,7 +123,7 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
         table.append(slots[rows], own, pages[rows])
         if np.count_nonzero(is_short) > len(rows):
             _enter_pages(plan, table, page_size)  # Rows that lack more than one page.
-    adapters = plan.adapter_slots
+    adapters = None if plan.columns is None else plan.columns.adapter_slots
     return StepInput(
         slots=slots,
         starts=plan.starts,
@@ -190,7 +191,7 @@ def _adapters(plan: Plan) -> Int32Array | None:
     """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
     of_pieces = [item.request.adapter_slot for item in plan.verifies]
     of_pieces += [item.request.adapter_slot for item in plan.chunks]
-    of_decodes = plan.adapter_slots
+    of_decodes = None if plan.columns is None else plan.columns.adapter_slots
     if of_decodes is None:
         if not any(of_pieces):
             return None

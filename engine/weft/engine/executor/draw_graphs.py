@@ -15,11 +15,12 @@ from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies, Marks
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import CapturedDraws, Way
+from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
-from weft.engine.executor.keeping import TokenKeeper
 from weft.engine.model.interface import LogitsInParts, Model
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
+from weft.kernels.step_rows import keep_tokens
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
@@ -75,7 +76,7 @@ class DrawGraphs:
         model: Model,
         graphs: StepGraphs,
         inputs: DeviceInputs,
-        keeper: TokenKeeper,
+        keeper: DraftKeeper,
         tables: SlotTables | None,
         ways: Sequence[Way],
         peers: DevicePeers | None = None,
@@ -181,7 +182,7 @@ class DrawGraphs:
         given = [tokens]
         if bucket.kind in ("decode", "ragged"):
             # For verified rows this keeps an arbitrary token; `accept` then keeps the right one.
-            self._keeper.keep(tokens, slots)
+            keep_tokens(tokens, slots, self._keeper.known)
         if verified is not None and bucket.drafts:
             self._keeper.accept(tokens, step, verified)
             given += [step.token_ids] if step.ancestors is None else [*step[:1], step.ancestors]

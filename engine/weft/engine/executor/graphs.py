@@ -113,7 +113,7 @@ def _columns_of(bucket: GraphBucket) -> RaggedColumns:
         bucket.tokens,
         bucket.requests,
         num_logits,
-        bucket.drafts,
+        1 + bucket.drafts,
         has_trees=is_tree,
         has_requests=is_tree or is_verify,
     )

@@ -20,11 +20,11 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
+from weft.engine.executor.drafts.keeping import DraftKeeper, KeptStates
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.host_inputs import HostInputs
-from weft.engine.executor.keeping import KeptStates, TokenKeeper
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
@@ -43,7 +43,7 @@ from weft.kernels.device_sampling import SlotTables
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_ops import copy_pages, page_index, repack_pages
 from weft.kernels.scaled_kv import ALL_BITS, is_scaled
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, keep_tokens
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
@@ -149,7 +149,7 @@ class LocalExecutor:
         self.states: StateMemory | None = None
         """Memory of recurrent layers; None: the model has none."""
         if layout.states is not None:
-            ring_rows = num_ring_rows(layout.page_size, max_drafts)
+            ring_rows = num_ring_rows(layout.page_size, 1 + max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
             # On GPUs each rank has blocks of its own, and `layout` is already one rank's there.
             plane = layout.states if blocks is None else layout.states.of_rank(num_ranks)
@@ -162,7 +162,7 @@ class LocalExecutor:
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
         self.known = SlotTokens(nothing[:-1], nothing[-1], words)
         """Lengths and last tokens of the slots on the device, ahead of the host."""
-        self._keeper = TokenKeeper(self.known, self._own_pool, states)
+        self._keeper = DraftKeeper(self.known, self._own_pool, states)
         self._draws: DrawGraphs | None = None
         self.page_table, *self.window_tables = (
             PageTable(max_requests, max_pages, keeps_changes=is_cuda) for _ in layout.groups
@@ -397,7 +397,7 @@ class LocalExecutor:
                 self._keeper.accept(tokens, step, Verified(rows, slots))
                 tokens, slots = tokens[num_rows:], slots[num_rows:]
             if len(slots):
-                self._keeper.keep(tokens, slots)
+                keep_tokens(tokens, slots, self.known)
 
     def meet(self) -> None:
         """Lets the devices of all ranks wait for one another."""
@@ -537,13 +537,19 @@ class LocalExecutor:
         assert self.states is not None
         self.states.from_pages(block, pages, self._page_rows)
 
-    def pack_pages(self, pages: Sequence[int], group: int, into: Sequence[int]) -> None:
+    def pack_pages(
+        self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
+    ) -> None:
         """See `Executor.pack_pages`."""
-        repack_pages(_rows(self._pools[group]), pages, self._page_rows, into)
+        num_runs = len(pages) if is_each else 1
+        repack_pages(_rows(self._pools[group]), pages, self._page_rows, into, num_runs=num_runs)
 
-    def unpack_pages(self, pages: Sequence[int], group: int, out_of: Sequence[int]) -> None:
+    def unpack_pages(
+        self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
+    ) -> None:
         """See `Executor.unpack_pages`."""
-        repack_pages(self._page_rows, out_of, _rows(self._pools[group]), pages)
+        num_runs = len(pages) if is_each else 1
+        repack_pages(self._page_rows, out_of, _rows(self._pools[group]), pages, num_runs=num_runs)
 
     def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
         """See `Executor.block_pool`."""

@@ -115,7 +115,8 @@ def divide_pages(
     first, *others = layout.groups
     size, counts = layout.page_size, []
     context = -(-max_context_tokens // size)
-    held = [min(context, window_reserve(group.reach or 0, size, max_drafts)) for group in others]
+    reserves = [window_reserve(group.reach or 0, size, 1 + max_drafts) for group in others]
+    held = [min(context, reserve) for reserve in reserves]
     sizes = [group.page_bytes(size) for group in layout.groups]
     longest = sum(count * of for count, of in zip((context, *held), sizes, strict=True))
     num_longest = max(1, num_pages * sum(sizes) // longest)
@@ -163,7 +164,7 @@ def divide_states(
     if plane is None:
         return 0, pool_bytes
     row_bytes = plane.ring_row_bytes + (plane.found_row_bytes if on_gpu else 0)
-    rings = (max_requests + 1) * num_ring_rows(layout.page_size, max_drafts) * row_bytes
+    rings = (max_requests + 1) * num_ring_rows(layout.page_size, 1 + max_drafts) * row_bytes
     num_tokens = pool_bytes // layout.page_bytes * layout.page_size
     at_work = 1 + max_requests * BLOCKS_OF_REQUEST
     if is_fixed:

@@ -34,7 +34,7 @@ class Drawable(NamedTuple):
     """Draws by a graph and keeps the tokens; None: this step has no such graph."""
     rows: Callable[[], torch.Tensor] | None = None
     """Returns [2, T] int64 on the device: the rows' tokens, and their ancestor words if they form
-    trees. None: the step verifies no drafts.
+    trees. None: the step verifies none.
     """
 
 
@@ -42,8 +42,8 @@ class Launched(NamedTuple):
     """Results of a step that has begun."""
 
     drawable: Drawable | None
-    """Logits to draw from: a row for each decode, then one for each row of the requests with
-    drafts, then one for each piece of a prompt that draws; None: no row draws.
+    """Logits to draw from: a row for each decode, then one for each row of the requests to
+    verify, then one for each piece of a prompt that draws; None: no row draws.
     """
     scores: PromptScores | None = None
     """Log-probabilities of prompts; None: none are wanted."""
@@ -95,8 +95,8 @@ class Executor(Protocol):
         """Keeps the drawn tokens on the device as input of later steps.
 
         Args:
-            tokens: [L] int64, by row of the logits; negative where there is none. For a request
-                with drafts, tokens count up to the first one that differs from its draft.
+            tokens: [L] int64, by row of the logits; negative where there is none. For a verified
+                request, tokens count up to the first one that differs from its next row's.
         """
         ...
 
@@ -128,12 +128,25 @@ class Executor(Protocol):
         """Copies a block of recurrent layers out of pages of the first group."""
         ...
 
-    def pack_pages(self, pages: Sequence[int], group: int, into: Sequence[int]) -> None:
-        """Copies pages of a further group, one behind the other, into pages of the first group."""
+    def pack_pages(
+        self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
+    ) -> None:
+        """Copies pages of a further group, one behind the other, into pages of the first group.
+
+        Args:
+            pages: Of the further group.
+            group: Its number.
+            into: Of the first group.
+            is_each: Each page has an equal share of `into` to itself.
+        """
         ...
 
-    def unpack_pages(self, pages: Sequence[int], group: int, out_of: Sequence[int]) -> None:
-        """Copies as many pages of a further group as these out of pages of the first group."""
+    def unpack_pages(
+        self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
+    ) -> None:
+        """Copies as many pages of a further group as these out of pages of the first group, into
+        which `pack_pages` put them.
+        """
         ...
 
     def block_pool(self, num_pages: int, page_bytes: int) -> PagePool:

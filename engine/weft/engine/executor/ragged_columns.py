@@ -56,8 +56,8 @@ class RaggedColumns:
     num_tokens: int
     max_requests: int
     max_logits: int
-    max_drafts: int = 0
-    """Most drafts of a request that the step verifies."""
+    max_rows: int = 1
+    """Most rows of a request that the step verifies; 1: it verifies none."""
     has_trees: bool = False
     """Whether rows may form trees, which adds a column for `GroupStep.ancestors`."""
     has_requests: bool = False
@@ -72,7 +72,7 @@ class RaggedColumns:
     def _wide(self) -> list[int]:
         """Lengths of the int64 columns, in the order of `StepColumns`."""
         tokens, logits = self.num_tokens, self.max_logits
-        verified = self.max_requests * (1 + self.max_drafts) if self.max_drafts else 0
+        verified = self.max_requests * self.max_rows if self.max_rows > 1 else 0
         of_trees = tokens if self.has_trees else 0
         columns = [*[tokens] * 3, self.max_requests, *[logits] * 4, verified, of_trees]
         return [requests_size(self.max_requests) if self.has_requests else 0, *columns]
@@ -84,7 +84,7 @@ class RaggedColumns:
         given, *wide, verified, ancestors = torch.split(flat[:at].view(torch.int64), sizes)
         narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
         of_trees = ancestors if self.has_trees else None
-        verify_rows = verified.view(-1, 1 + self.max_drafts)
+        verify_rows = verified.view(-1, self.max_rows)
         requests_of = given if self.has_requests else None
         return StepColumns._make((requests_of, *wide, verify_rows, of_trees, *narrow))
 
@@ -134,7 +134,7 @@ class RaggedColumns:
         verified[:] = NOTHING
         if arrays.verify_rows is not None:
             count, width = arrays.verify_rows.shape
-            verified.reshape(-1, 1 + self.max_drafts)[:count, :width] = arrays.verify_rows
+            verified.reshape(-1, self.max_rows)[:count, :width] = arrays.verify_rows
         ancestors[:] = ALL_BEFORE
         if arrays.ancestors is not None:
             ancestors[: len(arrays.ancestors)] = arrays.ancestors

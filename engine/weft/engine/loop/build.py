@@ -69,7 +69,9 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import check_ranks, describe_shards
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.protocol.store import StoreLookup, StorePut
+from weft.engine.scheduler.adapters import NoAdapters
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages
@@ -204,11 +206,18 @@ def _load_parts(
     draws_on, faults = sampling_device(vocab_size, device)
     # Graphs are captured here, so no other thread may use the device yet.
     drafter: Drafter | None
+    on_order: list[Callable[[AdapterOrder], None]] = []
     if models.draft is not None:
         drafter = models.draft.drafter(pools.num_draft_pages, max_tokens, device, progress)
     else:
         drafter = make_drafter(
-            config, models.drafted, executor, lora, wake, draws_on_device=draws_on is not None
+            config,
+            models.drafted,
+            executor,
+            lora,
+            wake,
+            on_order,
+            draws_on_device=draws_on is not None,
         )
     sampler = Sampler(
         vocab_size,
@@ -273,7 +282,11 @@ def _load_parts(
         info=describe_engine(config, loaded, layout, pools.num_pages, max_tokens, plane, notices),
         tiers=tiers,
         sampler=sampler,
-        adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
+        adapters=(
+            NoAdapters()
+            if lora is None
+            else AdapterManager(lora.limits, lora, wake, host, on_order=on_order)
+        ),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
@@ -357,7 +370,7 @@ def _windows(
         if prefixes is not None:
             index = WindowIndex(prefixes, group.reach, config.page_size)
         memory = PageMemory(num_pages, index, tracks_freed=config.poison_free_pages)
-        sizes = group.reach, config.page_size, config.max_step_tokens, config.most_drafts
+        sizes = group.reach, config.page_size, config.max_step_tokens, 1 + config.most_drafts
         windows.append(WindowPages(memory, index, *sizes))
     return tuple(windows)
 

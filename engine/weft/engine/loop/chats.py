@@ -39,7 +39,7 @@ class Sessions:
         if request.ends_session:
             self.release(request.cache_salt, request.session_id)
         elif request.cache_leaf is not None and request.cache_leaf.page >= 0:
-            key = SessionKey(request.cache_salt, request.session_id, request.adapter)
+            key = SessionKey(request.cache_salt, request.session_id, request.namespace)
             self.pins.pin(key, request.tenant, request.cache_leaf, self._clock())
 
     def release(self, cache_salt: str, session_id: str) -> None:

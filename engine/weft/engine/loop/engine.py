@@ -18,10 +18,8 @@ from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawer, Drawn
 from weft.engine.drawing.sampler import Sampler
-from weft.engine.loop.adapters import EngineAdapters
 from weft.engine.loop.build import make_store
 from weft.engine.loop.chats import make_sessions
-from weft.engine.loop.drafting import Drafting
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.groups import RequestGroups, first_to_run
@@ -129,7 +127,7 @@ class Engine:
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages, self._prefill_rate, clock
         )
-        self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
+        self.adapters = parts.adapters
         events = SchedulerEvents()
         self._prompt_budget = PromptBudget(
             self.costs,
@@ -143,7 +141,7 @@ class Engine:
             parts.intake, self.scheduler, parts.constraints, self._out, clock
         )
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
-        self.adapters.attach(self.scheduler.waitlist)
+        self.adapters.attach(self.scheduler.waitlist, self._out, self._fail)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
         if self.sessions is not None:
             events.leaving.append(self.sessions.on_leaving)
@@ -177,10 +175,14 @@ class Engine:
         sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
         self._constraints = parts.constraints
         self._drawer = Drawer(sampler, parts.constraints)
-        self.drafting = Drafting(
-            config, parts.drafter, parts.gate, draws_on_device=sampler.is_on_device
-        )
-        self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
+        self.drafter = parts.drafter
+        if self.drafter is not None:
+            self.scheduler.running_plans.draft(
+                parts.gate,
+                self.drafter.is_on_device and sampler.is_on_device,
+                config.max_draft_tokens,
+                parts.info.max_context_tokens,
+            )
         self.pipeline = self._make_pipeline()
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
@@ -226,7 +228,7 @@ class Engine:
             fills,
             self._on_finish,
             self._on_slot_free,
-            self.adapters.places,
+            self.adapters.residency,
             events=events,
             prompt_budget=self._prompt_budget.tokens,
         )
@@ -239,7 +241,7 @@ class Engine:
             self,
             self._clock,
             is_overlapped=self.config.is_overlapped,
-            drafter=self.drafting.drafter,
+            drafter=self.drafter,
             host=self.parts.host,
             lead_s=self.config.step_lead_s,
         )
@@ -415,7 +417,8 @@ class Engine:
         """Ends the transport's threads and agents, and the compiler of constraints."""
         self._constraints.close()
         self.adapters.close()
-        self.drafting.close()
+        if self.drafter is not None:
+            self.drafter.close()
         if self.tiers is not None:
             self.tiers.close()
         self.parts.transport.close()
@@ -426,7 +429,6 @@ class Engine:
     def _take_inbox(self, inbox: Inbox) -> None:
         for order in inbox.adapter_orders:
             self.adapters.order(order)
-            self.drafting.order(order)
         for drains in inbox.drains:
             self.is_draining = self.filler.is_draining = drains
             if drains:
@@ -521,8 +523,7 @@ class Engine:
             self._check_queue()
             self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
-            request.speculates = self.drafting.is_for(request)
-            can_run = self._constraints.admit(request)
+            can_run = submit.sampling.constraint is None or self._constraints.admit(request)
         except WeftError as error:
             self._out.failed(key, error)
             return
@@ -534,7 +535,7 @@ class Engine:
             self._groups.add(first)
             self._look_up(first)
             self.scheduler.add(first, is_held=not can_run)
-        else:
+        elif request.params.constraint is not None:
             self._constraints.end(request, is_last=True)
 
     def _check_queue(self) -> None:
@@ -608,7 +609,8 @@ class Engine:
         if drawn is not None:
             num_surplus, runs = self._take_tokens(drawn, plan), drawn.runs
         self.stats.step(plan, duration_s, self.costs, num_surplus, runs)
-        self.drafting.observe(plan, runs, duration_s)
+        if (gate := self.scheduler.running_plans.gate) is not None:
+            gate.observe(plan, runs, duration_s)
 
     def _take_vectors(self, plan: Plan, vectors: LaterVectors) -> None:
         """Emits vectors, and ends the requests whose prompts are complete."""
@@ -680,7 +682,8 @@ class Engine:
     def _on_slot_free(self, slot: int) -> None:
         self._executor.reset_slot(slot)
         self._drawer.free(slot)
-        self.drafting.forget(slot)
+        if self.drafter is not None:
+            self.drafter.forget(slot)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -706,7 +709,8 @@ class Engine:
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),
             **(self.tiers.sizes() if self.tiers is not None else {}),
-            **(self.adapters.sizes() | self.drafting.sizes()),
+            **self.adapters.sizes(),
+            **(self.drafter.sizes() if self.drafter is not None else {}),
             **self._constraints.sizes(),
             **self.parts.transport.sizes(),
         }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.token_ids import are_below
 from weft.engine.loop.intake import Intake
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.scheduler.scheduler import Scheduler
@@ -58,7 +59,7 @@ class ComputeJobs:
         room = (self._num_pages - handle.num_more_pages) * handle.page_size
         if handle.end_token > (most := min(self._max_tokens, room)):
             return "too_long", f"{handle.end_token} tokens, at most {most}"
-        if max(handle.tokens) >= self._intake.vocab_size:
+        if not are_below(handle.tokens, self._intake.vocab_size):
             return "invalid", f"a token id is not below {self._intake.vocab_size}"
         if self._scheduler.num_waiting >= self._max_waiting:
             return "busy", f"{self._scheduler.num_waiting} fills wait"

@@ -146,7 +146,8 @@ class RequestGroups:
             self.fail(request.key, request.error)
         elif group and all(sample.state is State.FINISHED for sample in group):
             del self._groups[request.key]
-        self._constraints.end(request, is_last=request.key not in self._groups)
+        if request.params.constraint is not None:
+            self._constraints.end(request, is_last=request.key not in self._groups)
 
     def _end_unforked(self, first: Request, sample: int) -> None:
         """Cancels a sample before it was forked."""

@@ -11,9 +11,10 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.base.tasks import HEADED_OUTPUTS, MAX_LABELS, Pool, Task
+from weft.engine.base.token_ids import are_below
 from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.engine.drawing.sampler import derive_seed
-from weft.engine.memory.keys import PageKeys, namespace_digest
+from weft.engine.memory.keys import PageKeys, namespace_digest, token_bytes
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.protocol.submits import SampleProgress, Submit
@@ -91,7 +92,7 @@ class Intake:
         num_prompt = len(submit.prompt)
         if num_prompt == 0:
             raise InvalidRequest("the prompt has no tokens", stage="validate", param="prompt")
-        if max(submit.prompt) >= self.vocab_size or min(submit.prompt) < 0:
+        if not are_below(submit.prompt, self.vocab_size):
             message = f"a prompt token id is not below the vocabulary size {self.vocab_size}"
             raise InvalidRequest(message, stage="validate", param="prompt")
         for token_id in submit.sampling.logit_bias:
@@ -120,7 +121,7 @@ class Intake:
         return Request(
             key=RequestKey(submit.gateway, submit.request_id, submit.attempt),
             sample=sample,
-            tokens=submit.prompt + unforked.pop(sample),
+            tokens=[*submit.prompt, *unforked.pop(sample)],
             num_prompt_tokens=num_prompt,
             params=submit.sampling,
             stop=submit.stop,
@@ -129,7 +130,7 @@ class Intake:
             seed=derive_seed(submit.sampling.seed, sample),
             top_logprobs=submit.top_logprobs,
             prompt_logprobs=submit.prompt_logprobs if num_prompt > 1 else None,
-            keys=PageKeys(namespace, self._page_size),
+            keys=PageKeys(namespace, self._page_size, token_bytes(submit.prompt)),
             arrival=next(self._arrivals),
             first_token_deadline=now + submit.first_token_timeout_s,
             deadline=now + submit.total_timeout_s,
@@ -144,6 +145,7 @@ class Intake:
             namespace=namespace,
             adapter=submit.adapter,
             traceparent=submit.traceparent,
+            speculates=submit.sampling.speculates,
             unforked_samples=unforked,
         )
 
@@ -250,7 +252,7 @@ class Intake:
         return Request(
             key=RequestKey(-1, request_id, 0),
             sample=0,
-            tokens=handle.tokens,
+            tokens=list(handle.tokens),
             num_prompt_tokens=handle.end_token,
             params=NO_SAMPLING,
             stop=NO_STOP,
@@ -258,7 +260,7 @@ class Intake:
             eos_token_ids=frozenset(),
             seed=0,
             top_logprobs=None,
-            keys=PageKeys(handle.namespace, self._page_size),
+            keys=PageKeys(handle.namespace, self._page_size, token_bytes(handle.tokens)),
             arrival=next(self._arrivals),
             first_token_deadline=math.inf,
             deadline=math.inf,

@@ -17,6 +17,7 @@ from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import WeftError, error_class
 from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.base.tasks import Pool
+from weft.engine.base.token_ids import token_ids
 from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
@@ -189,7 +190,7 @@ class LLM:
                 gateway=_SESSION,
                 request_id=str(next(self._ids)),
                 attempt=1,
-                prompt=list(prompt),
+                prompt=token_ids(prompt),
                 sampling=drawn,
                 stop=ends,
                 top_logprobs=top_logprobs,
@@ -225,7 +226,7 @@ class LLM:
                 gateway=_SESSION,
                 request_id=str(next(self._ids)),
                 attempt=1,
-                prompt=list(prompt),
+                prompt=token_ids(prompt),
                 sampling=SamplingParams(temperature=0.0),
                 stop=StopCriteria(),
                 pool=pool,

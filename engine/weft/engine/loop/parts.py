@@ -13,7 +13,7 @@ from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.protocol.reports import EngineInfo
-from weft.engine.scheduler.adapters import Adapters
+from weft.engine.scheduler.adapters import Adapters, NoAdapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
@@ -42,8 +42,7 @@ class EngineParts:
     """Tiers below the pool; None: there are none."""
     sampler: Sampler | None = None
     """The sampler; None: tokens are drawn on the host."""
-    adapters: Adapters | None = None
-    """The adapters; None: none are served."""
+    adapters: Adapters = field(default_factory=NoAdapters)
     drafter: Drafter | None = None
     """Proposes drafts; None: nothing is drafted."""
     gate: DraftGate | None = None

@@ -123,7 +123,7 @@ def make_states(
     index = None if prefixes is None else StateIndex(prefixes)
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
-    return StateBlocks(memory, index, *sizes, config.most_drafts)
+    return StateBlocks(memory, index, *sizes, 1 + config.most_drafts)
 
 
 def block_access(parts: EngineParts, states: StateBlocks, pages: RequestPages) -> BlockAccess:
@@ -178,11 +178,13 @@ class BlocksInPages:
         pages = self._memory.allocate(self.num_pages, job.namespace, promised=True)
         return self._fill(pages, block)
 
-    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
         """See `StoredBlocks.copy`."""
-        if self._memory.num_available_pages < self.num_pages:
-            return None
-        return self._fill(self._memory.allocate(self.num_pages, namespace), block)
+        room = max(0, self._memory.num_available_pages) // self.num_pages
+        return [
+            self._fill(self._memory.allocate(self.num_pages, namespace), block)
+            for block in blocks[:room]
+        ]
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
         """See `StoredBlocks.kept_of`."""

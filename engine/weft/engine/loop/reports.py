@@ -38,6 +38,7 @@ def load_report(engine: Engine) -> LoadReport:
     """
     counts, scheduler, stats = engine.memory.counts(), engine.scheduler, engine.stats
     adapters, gone_adapters = engine.adapters.take_changes()
+    gate = scheduler.running_plans.gate
     prefill_rate = engine.costs.local_tokens_per_s
     return LoadReport(
         running_requests=len(scheduler.running) + len(scheduler.prefilling),
@@ -71,7 +72,7 @@ def load_report(engine: Engine) -> LoadReport:
         tiers=tier_reports(engine.tiers, engine.store, engine.tier_policy),
         adapters=adapters,
         gone_adapters=gone_adapters,
-        draft_depths=engine.drafting.depths(),
+        draft_depths={} if gate is None else gate.depths(),
         sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
         pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
     )

@@ -11,6 +11,7 @@ from weft.engine.loop.recurrent import block_access
 from weft.engine.loop.windows import window_access
 from weft.engine.protocol.reports import TierReport
 from weft.engine.scheduler.pages import RequestPages
+from weft.engine.scheduler.ports import Fills
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.blocks import Beside
@@ -45,7 +46,7 @@ def make_tiers(
     pages: RequestPages,
     prefill_tokens_per_s: Callable[[], float],
     clock: Clock,
-) -> tuple[Tiers | None, TieredFills, TierPolicy]:
+) -> tuple[Tiers | None, Fills, TierPolicy]:
     """Creates the tiers (None: there are none), the scheduler's `Fills`, and the policy of both.
 
     Args:
@@ -70,6 +71,8 @@ def make_tiers(
             config.fill_progress_timeout_s,
             _beside(parts, pages),
         )
+    if tiers is None and not config.has_store:
+        return None, owner, policy
     fills = TieredFills(
         tiers, owner, policy, parts.layout.page_bytes, config.page_size, prefill_tokens_per_s
     )

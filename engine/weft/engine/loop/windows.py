@@ -120,11 +120,9 @@ class WindowsInPages:
         new = self._windows.adopt(request, end_token // self._page_size)
         # Otherwise the next step would zero them.
         self._executor.zero(self._windows.memory.take_wipes(), 1)
-        size = self.stored_block_pages
-        for number, page in enumerate(reversed(new)) if is_stored else ():
-            self._executor.unpack_pages([page], 1, pages[number * size : (number + 1) * size])
-        if new and not is_stored:
-            self._executor.unpack_pages(new[::-1], 1, pages)
+        if new:
+            sources = pages[: len(new) * self.stored_block_pages] if is_stored else pages
+            self._executor.unpack_pages(new[::-1], 1, sources, is_each=is_stored)
         if self.on_allocated is not None:
             # Threads of tiers read these pages without waiting for steps.
             self._executor.mark().wait()
@@ -170,18 +168,20 @@ class StoredWindows:
         self._copied: Mark | None = None
         self._on_allocated = on_allocated
 
-    def copy(self, page: int, /, namespace: bytes) -> list[int] | None:
-        """See `StoredBlocks.copy`."""
+    def copy(self, window_pages: Sequence[int], /, namespace: bytes) -> list[list[int]]:
+        """See `StoredBlocks.copy`: one gather for all."""
         # Pages for copies must not make requests wait.
-        if self._memory.num_available_pages < self._spared + self.num_pages:
-            return None
-        pages = self._memory.allocate(self.num_pages, namespace)
+        room = max(0, self._memory.num_available_pages - self._spared) // self.num_pages
+        window_pages = window_pages[:room]
+        if not window_pages:
+            return []
+        pages = self._memory.allocate(len(window_pages) * self.num_pages, namespace)
         self._on_allocated()
         # Otherwise the next step would zero them.
         self._executor.zero(self._memory.take_wipes())
-        self._executor.pack_pages([page], 1, pages)
+        self._executor.pack_pages(window_pages, 1, pages, is_each=True)
         self._copied = self._executor.mark()
-        return pages
+        return [pages[at : at + self.num_pages] for at in range(0, len(pages), self.num_pages)]
 
     def settle(self) -> None:
         """See `StoredBlocks.settle`."""

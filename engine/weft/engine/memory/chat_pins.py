@@ -19,12 +19,12 @@ MAX_SESSIONS = 1 << 16
 
 
 class SessionKey(NamedTuple):
-    """A session with one adapter; sessions of different tenants' salts are distinct."""
+    """A session in one namespace; sessions of different tenants' salts are distinct."""
 
     cache_salt: str
     session_id: str
-    adapter: bytes = b""
-    """Content digest; empty: the base model."""
+    namespace: bytes = b""
+    """Of the session's pages."""
 
 
 @dataclass(slots=True)
@@ -66,8 +66,8 @@ class SessionPins:
         self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
         """Sessions, longest idle first."""
         self._of_tenant: dict[str, OrderedDict[SessionKey, None]] = {}
-        self._adapters: dict[tuple[str, str], set[bytes]] = {}
-        """Digests of the adapters with which each session, named by salt and id, has pins."""
+        self._namespaces: dict[tuple[str, str], set[bytes]] = {}
+        """The namespaces in which each session, named by salt and id, has pins."""
         self._num_pages_of: Counter[str] = Counter()
         self._num_stamps = 0
         self.counters = SessionCounters()
@@ -106,7 +106,7 @@ class SessionPins:
             return
         self._sessions[key] = _Session(leaf, num_pages, tenant, now + self._ttl_s)
         self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
-        self._adapters.setdefault(key[:2], set()).add(key.adapter)
+        self._namespaces.setdefault(key[:2], set()).add(key.namespace)
         self._num_pages_of[tenant] += num_pages
         while self._num_pages_of[tenant] > self._max_tenant_pages:
             self._displace(next(iter(self._of_tenant[tenant])))
@@ -114,12 +114,12 @@ class SessionPins:
             self._displace(next(iter(self._sessions)))
 
     def release(self, cache_salt: str, session_id: str) -> bool:
-        """Ends a session, with all adapters; False: it has no pins."""
-        adapters = list(self._adapters.get((cache_salt, session_id), ()))
-        for adapter in adapters:
-            self._end(SessionKey(cache_salt, session_id, adapter))
-        self.counters.released_sessions += bool(adapters)
-        return bool(adapters)
+        """Ends a session, in all namespaces; False: it has no pins."""
+        namespaces = list(self._namespaces.get((cache_salt, session_id), ()))
+        for namespace in namespaces:
+            self._end(SessionKey(cache_salt, session_id, namespace))
+        self.counters.released_sessions += bool(namespaces)
+        return bool(namespaces)
 
     def expire(self, now: float) -> None:
         """Ends the sessions that have been idle for too long."""
@@ -149,10 +149,10 @@ class SessionPins:
         del self._of_tenant[tenant][key]
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant], self._num_pages_of[tenant]
-        adapters = self._adapters[key[:2]]
-        adapters.remove(key.adapter)
-        if not adapters:
-            del self._adapters[key[:2]]
+        namespaces = self._namespaces[key[:2]]
+        namespaces.remove(key.namespace)
+        if not namespaces:
+            del self._namespaces[key[:2]]
 
 
 def _depth(leaf: Node) -> int:

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Sequence
 from sys import byteorder
 
+import numpy as np
+
 HASH_VERSION = 2
 """Version of keys and digests: workers of different versions exchange no pages."""
 ROOT_KEY = bytes(32)
@@ -99,6 +101,13 @@ def short_key(key: bytes) -> int:
     return int.from_bytes(key[:SHORT_KEY_BYTES], "little")
 
 
+def short_keys(keys: Sequence[bytes]) -> list[int]:
+    """`short_key` of each."""
+    words = np.frombuffer(b"".join(keys), "<u8")
+    found: list[int] = words[:: len(ROOT_KEY) // SHORT_KEY_BYTES].tolist()
+    return found
+
+
 class ShortKeys:
     """Short keys of a prompt's full pages, computed on demand.
 
@@ -124,12 +133,13 @@ class ShortKeys:
         """
         keys = self._keys
         if len(keys) < num_pages:
-            size, key, namespace = self._page_size, self._parent, self._namespace
+            size, key, namespace, whole = self._page_size, self._parent, self._namespace, []
             data = token_bytes(self._tokens[len(keys) * size : num_pages * size])
             width = size * TOKEN_BYTES
             for start in range(0, len(data), width):
                 key = _page_digest(key, namespace, data[start : start + width])
-                keys.append(short_key(key))
+                whole.append(key)
+            keys += short_keys(whole)
             self._parent = key
         return keys
 
@@ -138,15 +148,20 @@ class PageKeys:
     """Keys of the full pages of a growing token sequence, each computed once.
 
     The sequence is given with each call; it is always the same one, perhaps longer.
+
+    Args:
+        namespace: 32 bytes.
+        page_size: Token positions a page.
+        packed: `token_bytes` of its first tokens, where they are at hand.
     """
 
     __slots__ = ("_keys", "_packed", "_page_size", "namespace")
 
-    def __init__(self, namespace: bytes, page_size: int) -> None:
+    def __init__(self, namespace: bytes, page_size: int, packed: bytes = b"") -> None:
         self.namespace = namespace
         self._page_size = page_size
         self._keys: list[bytes] = []
-        self._packed = b""
+        self._packed = packed
 
     def packed(self, tokens: Sequence[int], start: int, end: int) -> bytes:
         """`token_bytes` of tokens [start, end); those of the prompt are cached."""

@@ -219,11 +219,11 @@ class StatePlane:
         return f"{described};rows={rows}" if rows else described
 
 
-def num_ring_rows(page_size: int, max_drafts: int) -> int:
-    """Positions of a slot's ring: those since its last block, and those of a step. A block is
-    written in the step after the one that verified drafts across its border.
+def num_ring_rows(page_size: int, max_rows: int) -> int:
+    """Positions of a slot's ring: those since its last block, and those of a step, `max_rows` at
+    most. A block is written in the step after the one that verified rows across its border.
     """
-    return page_size + 2 * (1 + max_drafts)
+    return page_size + 2 * max_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ from weft.engine.memory.prefix_cache import Evicted, PageIndex
 NULL_PAGE = 0
 
 
-def window_reserve(reach: int, page_size: int, max_drafts: int = 0) -> int:
+def window_reserve(reach: int, page_size: int, max_rows: int = 1) -> int:
     """Most pages of a window group that a request holds, without the pages of the prompt tokens of
-    two steps, each of which may verify so many drafts. The window may begin and end inside pages,
+    two steps, each of which may bring so many rows. The window may begin and end inside pages,
     and the request gets a page before it frees one.
     """
-    return -(-(reach + 2 * max_drafts) // page_size) + 3
+    return -(-(reach + 2 * (max_rows - 1)) // page_size) + 3
 
 
 def step_reserve(max_step_tokens: int, page_size: int) -> int:

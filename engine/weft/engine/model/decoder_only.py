@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, plane_beside, window_plane
 from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
 from weft.engine.model.layers.layer import Layer, StackLayer
-from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import cos_sin_table
@@ -17,8 +17,8 @@ from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.linear import LinearWeight, PlainForm, linear, weight_rows
+from weft.kernels.lora import LoraStep
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
@@ -35,6 +35,32 @@ BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
 def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
     """The one gated MLP of a dense layer."""
     return GatedMLP.read(config, layer, weights)
+
+
+class LMHead:
+    """The language-model head: hidden states to logits."""
+
+    def __init__(self, weight: LinearWeight) -> None:
+        self.weight = weight
+
+    def __call__(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
+        """[L, hidden], these L rows' adapters -> [L, vocab] float32."""
+        added = None if lora is None else lora.of("lm_head", 0)
+        if lora is not None and lora.heads is not None:
+            return replaced_linear(hidden, self.weight, lora.heads, lora.segments, added)
+        return linear(hidden, self.weight, out_dtype=torch.float32, lora=added)
+
+    def part(self, tokens: slice) -> LinearWeight | None:
+        """The weight of consecutive tokens; None: this form has no parts."""
+        w = self.weight
+        if not isinstance(w.form, PlainForm) or w.bias is not None:
+            return None
+        size = tokens.stop - tokens.start
+        return replace(w, out_features=size, form=PlainForm(w.form.data[tokens]))
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """A copy of the weight's rows [N, hidden] of N tokens, ids [N] int64 on its device."""
+        return weight_rows(self.weight, token_ids)
 
 
 class DecoderOnlyLM:
@@ -105,11 +131,7 @@ class DecoderOnlyLM:
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """Computes logits: [L, hidden], these L rows' adapters -> [L, num_embeddings] float32."""
-        added = addition_to(lora, "lm_head", 0)
-        if lora is None or lora.heads is None:
-            logits = self.lm_head(hidden, added)
-        else:
-            logits = replaced_linear(hidden, self.lm_head.weight, lora.heads, lora.segments, added)
+        logits = self.lm_head(hidden, lora)
         self.finish_logits(logits, slice(None))
         if self.config.num_added_tokens:
             hide_unknown_tokens(logits, self.config.vocab_size, lora)

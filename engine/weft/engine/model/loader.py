@@ -175,19 +175,20 @@ def load_model(
     )
 
 
-def check_weights(model_dir: Path, quantization: str = "auto") -> None:
+def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto") -> None:
     """Compares names and shapes of a directory's tensors with its configuration, as `load_model`
     does, by a model on the meta device. Little is read beyond the files' headers.
 
     Args:
         model_dir: The directory.
         quantization: See `load_model`.
+        task: See `load_pooling`.
 
     Raises:
         ModelError: As `load_model`.
         ConfigError: As `load_model`.
     """
-    config, pooling = ModelConfig.load(model_dir), load_pooling(model_dir)
+    config, pooling = ModelConfig.load(model_dir), load_pooling(model_dir, task)
     config = _for_task(config, pooling.task, model_dir)
     chosen = resolve_quantization(quantization, config.quantization)
     dtype: torch.dtype = getattr(torch, resolve_dtype("auto", quantization=chosen))

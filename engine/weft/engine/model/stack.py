@@ -14,10 +14,9 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.per_layer import PerLayerEmbedding
 from weft.engine.model.step import Step
 from weft.kernels.dense_run import DenseLayer, DenseRun
-from weft.kernels.lora import add_embedding_lora, addition_to
 from weft.kernels.norm import AnyNorm, Norm
 from weft.kernels.peers import Peers
-from weft.kernels.replaced import replace_embeddings
+from weft.kernels.replaced import adapt_embeddings
 from weft.kernels.stream import Stream, Taps, stream_of
 
 
@@ -194,12 +193,9 @@ class Stack:
         return self.norm(stream if self._copies is None else self._copies.merged(stream))
 
     def _embed(self, step: Step) -> tuple[torch.Tensor, Step]:
-        hidden, lora = self.embed_tokens.index_select(0, step.token_ids), step.lora
-        if lora is not None and lora.embeddings is not None:
-            replace_embeddings(hidden, step.token_ids, lora.embeddings, lora.segments)
-        added = addition_to(lora, "embed", 0)
-        if added is not None:
-            add_embedding_lora(hidden, step.token_ids, added)
+        hidden = self.embed_tokens.index_select(0, step.token_ids)
+        if step.lora is not None:
+            adapt_embeddings(hidden, step.token_ids, step.lora)
         hidden = hidden if self._multiplier is None else hidden.mul_(self._multiplier)
         if self._positions is not None:
             hidden = hidden.add_(self._positions.index_select(0, step.positions))

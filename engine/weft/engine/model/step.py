@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from weft.engine.model.state_step import StateStep
@@ -49,6 +49,10 @@ class Step:
     def added(self, group: Group, layer: int) -> LoraAddition | None:
         """What the step adds to a product of a layer beside its weight; None: nothing."""
         return None if self.lora is None else self.lora.of(group, layer)
+
+    def without_additions(self) -> Step:
+        """This step, of which nothing is added to products."""
+        return replace(self, lora=None)
 
     @property
     def has_trees(self) -> bool:

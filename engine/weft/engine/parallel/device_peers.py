@@ -22,7 +22,7 @@ from weft.kernels.gpu.peer_sum import (
 )
 from weft.kernels.norm import Norm
 
-_ONCE_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
+_ONCE_BYTES = {2: 16 << 20, 4: 256 << 10, 8: 128 << 10}
 """Bytes of the largest sum with one exchange, by number of ranks. With two ranks both ways send the
 same."""
 _TWICE_BYTES = 16 << 20
@@ -236,7 +236,10 @@ def link_of(devices: Sequence[int]) -> str:
 
 
 def rows_of(size: int, row_bytes: int) -> tuple[int, int]:
-    """Most rows of a sum with one exchange, and of a sum with two."""
-    once = next(most for ranks, most in _ONCE_BYTES.items() if size <= ranks or ranks == 8)
-    most = max(1, once // row_bytes)
-    return most, max(1, _TWICE_BYTES // row_bytes // size) * size
+    """Most rows of a sum with one exchange, and of a sum with two, which is not made where the
+    former is no smaller.
+    """
+    most_bytes = next(most for ranks, most in _ONCE_BYTES.items() if size <= ranks or ranks == 8)
+    once = max(1, most_bytes // row_bytes)
+    twice = max(1, _TWICE_BYTES // row_bytes // size) * size
+    return once, size if once >= twice else twice

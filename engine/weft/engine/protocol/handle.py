@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.engine.base.token_ids import TokenIds
+
 DATA_CHUNK_BYTES = 1 << 20
 """Most bytes in one `data` event."""
 LEASE_ID_BYTES = 16
@@ -40,7 +42,7 @@ class KvHandle:
     namespace: bytes
     cache_salt: str
     page_size: int
-    tokens: list[int]
+    tokens: TokenIds
     """Tokens at positions [0, end_token)."""
     start_token: int
     end_token: int

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from weft.engine.base.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.base.tasks import Pool, PooledVectors
+from weft.engine.base.token_ids import TokenIds
 from weft.engine.protocol.timeline import FillCandidate, Timeline
 
 
@@ -29,7 +30,7 @@ class Submit:
     gateway: int
     request_id: str
     attempt: int
-    prompt: list[int]
+    prompt: TokenIds
     sampling: SamplingParams
     stop: StopCriteria
     top_logprobs: int | None = None
@@ -206,8 +207,8 @@ class GatewayBatch:
     gateway: int
     accepted: list[Accepted] = field(default_factory=list)
     tokens: list[Tokens] = field(default_factory=list)
-    """Tokens of samples that got drafts, and repeated tokens. They precede the tokens that
-    `columns` has for the same sample."""
+    """Tokens of samples that may get several in a step, and repeated tokens. They precede the
+    tokens that `columns` has for the same sample."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     vectors: list[PooledVectors] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)

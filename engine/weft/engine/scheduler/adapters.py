@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cmp_to_key
 from typing import Protocol
 
-from weft.engine.base.errors import WeftError
+from weft.engine.base.errors import AdapterNotFound, ConfigError, WeftError
 from weft.engine.protocol.adapters import AdapterOrder, AdapterState
+from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.policies.base import AdmissionQueue
-from weft.engine.scheduler.ports import AdapterResidency
 from weft.engine.scheduler.state import Request
+
+
+class AdapterResidency(Protocol):
+    """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
+
+    def begin(self, digest: bytes) -> None:
+        """Registers a request that will need the adapter; `end` must follow."""
+        ...
+
+    def end(self, digest: bytes) -> None:
+        """Unregisters a request that needed it."""
+        ...
+
+    def is_here(self, digest: bytes) -> bool:
+        """Whether requests with the adapter may be admitted."""
+        ...
+
+    def enter(self, digest: bytes) -> int:
+        """Admits a request: the adapter stays on the device until `leave`. Returns its slot."""
+        ...
+
+    def leave(self, digest: bytes) -> None:
+        """Ends a request's use; steps that have begun may still use the adapter."""
+        ...
+
+    def step_began(self, number: int) -> None:
+        """Notes that a step has begun. Numbers increase."""
+        ...
+
+    def step_ended(self, number: int) -> None:
+        """Notes that a step, and all before it, have ended on the device too."""
+        ...
 
 
 class AdapterWaitlist:
@@ -129,12 +161,8 @@ class AdapterWaitlist:
 class AdapterOwner(Protocol):
     """Receives the outcome of adapter orders."""
 
-    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
+    def adapter_reply(self, query: int, error: WeftError | None) -> None:
         """Called when an order is done or has failed."""
-        ...
-
-    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
-        """Called when requests that wait for an adapter must fail."""
         ...
 
 
@@ -142,21 +170,31 @@ class Adapters(Protocol):
     """The adapters of an engine (`weft.engine.features.lora.manager`)."""
 
     @property
-    def residency(self) -> AdapterResidency:
-        """Which adapters are on the device."""
+    def residency(self) -> AdapterResidency | None:
+        """Which adapters are on the device; None: none are served."""
         ...
 
-    def attach(self, waitlist: AdapterWaitlist, owner: AdapterOwner) -> None:
+    def attach(
+        self,
+        waitlist: AdapterWaitlist,
+        owner: AdapterOwner,
+        fail: Callable[[Request, WeftError], None],
+    ) -> None:
         """Connects the adapters with the scheduler and the engine, before the first turn.
 
         Args:
             waitlist: Holds requests back until their adapter is loaded.
             owner: Receives the outcomes of orders.
+            fail: Ends a request whose adapter cannot be loaded.
         """
         ...
 
-    def serves(self, digest: bytes) -> bool:
-        """Whether new requests may name the adapter."""
+    def check(self, submit: Submit) -> None:
+        """Checks that a request's adapter, if it names one, is served here.
+
+        Raises:
+            AdapterNotFound: It is not.
+        """
         ...
 
     def holds(self, digest: bytes) -> bool:
@@ -190,3 +228,57 @@ class Adapters(Protocol):
     def close(self) -> None:
         """Stops the threads after their current work."""
         ...
+
+
+class NoAdapters:
+    """The `Adapters` of an engine that serves none."""
+
+    residency = None
+
+    def attach(
+        self,
+        waitlist: AdapterWaitlist,
+        owner: AdapterOwner,
+        fail: Callable[[Request, WeftError], None],
+    ) -> None:
+        """Takes the receiver of refusals."""
+        self._owner = owner
+
+    def check(self, submit: Submit) -> None:
+        """Refuses requests that name an adapter."""
+        if submit.adapter:
+            raise not_loaded(submit.adapter)
+
+    def holds(self, digest: bytes) -> bool:
+        """No."""
+        return False
+
+    def order(self, order: AdapterOrder) -> None:
+        """Refuses the order."""
+        error = ConfigError("this worker serves no adapters: its enable_lora is off")
+        self._owner.adapter_reply(order.query, error)
+
+    def turn(self) -> None:
+        """Does nothing, as `close` does."""
+
+    close = turn
+
+    def states(self) -> list[AdapterState]:
+        """None."""
+        return []
+
+    def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
+        """None."""
+        return [], []
+
+    def counters(self) -> dict[str, int]:
+        """None, as `sizes`."""
+        return {}
+
+    sizes = counters
+
+
+def not_loaded(digest: bytes) -> AdapterNotFound:
+    """The error of a request whose adapter this worker does not serve."""
+    message = f"adapter {digest.hex()[:16]} is not loaded on this worker"
+    return AdapterNotFound(message, stage="validate", param="model")

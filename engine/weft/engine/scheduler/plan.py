@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from weft.engine.base.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
-from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.drafts import DraftShape, LaterDrafts
 from weft.engine.base.request import TokenLogprob
 from weft.engine.base.tasks import Pool
 from weft.engine.scheduler.columns import RequestColumns
@@ -130,7 +129,6 @@ class Plan:
         slots: [len(decodes)], slots of these requests.
         starts: [len(decodes)], positions of the tokens that they bring.
         chunks: Pieces of prompts; their rows come after those of the decodes.
-        adapter_slots: [len(decodes)], slots of their adapters; None: no request has one.
     """
 
     def __init__(
@@ -139,13 +137,11 @@ class Plan:
         slots: Int64Array = NO_NUMBERS,
         starts: Int64Array = NO_NUMBERS,
         chunks: Sequence[PlanItem] = (),
-        adapter_slots: Int64Array | None = None,
     ) -> None:
         self.decodes = decodes
         self.slots = slots
         self.starts = starts
         self.chunks = chunks
-        self.adapter_slots = adapter_slots
         self.verifies: Sequence[VerifyItem] = ()
         """Requests with drafts."""
         self.drafts: Sequence[Sequence[int]] = ()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.errors import WeftError
-from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, RequestKey, State
 
@@ -27,8 +26,17 @@ Made = Masks | WeftError | None
 
 class MaskSource(Protocol):
     """The constraints of requests (`weft.engine.features.constraints`): they hold requests back
-    until they are compiled, then make a mask for each token.
+    until they are compiled, then make a mask for each token. Nothing else is asked about requests
+    without one.
     """
+
+    lost_s: float
+    """Seconds that steps have waited for masks that were too slow; its reader sets it to 0."""
+
+    @property
+    def grammars(self) -> Mapping[RequestKey, object]:
+        """The grammar of each unfinished request whose constraint has been compiled."""
+        ...
 
     def admit(self, request: Request) -> bool:
         """Whether a new request may run now; if not, `take_compiled` will return it.
@@ -56,16 +64,11 @@ class MaskSource(Protocol):
         """
         ...
 
-    @property
-    def are_in_use(self) -> bool:
-        """Whether any unfinished request has a constraint."""
-        ...
-
     def begin_masks(
         self,
         requests: Sequence[Request],
         accepted: Sequence[Sequence[int]] | None = None,
-        drafts: Sequence[Sequence[int]] | None = None,
+        ahead: Sequence[Sequence[int]] | None = None,
         *,
         rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
@@ -76,7 +79,7 @@ class MaskSource(Protocol):
             requests: The requests.
             accepted: For each request, the tokens that it has already drawn in this step; None: no
                 tokens.
-            drafts: For each request, the drafts that get masks too; None: no drafts.
+            ahead: For each request, tokens that may follow and get masks too; None: none.
             rows: Returns the rows by slot into which masks may be written; None: they are returned
                 instead.
             is_awaited: Whether `take_masks` follows at once.
@@ -85,10 +88,6 @@ class MaskSource(Protocol):
 
     def take_masks(self) -> list[tuple[Request, Made]]:
         """Waits for the masks that `begin_masks` started."""
-        ...
-
-    def take_lost_s(self) -> float:
-        """Seconds that steps have waited for masks that were too slow, since the last call."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -118,38 +117,6 @@ class DraftGate(Protocol):
     def depths(self) -> dict[int, int]:
         """Drafts of a request by the number of requests in a step from which on they apply."""
         return {}
-
-
-class AdapterResidency(Protocol):
-    """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
-
-    def begin(self, digest: bytes) -> None:
-        """Registers a request that will need the adapter; `end` must follow."""
-        ...
-
-    def end(self, digest: bytes) -> None:
-        """Unregisters a request that needed it."""
-        ...
-
-    def is_here(self, digest: bytes) -> bool:
-        """Whether requests with the adapter may be admitted."""
-        ...
-
-    def enter(self, digest: bytes) -> int:
-        """Admits a request: the adapter stays on the device until `leave`. Returns its slot."""
-        ...
-
-    def leave(self, digest: bytes) -> None:
-        """Ends a request's use; steps that have begun may still use the adapter."""
-        ...
-
-    def step_began(self, number: int) -> None:
-        """Notes that a step has begun. Numbers increase."""
-        ...
-
-    def step_ended(self, number: int) -> None:
-        """Notes that a step, and all before it, have ended on the device too."""
-        ...
 
 
 class Fills(Protocol):
@@ -205,12 +172,8 @@ class Drafter(Protocol):
     def forget(self, slot: int) -> None:
         """Frees the state of a slot whose request is gone."""
 
-    def order(self, order: AdapterOrder) -> None:
-        """Follows an order to load or unload an adapter, which may bring a draft adapter."""
-        return None
-
     def sizes(self) -> dict[str, int]:
-        """Sizes of the structures that grow with adapters and requests."""
+        """Sizes of the structures that grow with requests."""
         return {}
 
     def close(self) -> None:

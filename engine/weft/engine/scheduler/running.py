@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from weft.engine.base.arrays import BoolArray
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.columns import RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits
@@ -148,7 +148,7 @@ class RunningPlans:
         if not chosen.all():
             fixed, starts = fixed.of_rows(np.flatnonzero(chosen).tolist()), starts[chosen]
         plan.decodes, plan.slots, plan.starts = fixed.requests, fixed.slots, starts
-        plan.adapter_slots, plan.columns = fixed.adapter_slots, fixed
+        plan.columns = fixed
 
     def launch(self, plan: Plan) -> None:
         """Notes that the step planned last begins."""

@@ -3,7 +3,7 @@
 A step is plan -> launch -> commit, and the next one may be planned before this one is committed.
 At that time everything about a request is known except its new token, and whether that token ends
 it. A request that may end with the step under way is planned all the same; if it does end, its next
-token is dropped. `plan` gives every running request its next token, and drafts to verify where
+token is dropped. `plan` gives every running request its next token, and rows to verify where
 these pay; then
 it continues prompts in page-aligned chunks (if a step has room), then admits waiting requests while
 tokens, requests and pages last. Admission promises all pages of a prompt at once, so a started
@@ -20,7 +20,7 @@ from itertools import chain, islice
 
 import numpy as np
 from weft.engine.base.errors import WeftError
-from weft.engine.scheduler.adapters import AdapterWaitlist
+from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
 from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate
 from weft.engine.scheduler.events import SchedulerEvents
@@ -28,7 +28,7 @@ from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
-from weft.engine.scheduler.ports import AdapterResidency, Fills
+from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
@@ -234,6 +234,7 @@ class Scheduler:
             num_waiting = len(self.prefilling) + len(self.waiting)
             wanted = self._prompt_budget(len(self.running), num_waiting)
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
+        self._admit_ahead(now)
         for request in self.prefilling:
             if not request.num_pending:
                 continue  # All of it is under way, and nothing is drawn behind it.
@@ -270,27 +271,53 @@ class Scheduler:
         self.waiting.observe(self.running)
         self._lacks_pages = False
         while budget > 0 and self._free_slots and (request := self._admit_next(now)):
-            self.waiting.remove(request)
-            self.waiting.on_admitted(request)
-            if request.state is State.PREFILLING:
-                self._enter_prefilling(request)
-                if items is None:
-                    budget -= request.num_pending
-                else:
-                    taken = self._plan_chunk(request, budget, items)
-                    budget = self._budget_behind(budget, taken, items)
+            self._take_in(request)
+            if request.state is not State.PREFILLING:
+                continue
+            if items is None:
+                budget -= request.num_pending
             else:
-                self.filling.append(request)
+                taken = self._plan_chunk(request, budget, items)
+                budget = self._budget_behind(budget, taken, items)
         has_others = items or self.running or self.prefilling or self.filling
         if self._lacks_pages and is_empty and not (has_others or self.pages.num_returning):
             self._strip_waiting()
 
-    def _admit_next(self, now: float) -> Request | None:
-        """Admits the first candidate that needs only pages and a slot."""
+    def _admit_ahead(self, now: float) -> None:
+        """Admits what goes before a prompt under way by the policy, up to a step's worth: that one
+        may leave no room in a step for as long as it lasts.
+        """
+        room = self._limits.max_step_tokens
+        while room > 0 and self.waiting and self.prefilling and self._free_slots:
+            request = self._admit_next(now, ahead_of=self.prefilling[-1])
+            if request is None:
+                return
+            self._take_in(request)
+            room -= request.num_pending
+
+    def _take_in(self, request: Request) -> None:
+        """Moves an admitted request to those that are computed or filled."""
+        self.waiting.remove(request)
+        self.waiting.on_admitted(request)
+        if request.state is State.PREFILLING:
+            self._enter_prefilling(request)
+        else:
+            self.filling.append(request)
+
+    def _admit_next(self, now: float, ahead_of: Request | None = None) -> Request | None:
+        """Admits the first candidate that needs only pages and a slot.
+
+        Args:
+            now: On the engine's clock.
+            ahead_of: A prompt that is being computed, before which the candidate must go; None:
+                any candidate.
+        """
         for request in islice(self.waiting.candidates(now), MAX_PASSED_OVER):
+            if ahead_of is not None and not self._goes_before(request, ahead_of):
+                return None
             if request.num_launched or now < request.lookup_until:
                 continue
-            if self.sharing.still_waits(request):
+            if request.leader is not None and self.sharing.still_waits(request):
                 continue
             if not self._may_take_off(request):
                 return None
@@ -298,8 +325,8 @@ class Scheduler:
             if not has_pages:
                 found = self.pages.find(request)
                 request.num_found_tokens = found.num_tokens(self._limits.page_size)
-                makers = chain(self.prefilling, self.filling, self._arriving)
-                if self.sharing.waits(request, found, makers):
+                makers = [*self.prefilling, *self.filling, *self._arriving]
+                if makers and self.sharing.waits(request, found, makers):
                     assert request.leader is not None
                     self.pages.note_follower(request.leader, request)
                     continue
@@ -311,6 +338,13 @@ class Scheduler:
             self._lacks_pages = True
             return None
         return None
+
+    def _goes_before(self, request: Request, other: Request) -> bool:
+        """Whether a waiting request goes before a prompt that is being computed. One that has aged
+        is not overtaken, whatever its rank.
+        """
+        queue = self.waiting
+        return queue.rank(request) < queue.rank(other) and queue.precedes(request, other)
 
     def _may_take_off(self, request: Request) -> bool:
         """Whether tokens in flight leave room for a prompt that is computed for another worker."""
@@ -403,7 +437,7 @@ class Scheduler:
             ]
 
     def accepted(self, request: Request) -> None:
-        """Adds the accepted tokens of a step with drafts; all but the last have their KV."""
+        """Adds the accepted tokens of a step with verified rows; all but the last have their KV."""
         num_more = len(request.tokens) - 1 - request.num_computed
         if request.state is State.RUNNING and num_more:
             request.num_computed += num_more
@@ -572,16 +606,18 @@ class Scheduler:
         """The state of a request that is being admitted. What is cached behind its match is taken
         first, so that the choice knows what a fill or load would bring; kept only for these.
         """
-        if self._fills is None:
+        may_be_filled = request.num_reusable_tokens and (
+            request.candidates or self._limits.has_tiers
+        )
+        if self._fills is None or not may_be_filled:
             return State.PREFILLING
-        if request.candidates or self._limits.has_tiers:
-            end_token = request.num_reusable_tokens
-            if request.candidates and request.candidates[0].kind == "kvstore":
-                end_token = request.candidates[0].match_tokens
-            self.pages.take_uncontinuable(request, end_token)
-            if request.candidates and not self._fills.has_room(request):
-                # Without these pages the fill can be cut into pieces that do have room.
-                self.pages.untake_uncontinuable(request)
+        end_token = request.num_reusable_tokens
+        if request.candidates and request.candidates[0].kind == "kvstore":
+            end_token = request.candidates[0].match_tokens
+        self.pages.take_uncontinuable(request, end_token)
+        if request.candidates and not self._fills.has_room(request):
+            # Without these pages the fill can be cut into pieces that do have room.
+            self.pages.untake_uncontinuable(request)
         state = self._fills.next_state(request)
         if state is State.PREFILLING:
             self.pages.untake_uncontinuable(request)
@@ -626,7 +662,7 @@ class Scheduler:
             # A running request that has aged enough would precede the candidate again at once.
             if request.priority >= limit and self.waiting.precedes(urgent, request)
         ]
-        if not victims or self.sharing.still_waits(urgent):
+        if not victims or (urgent.leader is not None and self.sharing.still_waits(urgent)):
             return
         wanted = self._num_pages(urgent) - len(urgent.pages)
         if not urgent.pages:

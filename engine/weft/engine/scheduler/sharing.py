@@ -29,10 +29,9 @@ class PrefixSharing:
         """Requests that waited for another one's pages, since start."""
 
     def still_waits(self, request: Request) -> bool:
-        """Whether the leader found before is still computing pages, without new ones since."""
+        """Whether the request's leader is still computing pages, without new ones since."""
         leader = request.leader
-        if leader is None:
-            return False
+        assert leader is not None
         # A leader counts as RUNNING while its last chunk is still under way.
         makes_pages = leader.state in _MAKES_PAGES or (
             leader.state is State.RUNNING and leader.num_launched > 0

@@ -8,8 +8,9 @@ steps under way write. Its rows since that border are in the ring of its slot:
                  the newest block      inputs in the ring
 
 What a step writes is certain when the step begins: a border is written if the rows before it are of
-a prompt, or at most one behind the request's last token. Drafts cross a border only in the next
-step, which knows which of them were accepted. So no state of a token that was not accepted exists.
+a prompt, or at most one behind the request's last token. Verified rows cross a border only in the
+next step, which knows which of them were accepted. So no state of a token exists that was not
+accepted.
 
 Blocks are kept for later requests at the end of a prompt, every `checkpoint_tokens`, where a prompt
 left a path of cached pages or another prompt leaves this one, and where a request was when it ended
@@ -37,8 +38,8 @@ from weft.engine.scheduler.state import Request
 class _Block(NamedTuple):
     number: int
     end: int
-    """The block is written once so many of the request's tokens are computed. Where drafts crossed
-    the border, this is later than the border itself.
+    """The block is written once so many of the request's tokens are computed. Where verified
+    rows crossed the border, this is later than the border itself.
     """
 
 
@@ -81,7 +82,7 @@ class StateBlocks:
         page_size: Token positions a page.
         checkpoint_tokens: Tokens from one kept block of a request to the next.
         max_requests: Number of slots.
-        max_drafts: Most drafts of a request in a step.
+        max_rows: Most rows of a running request in a step.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class StateBlocks:
         page_size: int,
         checkpoint_tokens: int,
         max_requests: int,
-        max_drafts: int = 0,
+        max_rows: int = 1,
     ) -> None:
         self.memory = memory
-        self._max_drafts = max_drafts
+        self._max_rows = max_rows
         self._index = index
         self._page_size = page_size
         self._checkpoint = max(1, checkpoint_tokens // page_size)
@@ -325,7 +326,7 @@ class StateBlocks:
         held, newest = self._held[request], end // self._page_size
         if newest <= held.newest:
             return
-        # Without accepted drafts, a block may have become certain though no page was filled since.
+        # Where no row was accepted, a block may have become certain though no page was filled.
         self.committed(request)
         for border in [*self._kept_between(request, held.newest, newest), newest]:
             if border < newest:
@@ -336,8 +337,8 @@ class StateBlocks:
                 self._num_reserved += 1
             (block,) = self.memory.allocate(1)
             # A late step, or one behind it, writes the block where its first row passes the border:
-            # at the latest when the drafts of one more step were accepted behind that.
-            sure = border * self._page_size + self._max_drafts if is_late else end
+            # at the latest when all rows of one more step were accepted behind that.
+            sure = border * self._page_size + self._max_rows - 1 if is_late else end
             held.blocks[border] = _Block(block, sure)
             self._table[request.slot, border % 3] = block
             writes.append((number, border * self._page_size, block))

@@ -73,7 +73,7 @@ class WindowPages:
         reach: Positions that a row attends to at most, its own included.
         page_size: Token positions a page.
         max_step_tokens: Most new tokens of a step.
-        max_drafts: Most drafts of a request in a step.
+        max_rows: Most rows of a running request in a step.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class WindowPages:
         reach: int,
         page_size: int,
         max_step_tokens: int,
-        max_drafts: int = 0,
+        max_rows: int = 1,
     ) -> None:
         self.memory = memory
         self._index = index
         self._reach = reach
         self._page_size = page_size
-        self._most = window_reserve(reach, page_size, max_drafts)
+        self._most = window_reserve(reach, page_size, max_rows)
         self._num_spare = memory.num_usable_pages - step_reserve(max_step_tokens, page_size)
         self._held: dict[Request, _Held] = {}
         self._reserved = NOTHING

@@ -118,6 +118,8 @@ class Filler:
         self._memory_type = memory_type
         self._block_pages = block_pages
         self._early = early
+        self.reads_early = early is not None
+        """Whether `on_launched` is of use."""
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
         max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)
@@ -211,11 +213,6 @@ class Filler:
         return lease.state.value
 
     # -- from the engine -------------------------------------------------------------------------
-
-    @property
-    def reads_early(self) -> bool:
-        """Whether `on_launched` is of use."""
-        return self._early is not None
 
     def on_launched(self, job: FillJob, end_token: int, after: WorkMark) -> None:
         """Reads pages behind the step that computes them, so that they are ready when it ends.

@@ -25,8 +25,6 @@ class FillJob(Protocol):
     """The source of a lease's pages: a prompt being computed, or pages that a store holds."""
 
     lease_id: bytes
-    tokens: list[int]
-    """Tokens from position 0 to the end of the range that will be written."""
     pages: list[int]
     """Page i holds positions from i * page_size on; pages before the lease's start are unused."""
     num_computed: int
@@ -34,6 +32,11 @@ class FillJob(Protocol):
     num_cached_tokens: int
     digests: Sequence[int] | None
     """Digests of `pages` if the source keeps them; None: shipping computes them."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Tokens from position 0 to the end of the range that will be written."""
+        ...
 
 
 class Jobs(Protocol):

@@ -27,6 +27,7 @@ from dataclasses import replace
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.token_ids import token_ids
 from weft.engine.memory.keys import blocks_keys
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillCommand, LeaseAnswer
@@ -459,7 +460,7 @@ class OwnerFills:
             namespace=request.namespace,
             cache_salt=request.cache_salt,
             page_size=self._config.page_size,
-            tokens=request.tokens[: fill.end_token],
+            tokens=token_ids(request.tokens[: fill.end_token]),
             start_token=fill.start_token,
             end_token=fill.end_token,
             pages=list(fill.landed),

@@ -28,6 +28,8 @@ from weft.engine.sources.fill import OwnerTransport
 LOOKUP_TIMEOUT_S = 0.1
 """Seconds after which a request is admitted without the store's answer."""
 MAX_OPEN_PUTS = 2
+HELD_SHARE = 4
+"""One page in so many of the pool may wait for the store, which must not make requests wait."""
 GATHER_S = 0.25
 """Seconds for which pages wait for others while steps run: a put costs milliseconds of processor
 time in three processes however few pages it has, and on a CPU it takes them from the steps.
@@ -84,9 +86,12 @@ class StoredBlocks(Protocol):
     window_pages: int
     """See `StoreLookup.window_pages`."""
 
-    def copy(self, block: int, /, namespace: bytes) -> list[int] | None:
-        """Copies a block into new pages, which the caller releases and does not read before
-        `settle`; None: there is no room.
+    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
+        """Copies blocks into new pages, which the caller releases and does not read before
+        `settle`.
+
+        Returns:
+            The pages of each of the first blocks, as many as there is room for.
         """
         ...
 
@@ -143,6 +148,7 @@ class StoreLink:
         self._due: OrderedDict[bytes, None] = OrderedDict()
         """Keys of pages that were offered, and that the store does not have."""
         self._retry_at = 0.0
+        self._max_held_pages = max(1, memory.num_usable_pages // HELD_SHARE)
         self.counters = StoreCounters()
 
     # -- lookups ---------------------------------------------------------------------------------
@@ -218,34 +224,36 @@ class StoreLink:
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, range(first_page, end_page))
         if self._blocks is not None:
-            for node, block in self._blocks.kept_of(request, first_page, end_page):
-                self._offer_block(node, block)
+            self._offer_blocks(self._blocks.kept_of(request, first_page, end_page))
 
     def on_kept(self, node: Node, block: int, priority: int, is_computed: bool) -> None:
         """Queues a block of recurrent layers that is kept from now on, if it was computed here."""
         if is_computed:
-            self._offer_block(node, block)
+            self._offer_blocks([(node, block)])
 
-    def _offer_block(self, node: Node, block: int) -> None:
-        """Queues the block at a page, once, in pages of its own."""
+    def _offer_blocks(self, kept: Iterable[tuple[Node, int]]) -> None:
+        """Queues the blocks at pages of one prompt, each once, in pages of their own."""
         assert self._blocks is not None
-        keys = block_keys(node.key, self._blocks.num_pages)
-        first, root = node, node.parent
+        new = [(node, block) for node, block in kept if _block_key(node) not in self._known]
+        if not new:
+            return
+        first, root = new[0][0], new[0][0].parent
         while root is not None and root.parent is not None:
             first, root = root, root.parent
-        if root is None or keys[0] in self._known:
+        if root is None:
             return
         # A block is queued whole, or one that is longer than the queue would never be.
-        has_room = len(self._queue) < self._max_queued_pages
-        pages = self._blocks.copy(block, root.tokens) if has_room else None
-        if pages is None:
-            self.counters.store_dropped_pages += len(keys)
-            self._make_due(keys[:1])
-            return
-        self._due.pop(keys[0], None)
-        self._note_known(keys[0])
-        for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
-            self._enqueue(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
+        most = -(-self._room // self._blocks.num_pages)
+        copies = self._blocks.copy([block for _, block in new[:most]], root.tokens)
+        for (node, _), pages in zip(new, copies, strict=False):
+            keys = block_keys(node.key, len(pages))
+            self._due.pop(keys[0], None)
+            self._note_known(keys[0])
+            for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
+                self._enqueue(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
+        dropped = new[len(copies) :]
+        self.counters.store_dropped_pages += len(dropped) * self._blocks.num_pages
+        self._make_due(_block_key(node) for node, _ in dropped)
 
     def offer_again(self, request: Request, end_page: int) -> None:
         """Queues again those of a request's first pages that an earlier put dropped."""
@@ -254,13 +262,12 @@ class StoreLink:
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, [i for i, key in enumerate(keys) if key in self._due])
         if self._blocks is not None:
-            for node, block in self._blocks.kept_of(request, 0, end_page):
-                if block_keys(node.key, 1)[0] in self._due:
-                    self._offer_block(node, block)
+            kept = self._blocks.kept_of(request, 0, end_page)
+            self._offer_blocks(one for one in kept if _block_key(one[0]) in self._due)
 
     def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
         new = [index for index in indices if keys[index] not in self._known]
-        room = max(0, self._max_queued_pages - len(self._queue))
+        room = self._room
         for index in new[:room]:
             key = keys[index]
             self._due.pop(key, None)
@@ -273,6 +280,12 @@ class StoreLink:
             self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
         self.counters.store_dropped_pages += len(new[room:])
         self._make_due(keys[index] for index in new[room:])
+
+    @property
+    def _room(self) -> int:
+        """Number of pages that can be queued for puts."""
+        room = self._max_queued_pages - len(self._queue)
+        return max(0, min(room, self._max_held_pages - self.num_open_pages))
 
     @property
     def _max_queued_pages(self) -> int:
@@ -312,7 +325,9 @@ class StoreLink:
             is_computing: Whether steps run. Pages then wait, for a short time, until they fill a
                 put.
         """
-        is_full = len(self._queue) >= self._transport.port.max_put_pages
+        most = self._transport.port.max_put_pages
+        # In a small pool puts are small, so that there is room for more while one is under way.
+        is_full = len(self._queue) >= min(most, self._max_held_pages // MAX_OPEN_PUTS)
         if is_computing and not is_full and self._clock() < self._put_at:
             return
         if self._queue and len(self._open) < MAX_OPEN_PUTS:
@@ -320,7 +335,7 @@ class StoreLink:
         while self._queue and len(self._open) < MAX_OPEN_PUTS:
             namespace = self._queue[0].namespace
             offers: list[_Offer] = []
-            while self._queue and len(offers) < self._transport.port.max_put_pages:
+            while self._queue and len(offers) < most:
                 if self._queue[0].namespace != namespace:
                     break
                 offers.append(self._queue.popleft())
@@ -409,3 +424,8 @@ class StoreLink:
             "store_offers": len(self._queue),
             "store_puts": len(self._open),
         }
+
+
+def _block_key(node: Node) -> bytes:
+    """Key of the first page of the block at a page."""
+    return block_keys(node.key, 1)[0]

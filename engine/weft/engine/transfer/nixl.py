@@ -23,12 +23,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from weft.engine.base.clock import Clock, monotonic
 from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
-from weft.engine.transfer.nixl_peer import Operation, PeerKey, TransferHandle, new_agent_name
+from weft.engine.transfer.nixl_peer import PeerKey, TransferHandle, new_agent_name
 from weft.engine.transfer.nixl_pool import PeerPool
 from weft.engine.transfer.nixl_wire import (
     MAX_NOTIFIED_DIGESTS,
@@ -167,78 +166,10 @@ class ReceiveAgent:
         )
 
 
-class _Agents:
-    """One agent per peer, created on first use and closed when idle. Thread-safe.
-
-    Calls may take milliseconds and copy megabytes; do not make them in an event loop.
-    """
-
-    _operation: ClassVar[Operation]
-
-    def __init__(
-        self,
-        name: str,
-        region: PoolRegion,
-        *,
-        max_peers: int = 64,
-        idle_s: float = 300.0,
-        clock: Clock = monotonic,
-    ) -> None:
-        """Stores the settings; agents are created on first use.
-
-        Args:
-            name: Role and worker, for logs; without spaces.
-            region: The pool that pages are written from or read into; must outlive this object.
-            max_peers: Most agents at once. The longest unused idle one makes room for a new one.
-            idle_s: `close_idle` closes agents that were not used for this long.
-            clock: Monotonic seconds.
-
-        Raises:
-            TransportMismatch: NIXL is not usable here.
-        """
-        self._region = region
-        self._peers = PeerPool(self._operation, name, region, max_peers, idle_s, clock)
-
-    def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
-        """Destroys the agent towards a peer, which ends all transfers with it.
-
-        Returns:
-            Whether a transfer was unfinished or had failed. After such a write, bytes that the
-            kernel or the network has taken can still arrive until the owner reopens its receive
-            agent, and pages must stay in quarantine. After reads nothing arrives in either case.
-
-        Raises:
-            TransferError: A post did not return within `timeout_s`, or the agent could not be
-                destroyed. Its transfers may continue; call again, or end the process.
-        """
-        return self._peers.close_peer(peer_key, timeout_s)
-
-    def close_idle(self) -> int:
-        """Closes agents unused for `idle_s` with nothing pending; returns how many."""
-        return self._peers.close_idle()
-
-    def close(self) -> bool:
-        """Closes all peers; returns whether closing any of them returned True."""
-        return self._peers.close()
-
-    def describe(self) -> str:
-        """A one-line description of the transport and the lanes to each peer, for people."""
-        return self._peers.describe()
-
-
-class SendAgents(_Agents):
+class SendAgents(PeerPool):
     """A filler's agents, which write to owners' pools."""
 
-    _operation = "WRITE"
-
-    def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
-        """Checks a target and connects to the peer ahead of writes (some 32 ms; the first 0.5 s).
-
-        Raises:
-            TransportMismatch: The target cannot be written to from here.
-            TransferError: NIXL failed, or all `max_peers` agents are busy.
-        """
-        self._peers.connect(peer_key, target)
+    operation = "WRITE"
 
     def write(
         self,
@@ -273,25 +204,13 @@ class SendAgents(_Agents):
             num_sources=self._region.num_pages,
             num_destinations=target.num_pages,
         )
-        return self._peers.post(peer_key, target, pages, notification, check)
-
-    def num_pending(self, peer_key: PeerKey) -> int:
-        """Number of incomplete writes to a peer. 0: all posted writes have arrived or failed."""
-        return self._peers.num_pending(peer_key)
+        return self.post(peer_key, target, pages, notification, check)
 
 
-class ReadAgents(_Agents):
+class ReadAgents(PeerPool):
     """A store's agents, which read other processes' pools."""
 
-    _operation = "READ"
-
-    def check(self, target: NixlTargetInfo) -> None:
-        """Checks a source's description of its pool, without connecting.
-
-        Raises:
-            TransportMismatch: It cannot be read from here.
-        """
-        self._peers.check(target)
+    operation = "READ"
 
     def read(
         self,
@@ -325,4 +244,4 @@ class ReadAgents(_Agents):
             num_sources=target.num_pages,
             num_destinations=self._region.num_pages,
         )
-        return self._peers.post(peer_key, target, (local, remote), b"")
+        return self.post(peer_key, target, (local, remote), b"")

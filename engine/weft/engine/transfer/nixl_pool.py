@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base.clock import Clock
+from weft.engine.base.clock import Clock, monotonic
 from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import load_binding
 from weft.engine.transfer.nixl_peer import Operation, Peer, PeerKey, TransferHandle
@@ -15,20 +16,35 @@ from weft.engine.transfer.nixl_wire import PoolRegion, TransferError, check_targ
 
 
 class PeerPool:
-    """The agents of one operation (writes or reads), one per peer. Thread-safe."""
+    """One agent per peer, created on first use and closed when idle. Thread-safe.
+
+    Calls may take milliseconds and copy megabytes; do not make them in an event loop.
+    """
+
+    operation: ClassVar[Operation]
 
     def __init__(
         self,
-        operation: Operation,
         name: str,
         region: PoolRegion,
-        max_peers: int,
-        idle_s: float,
-        clock: Clock,
+        *,
+        max_peers: int = 64,
+        idle_s: float = 300.0,
+        clock: Clock = monotonic,
     ) -> None:
-        """See `SendAgents` and `ReadAgents`."""
+        """Stores the settings; agents are created on first use.
+
+        Args:
+            name: Role and worker, for logs; without spaces.
+            region: The pool that pages are written from or read into; must outlive this object.
+            max_peers: Most agents at once. The longest unused idle one makes room for a new one.
+            idle_s: `close_idle` closes agents that were not used for this long.
+            clock: Monotonic seconds.
+
+        Raises:
+            TransportMismatch: NIXL is not usable here.
+        """
         self._binding = load_binding()
-        self._operation: Operation = operation
         self._name = name
         self._region = region
         self._max_peers = max_peers
@@ -38,7 +54,7 @@ class PeerPool:
         self._peers: dict[PeerKey, Peer] = {}
 
     def check(self, target: NixlTargetInfo) -> None:
-        """Checks a peer's description of its pool.
+        """Checks a peer's description of its pool, without connecting.
 
         Raises:
             TransportMismatch: It does not fit.
@@ -46,7 +62,12 @@ class PeerPool:
         check_target(target, version=self._binding.version, page_bytes=self._region.page_bytes)
 
     def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
-        """Creates the agent towards a peer."""
+        """Connects to a peer ahead of transfers (some 32 ms; the first 0.5 s).
+
+        Raises:
+            TransportMismatch: The target cannot be reached from here.
+            TransferError: NIXL failed, or all `max_peers` agents are busy.
+        """
         self.check(target)
         while not self._peer(peer_key).connect(target):
             pass  # The peer was closed between the look-up and the call: take a new one.
@@ -67,17 +88,22 @@ class PeerPool:
                 return transfer
 
     def num_pending(self, peer_key: PeerKey) -> int:
-        """Number of incomplete transfers of a peer."""
+        """Number of incomplete transfers of a peer. 0: all that were posted have ended."""
         with self._lock:
             peer = self._peers.get(peer_key)
         return peer.num_pending() if peer else 0
 
-    def close_peer(self, peer_key: PeerKey, timeout_s: float) -> bool:
-        """Destroys the agent towards a peer; returns whether transfers were unfinished or had
-        failed.
+    def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
+        """Destroys the agent towards a peer, which ends all transfers with it.
+
+        Returns:
+            Whether a transfer was unfinished or had failed. After such a write, bytes that the
+            kernel or the network has taken can still arrive until the owner reopens its receive
+            agent, and pages must stay in quarantine. After reads nothing arrives in either case.
 
         Raises:
-            TransferError: The agent may still exist; call again.
+            TransferError: A post did not return within `timeout_s`, or the agent could not be
+                destroyed. Its transfers may continue; call again, or end the process.
         """
         with self._lock:
             peer = self._peers.get(peer_key)
@@ -95,14 +121,14 @@ class PeerPool:
         """Closes all peers; returns whether closing any of them returned True."""
         with self._lock:
             keys = list(self._peers)
-        outcomes = [self.close_peer(key, 10.0) for key in keys]  # Close all, even if one fails.
+        outcomes = [self.close_peer(key) for key in keys]  # Close all, even if one fails.
         return any(outcomes)
 
     def describe(self) -> str:
         """A one-line description of the transport and the lanes to each peer, for people."""
         with self._lock:
             peers = list(self._peers.values())
-        direction = "to" if self._operation == "WRITE" else "from"
+        direction = "to" if self.operation == "WRITE" else "from"
         lanes = "; ".join(f"{direction} {peer.key[0]}: {peer.lanes()}" for peer in peers)
         return f"NIXL {self._binding.version} over UCX, {lanes or 'no peer connected'}"
 
@@ -119,7 +145,7 @@ class PeerPool:
                     peer = None
                 is_new = peer is None
                 if is_new and (key in self._peers or len(self._peers) < self._max_peers):
-                    peer = Peer(key, self._operation, self._name, self._region, self._binding)
+                    peer = Peer(key, self.operation, self._name, self._region, self._binding)
                     self._peers[key] = peer
                 if peer is not None:
                     peer.last_used_s = self._clock()

@@ -62,6 +62,11 @@ class PeerMemory(NamedTuple):
         """Bytes of a row."""
         return self.width * self.itemsize
 
+    @property
+    def layout(self) -> Layout:
+        """Where the parts of each rank's memory lie."""
+        return layout_of(self.size, self.row_bytes, self.once_rows, self.twice_rows)
+
 
 class Layout(NamedTuple):
     """Offsets of the parts of one rank's memory, in bytes."""
@@ -142,9 +147,9 @@ def sum_rows(
         raise ValueError(f"a norm of {tuple(norm.weight.shape)} for rows of {memory.width}")
     out = None if norm is None else torch.empty_like(x)
     rows, begin = x.shape[0], 0
-    is_once = rows <= memory.once_rows
+    is_once = rows <= memory.once_rows or memory.once_rows >= memory.twice_rows
     most = memory.once_rows if is_once else memory.twice_rows
-    layout = layout_of(memory.size, memory.row_bytes, memory.once_rows, memory.twice_rows)
+    layout = memory.layout
     where = (
         (layout.once_flags, layout.once_parts, 0, 0)
         if is_once
@@ -186,7 +191,7 @@ def share_tokens(memory: PeerMemory, tokens: torch.Tensor) -> torch.Tensor:
     if count > MAX_TOKENS or tokens.dtype != torch.int64 or not tokens.is_contiguous():
         raise ValueError(f"{count} tokens of {tokens.dtype}; at most {MAX_TOKENS} are shared")
     out = tokens if memory.rank == 0 else torch.empty_like(tokens)
-    layout = layout_of(memory.size, memory.row_bytes, memory.once_rows, memory.twice_rows)
+    layout = memory.layout
     if count:
         _share_kernel[(cdiv(count, _TOKENS),)](
             *(out, tokens, count, memory.bases, memory.turns[-(MAX_TOKENS // _TOKENS) :]),

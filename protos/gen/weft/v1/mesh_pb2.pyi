@@ -328,9 +328,9 @@ class MeshMember(_message.Message):
     queued_tokens: _builtins.int
     """Prompt tokens not computed yet."""
     prefill_tokens_per_second: _builtins.float
-    """Measured; 0 = not known, or nothing ran lately."""
+    """Measured; 0 = nothing ran lately; absent = the member does not tell."""
     decode_tokens_per_second: _builtins.float
-    """Of all its requests together; as above."""
+    """Of all its requests together; 0 = not known, or nothing ran lately."""
     sessions: _builtins.int
     """Chat sessions with pinned pages."""
     pinned_pages: _builtins.int
@@ -383,7 +383,7 @@ class MeshMember(_message.Message):
         queued_tokens: _builtins.int = ...,
         pages: Global___PageCounts | None = ...,
         tiers: _abc.Iterable[Global___MemberTier] | None = ...,
-        prefill_tokens_per_second: _builtins.float = ...,
+        prefill_tokens_per_second: _builtins.float | None = ...,
         decode_tokens_per_second: _builtins.float = ...,
         sessions: _builtins.int = ...,
         pinned_pages: _builtins.int = ...,
@@ -396,13 +396,18 @@ class MeshMember(_message.Message):
         notices: _abc.Iterable[_builtins.str] | None = ...,
         epoch: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "hit_rate", b"hit_rate", "pages", b"pages", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "hit_rate", b"hit_rate", "pages", b"pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "sessions", b"sessions", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "sessions", b"sessions", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
     _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_tokens_per_second: _TypeAlias = _typing.Literal["prefill_tokens_per_second"]  # noqa: Y015
+    _WhichOneofArgType__prefill_tokens_per_second: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hit_rate) -> _WhichOneofReturnType__hit_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_per_second) -> _WhichOneofReturnType__prefill_tokens_per_second | None: ...
 
 Global___MeshMember: _TypeAlias = MeshMember  # noqa: Y015
 

@@ -11,9 +11,9 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -237,11 +237,11 @@ def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] 
         SystemExit: With status 2 and a readable message on the first set of problems, or with
             status 0 after `--help`.
     """
-    flags = _parse_flags(cls, argv)
+    problems: list[str] = []
+    flags = _parse_flags(cls, argv, problems)
     config = flags.pop("config", None)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    problems: list[str] = []
     sources = (
         _from_file(cls, config, problems),
         _from_environment(cls, os.environ if environ is None else environ, problems),
@@ -260,6 +260,23 @@ def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] 
     raise SystemExit(2)
 
 
+def flag_problems(cls: type[Settings], argv: Sequence[str]) -> list[str]:
+    """What is wrong with some of a program's flags, whatever the others are: flags that do not
+    exist, and values that no other flag makes right. Empty: nothing.
+
+    Raises:
+        SystemExit: With status 0 after `--help`.
+    """
+    problems: list[str] = []
+    values = _parse_flags(cls, argv, problems)
+    values.pop("config", None)
+    try:
+        cls.model_validate(values)
+    except ValidationError as error:
+        problems += _explain(cls, error, {name: _flag(name) for name in values}, only=values)
+    return problems
+
+
 def env_prefix(cls: type[Settings]) -> str:
     """Prefix of the environment variables that `cls` reads."""
     return f"WEFT_{cls.program.upper().replace('-', '_')}_"
@@ -269,9 +286,16 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
+class _FlagParser(argparse.ArgumentParser):
+    """Raises what is wrong with flags instead of ending the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parse_flags(cls: type[Settings], argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """Flags of the command line by field name; values are not yet validated."""
-    parser = argparse.ArgumentParser(
+    parser = _FlagParser(
         prog=f"{cls.command} {cls.program}",
         description=(cls.__doc__ or "").split("\n\n")[0],
         epilog=f"Every setting is also an environment variable {env_prefix(cls)}<NAME> and a key "
@@ -301,7 +325,18 @@ def _parse_flags(cls: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
                 metavar=_metavar(field),
                 action="append" if _is_list(field) else "store",
             )
-    given = vars(parser.parse_args(_join_flags(cls, argv)))
+    try:
+        parsed, unknown = parser.parse_known_args(_join_flags(cls, argv))
+    except ValueError as error:
+        problems.append(str(error))
+        return {}
+    given = vars(parsed)
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    for flag in flags:
+        close = _nearest(cls, flag[2:].replace("-", "_"), _flag)
+        problems.append(f"{flag}: no such flag ({close})")
+    if unknown and not flags:
+        problems.append(f"{unknown[0]!r} is no flag and no value of one")
     return {name: _parse_flag(cls.model_fields.get(name), value) for name, value in given.items()}
 
 
@@ -405,20 +440,29 @@ def _default_text(field: FieldInfo) -> str:
     return f"(default {'none' if default is None else default})"
 
 
-def _nearest(cls: type[Settings], name: str) -> str:
+def _nearest(cls: type[Settings], name: str, shown: Callable[[str], str] = str) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, cls.model_fields, n=1)
-    return f"did you mean {close[0]}?" if close else f"see `{cls.command} {cls.program} --help`"
+    return (
+        f"did you mean {shown(close[0])}?" if close else f"see `{cls.command} {cls.program} --help`"
+    )
 
 
-def _explain(cls: type[Settings], error: ValidationError, origin: dict[str, str]) -> list[str]:
+def _explain(
+    cls: type[Settings],
+    error: ValidationError,
+    origin: dict[str, str],
+    only: Container[str] | None = None,
+) -> list[str]:
     """Explains an error, one line per problem: where the value came from, the value, what is wrong,
-    what to give instead.
+    what to give instead. With `only`, just the problems of these fields.
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):
         name = str(item["loc"][0]) if item["loc"] else ""
+        if only is not None and name not in only:
+            continue
         message = re.sub(r"^(Value|Assertion) error, ", "", item["msg"])
         if item["type"] == "missing":
             lines.append(f"{_flag(name)}: required; {cls.model_fields[name].description}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.engine.base.errors import InvalidRequest
+from weft.engine.base.token_ids import TokenIds, extend_ids, token_ids
 from weft.v1 import decode_pb2
 
 MAX_PROMPT_TOKENS = 4 << 20
@@ -28,8 +29,8 @@ class Assembly:
         if len({entry.sample for entry in progress}) < len(progress) or len(progress) > MAX_SAMPLES:
             raise InvalidRequest("one entry a sample at most", param="progress")
         self.message = message
-        self.prompt: list[int] = []
-        self.generated: dict[int, list[int]] = {entry.sample: [] for entry in progress}
+        self.prompt = token_ids()
+        self.generated = {entry.sample: token_ids() for entry in progress}
         self._announced = {entry.sample: entry.num_tokens for entry in progress}
         self._num_missing = total
         self.add_prompt(message.prompt.ids)
@@ -55,12 +56,12 @@ class Assembly:
         Raises:
             InvalidRequest: The part exceeds what was announced, or its sample has no entry.
         """
-        known = self.generated.get(sample, [])
+        known = self.generated.get(sample, token_ids())
         self._add(ids, known, self._announced.get(sample, 0), "progress")
 
-    def _add(self, ids: Sequence[int], known: list[int], announced: int, param: str) -> None:
+    def _add(self, ids: Sequence[int], known: TokenIds, announced: int, param: str) -> None:
         if len(known) + len(ids) > announced:
             message = f"{len(known) + len(ids)} tokens came, {announced} were announced"
             raise InvalidRequest(message, param=param)
-        known += ids
+        extend_ids(known, ids)
         self._num_missing -= len(ids)

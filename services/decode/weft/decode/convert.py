@@ -97,7 +97,7 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
         progress=[
             SampleProgress(
                 sample=entry.sample,
-                tokens=assembly.generated[entry.sample],
+                tokens=assembly.generated[entry.sample].tolist(),
                 is_finished=entry.finished,
             )
             for entry in message.progress

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from weft.common.telemetry.request_log import LoggedPrompt, terms
+from weft.engine.base.token_ids import TokenIds
 from weft.engine.protocol.submits import GatewayBatch
-from weft.v1 import decode_pb2
+from weft.v1 import common_pb2, decode_pb2
 
 _Key = tuple[int, str, int]
+
+
+class _Open(NamedTuple):
+    line: LoggedPrompt
+    """Its `sampling` and `stop` are filled in when it is asked for."""
+    sampling: common_pb2.SamplingParams
+    stop: common_pb2.StopCriteria
+    samples: set[int]
+    """Samples that have not finished."""
 
 
 class Ledger:
@@ -21,9 +32,9 @@ class Ledger:
 
     def __init__(self, has_tokens: bool) -> None:
         self._has_tokens = has_tokens
-        self._open: dict[_Key, tuple[LoggedPrompt, set[int]]] = {}
+        self._open: dict[_Key, _Open] = {}
 
-    def on_submit(self, message: decode_pb2.Submit, session: int, prompt: list[int]) -> None:
+    def on_submit(self, message: decode_pb2.Submit, session: int, prompt: TokenIds) -> None:
         """Records a submit on its way to the engine.
 
         Args:
@@ -31,23 +42,26 @@ class Ledger:
             session: The Session that it came on.
             prompt: All tokens of the prompt.
         """
-        sampling, stop = terms(message.sampling, message.stop, has_content=self._has_tokens)
+        # Copies, since the parts of a message keep all of it in memory.
+        sampling, stop = common_pb2.SamplingParams(), common_pb2.StopCriteria()
+        sampling.CopyFrom(message.sampling)
+        stop.CopyFrom(message.stop)
         line = LoggedPrompt(
             time=time.time(),
             request_id=message.request_id,
             trace_id=message.traceparent[3:35],
             model=message.model,
             adapter=message.adapter.name,
-            sampling=sampling,
-            stop=stop,
             is_pooled=message.HasField("pool"),
             top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,
             num_prompt_tokens=len(prompt),
-            prompt_ids=prompt if self._has_tokens else None,
+            prompt_ids=prompt.tolist() if self._has_tokens else None,
         )
         samples = set(range(max(1, message.sampling.n)))
         samples -= {entry.sample for entry in message.progress if entry.finished}
-        self._open[session, message.request_id, message.attempt] = (line, samples)
+        self._open[session, message.request_id, message.attempt] = _Open(
+            line, sampling, stop, samples
+        )
 
     def on_batch(self, batch: GatewayBatch) -> None:
         """Records a step's results for a session."""
@@ -55,8 +69,8 @@ class Ledger:
             key = (batch.gateway, finished.request_id, finished.attempt)
             known = self._open.get(key)
             if known is not None:
-                known[1].discard(finished.sample)
-                if not known[1]:
+                known.samples.discard(finished.sample)
+                if not known.samples:
                     del self._open[key]
         for failed in batch.failed:
             self._open.pop((batch.gateway, failed.request_id, failed.attempt), None)
@@ -68,4 +82,8 @@ class Ledger:
 
     def prompts(self) -> list[LoggedPrompt]:
         """The open requests, oldest first."""
-        return [line for line, _ in self._open.values()]
+        found = []
+        for line, sampling, stop, _ in self._open.values():
+            line.sampling, line.stop = terms(sampling, stop, has_content=self._has_tokens)
+            found.append(line)
+        return found

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Sequence
+from functools import partial
 
 from weft.common.adapters.registry import Registry
 from weft.common.admin import AdminServicer, read_token
@@ -164,16 +165,6 @@ class GatewayApp:
         served = [self._serve(model) for model in loaded]
         self.catalogue = Catalogue(served, self.adapters, cards)
         """The models that requests can name."""
-        self._adapter_manager = FleetAdapterManager(
-            self.adapters,
-            self.fleet,
-            self.metrics,
-            self._models,
-            cards,
-            load_timeout_s=settings.adapter_load_timeout_s,
-            linger_s=settings.adapter_linger_s,
-            max_bytes=settings.max_adapter_bytes,
-        )
         self._log = GatewayRequestLog(settings) if settings.request_log is not None else None
         tracer = make_tracer(settings, self._gateway_id)
         recent, flows = RecentRequests(), MeshFlows(self._gateway_id, self.fleet)
@@ -186,6 +177,17 @@ class GatewayApp:
             self._tenants,
             self._log,
             (recent.ended, flows.ended),
+        )
+        self._adapter_manager = FleetAdapterManager(
+            self.adapters,
+            self.fleet,
+            self.metrics,
+            self._models,
+            cards,
+            self.pipeline.num_using,
+            load_timeout_s=settings.adapter_load_timeout_s,
+            linger_s=settings.adapter_linger_s,
+            max_bytes=settings.max_adapter_bytes,
         )
         self._view = MeshView(
             self._gateway_id,
@@ -236,11 +238,12 @@ class GatewayApp:
             settings.max_prefill_candidates,
             settings.replicas,
         )
+        longest = partial(fleet.max_context_tokens, model.max_context_tokens)
         gate = LatencyGate(router.forecaster, settings.ahead_s, lambda: tenants.has_targets)
         return ServedModel(
             model=model,
             fleet=fleet,
-            preparer=Preparer(settings, lambda: fleet.max_context_tokens(model.max_context_tokens)),
+            preparer=Preparer(settings, longest),
             router=router,
             latency_admission=LatencyAdmission(gate),
         )

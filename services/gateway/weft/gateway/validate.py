@@ -13,14 +13,17 @@ from weft.engine.base.request import (
     MAX_TOP_LOGPROBS,
     Constraint,
 )
-from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
+from weft.engine.base.token_ids import are_below
 from weft.gateway.request import (
+    MAX_TARGET_S,
+    MIN_TARGET_S,
     SAMPLING_RANGES,
     ChatPrompt,
     GenerateRequest,
     PreparedPrompt,
     Sampling,
     Stopping,
+    Targets,
     TokenPrompt,
     Wants,
 )
@@ -278,9 +281,9 @@ def check_ids(param: str, ids: Collection[int], vocabulary_size: int) -> None:
         ids: Token ids; may be empty.
         vocabulary_size: Ids are below it.
     """
-    if not ids:
+    if are_below(ids, vocabulary_size):
         return
-    for token_id in (min(ids), max(ids)):  # `min` and `max` check a long prompt at the speed of C.
+    for token_id in (min(ids), max(ids)):
         if not 0 <= token_id < vocabulary_size:
             raise invalid(
                 param, f"token id {token_id} is outside the vocabulary (0 to {vocabulary_size - 1})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.engine.base.token_ids import TokenIds
 from weft.engine.memory.keys import blocks_keys
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
 from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
@@ -21,7 +22,7 @@ class StoreJob:
     """Implements `FillJob`: the pages of one lease."""
 
     lease_id: bytes
-    tokens: list[int]
+    tokens: TokenIds
     pages: list[int]
     digests: Sequence[int] | None
     num_computed: int

@@ -26,7 +26,7 @@ ROUTER = "router"
 
 _PREFIX = re.compile(
     r"(?:base_model\.model\.)?(?P<path>(?:(?:model|transformer|gpt_neox)\.)?"
-    r"(?:language_model\.)?(?:model\.)?(?:decoder\.(?=layers\.|embed_))?(?P<rest>.*))"
+    r"(?:(?:language|text)_model\.)?(?:model\.)?(?:decoder\.(?=layers\.|embed_))?(?P<rest>.*))"
 )
 _PART = re.compile(
     r"(?P<module>.+?)\."

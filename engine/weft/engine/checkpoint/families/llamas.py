@@ -198,23 +198,23 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     fields = family.fields
     if fields.get("model_type") == "mistral4":
         return read_mistral4(raw, generation, where)
-    if fields.text("model_type", "mistral") not in ("mistral", "ministral3"):
-        raise fields.error("model_type", f"{fields.get('model_type')!r} is not supported")
-    is_ministral = fields.get("model_type") == "ministral3"
+    kind = fields.text("model_type", "mistral")
+    if kind not in ("mistral", "ministral3"):
+        raise fields.error("model_type", f"{kind!r} is not supported")
+    is_ministral = kind == "ministral3"
     if is_ministral and not (fields.get("rope_parameters") or fields.get("rope_scaling")):
         raise fields.error("rope_parameters", "is missing")
     # Files in Mistral's own layout are for pairs of neighbours.
-    rope = family.rope(theta=1e6, is_interleaved=fields.flag("rope_interleave", False))
+    rope = family.rope(is_interleaved=fields.flag("rope_interleave", False))
     kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
-    dim = family.head_dim(128 if section is not None else None)
     return _alike(
         family,
-        dim,
+        family.head_dim(128 if is_ministral else None),
         rope,
         {"q_growth": family.q_growth()},
-        window=family.window(kinds),
+        window=family.window(kinds) if is_ministral else _window(family),
         names=mistral_names(),
-        eps=1e-5,
+        eps=1e-5 if is_ministral else 1e-6,
         kv_heads=8,
         is_tied=False,
     )

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 from weft.engine.base.config import HEAD_DRAFTERS, MAX_TREE_NODES, EngineConfig
-from weft.engine.base.draft_shapes import tree_shapes
+from weft.engine.base.drafts import tree_shapes
 from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from weft.engine.base.arrays import NO_NUMBERS, Int32Array
 from weft.engine.base.device_copies import HostCopies
-from weft.engine.base.draft_shapes import depths_up_to
-from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.drafts import LaterDrafts, depths_up_to
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.captured import Capture, capture_each
 from weft.engine.executor.drafts.draft_rows import AdapterRows

@@ -21,7 +21,7 @@ from weft.engine.base.errors import AdapterError
 from weft.engine.checkpoint.adapters.projections import Projection
 from weft.engine.executor.lora_columns import LoraColumns
 from weft.engine.model.adapters.adapter import LoraPair
-from weft.engine.model.adapters.draft_adapter import MODULES, read_draft_pairs
+from weft.engine.model.heads.draft_adapter import MODULES, read_draft_pairs
 from weft.kernels.lora import LoraSegments, LoraStep
 
 logger = logging.getLogger(__name__)

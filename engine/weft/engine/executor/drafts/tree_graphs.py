@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 from weft.engine.base.arrays import Int64Array
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.executor.drafts.captured import (
     Capture,
     DevicePageTable,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies
-from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.base.drafts import DraftTree
+from weft.engine.base.drafts import DraftShape
+from weft.engine.base.token_trees import TokenTree
 from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
@@ -18,14 +18,14 @@ from weft.kernels.draft_tree import DraftTrees
 from weft.kernels.tree_rows import parent_of
 
 
-def tree_of(tokens: Sequence[int], words: Sequence[int]) -> DraftTree:
-    """Makes a `DraftTree` of a tree that the head has grown, or of its first nodes.
+def tree_of(tokens: Sequence[int], words: Sequence[int]) -> TokenTree:
+    """Makes a `TokenTree` of a tree that the head has grown, or of its first nodes.
 
     Args:
         tokens: Tokens of the nodes.
         words: The rows of its request that each node sees; see `draft_tree`.
     """
-    return DraftTree(tokens, [parent_of(word, row) for row, word in enumerate(words, 1)])
+    return TokenTree(tokens, [parent_of(word, row) for row, word in enumerate(words, 1)])
 
 
 class EagerTrees:

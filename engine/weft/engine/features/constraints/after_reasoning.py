@@ -16,8 +16,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from weft.engine.base.drafts import DraftTree, parents_of
 from weft.engine.base.request import Reasoning
+from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.scheduler.ports import Mask, Masks
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class AfterReasoning:
     def is_lost(self, is_lost: bool) -> None:
         self._state.is_lost = is_lost
 
-    def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
+    def next_masks(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> Masks:
         """See `ConstraintState.next_masks`."""
         num_before = 0
         for token in tokens:
@@ -108,8 +108,8 @@ class AfterReasoning:
         own = tokens[num_before:]
         if own or self._place.phase is Phase.CONSTRAINED:
             self._place = Place(Phase.CONSTRAINED)
-            return self._state.next_masks(own, drafts)
-        return self._masks_before(drafts)
+            return self._state.next_masks(own, ahead)
+        return self._masks_before(ahead)
 
     def _step(self, place: Place, token: int) -> Place:
         """The place after one more token."""
@@ -123,21 +123,21 @@ class AfterReasoning:
             return Place(Phase.REASONING)
         return Place(Phase.FREE if token in self._alternatives else Phase.CONSTRAINED)
 
-    def _masks_before(self, drafts: Sequence[int]) -> Masks:
-        """The masks before the constrained text, and behind drafts, which may reach it."""
-        parents, places = parents_of(drafts), [self._place]
-        for draft, parent in zip(drafts, parents, strict=True):
-            places.append(self._step(places[parent], draft))
+    def _masks_before(self, ahead: Sequence[int]) -> Masks:
+        """The masks before the constrained text, and behind tokens ahead, which may reach it."""
+        parents, places = parents_of(ahead), [self._place]
+        for token, parent in zip(ahead, parents, strict=True):
+            places.append(self._step(places[parent], token))
         masks: Masks = [None] * len(places)
         starts = [row for row, at in enumerate(places) if at.phase in (Phase.FIRST, Phase.START)]
         for start in starts:
             rows = [start]
             for row, parent in enumerate(parents, 1):
-                # Collects the drafts that continue the constrained text.
+                # Collects the tokens that continue the constrained text.
                 if parent in rows and places[row].phase is Phase.CONSTRAINED:
                     rows.append(row)
-            behind = DraftTree(
-                [drafts[row - 1] for row in rows[1:]],
+            behind = TokenTree(
+                [ahead[row - 1] for row in rows[1:]],
                 [rows.index(parents[row - 1]) for row in rows[1:]],
             )
             for row, mask in zip(rows, self._state.next_masks((), behind), strict=False):

@@ -53,14 +53,14 @@ class Constraints:
             vocabulary, config.constraint_compile_s, config.constraint_cache, wake
         )
         self._waiting: dict[Constraint, list[RequestKey]] = {}
-        self._grammars: dict[RequestKey, LLMatcher] = {}
+        self.grammars: dict[RequestKey, LLMatcher] = {}
         """Each unfinished request's matcher at the beginning of a text; samples get copies."""
         self._states: dict[Request, ConstraintState | AfterReasoning] = {}
         """Grammar state of each sample, from its first step on this engine."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
-        self._lost_s = 0.0
+        self.lost_s = 0.0
         self._begin_s = 0.0
         """Seconds that `begin_masks` took in this step: masks that are awaited at once are computed
         in it.
@@ -76,7 +76,7 @@ class Constraints:
         self._check(constraint)
         grammar = self._compiled.find(constraint)
         if grammar is not None:
-            self._grammars[request.key] = grammar
+            self.grammars[request.key] = grammar
             return True
         self._compiled.order(constraint)
         self._waiting.setdefault(constraint, []).append(request.key)
@@ -111,7 +111,7 @@ class Constraints:
                 error = outcome
             else:
                 self._compiled.keep(constraint, outcome)
-                self._grammars.update(dict.fromkeys(keys, outcome))
+                self.grammars.update(dict.fromkeys(keys, outcome))
             ready += [(key, error) for key in keys]
         return ready
 
@@ -123,28 +123,23 @@ class Constraints:
         self._states.pop(request, None)
         if not is_last:
             return
-        self._grammars.pop(request.key, None)
+        self.grammars.pop(request.key, None)
         keys = self._waiting.get(constraint, [])
         if request.key in keys:
             keys.remove(request.key)
-
-    @property
-    def are_in_use(self) -> bool:
-        """See `MaskSource.are_in_use`."""
-        return bool(self._grammars)
 
     def begin_masks(
         self,
         requests: Sequence[Request],
         accepted: Sequence[Sequence[int]] | None = None,
-        drafts: Sequence[Sequence[int]] | None = None,
+        ahead: Sequence[Sequence[int]] | None = None,
         *,
         rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
     ) -> None:
         """See `MaskSource.begin_masks`."""
         self._masked = []
-        if not self._grammars:
+        if not self.grammars:
             return
         from weft.engine.features.constraints.masks import MaskJob, MaskMaker
 
@@ -157,7 +152,7 @@ class Constraints:
             tokens = request.tokens[begin:]
             if accepted is not None:
                 tokens += accepted[index][max(0, begin - len(request.tokens)) :]
-            behind = () if drafts is None else drafts[index]
+            behind = () if ahead is None else ahead[index]
             jobs.append(MaskJob(state, tokens, behind, request.slot))
             masked.append(request)
         if not masked:
@@ -173,7 +168,7 @@ class Constraints:
         from weft.engine.features.constraints.after_reasoning import AfterReasoning
         from weft.engine.features.constraints.masks import ConstraintState
 
-        grammar = self._grammars[request.key]
+        grammar = self.grammars[request.key]
         constraint = request.params.constraint
         state: ConstraintState | AfterReasoning
         state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids)
@@ -194,17 +189,12 @@ class Constraints:
         made = list(zip(masked, masks, strict=True))
         failed = [(request, found) for request, found in made if isinstance(found, InvalidRequest)]
         if failed:
-            self._lost_s += self._begin_s + time.monotonic() - began
+            self.lost_s += self._begin_s + time.monotonic() - began
         for request, error in failed:
             constraint = request.params.constraint
             if error.message == TOO_SLOW and constraint is not None:
                 self._refuse(constraint, masked)
         return made
-
-    def take_lost_s(self) -> float:
-        """See `MaskSource.take_lost_s`."""
-        lost_s, self._lost_s = self._lost_s, 0.0
-        return lost_s
 
     def _refuse(self, constraint: Constraint, others: Sequence[Request]) -> None:
         """Remembers a constraint as too slow, and ends the other samples that have it."""
@@ -218,7 +208,7 @@ class Constraints:
     def sizes(self) -> dict[str, int]:
         """Sizes of what grows with requests."""
         return {
-            "constrained_requests": len(self._grammars),
+            "constrained_requests": len(self.grammars),
             "constrained_samples": len(self._states),
             "compiling": self._compiled.num_open,
         }

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 from weft.engine.base.cores import num_cores
-from weft.engine.base.drafts import parents_of
 from weft.engine.base.errors import Internal, InvalidRequest, WeftError
+from weft.engine.base.token_trees import parents_of
 from weft.engine.features.constraints.constraints import TOO_SLOW
 from weft.engine.scheduler.ports import Made, MaskRows, Masks
 
@@ -110,17 +110,17 @@ class ConstraintState:
         if (error := self.problem()) is not None:
             raise error
 
-    def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
+    def next_masks(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> Masks:
         """Consumes more tokens of the sample, then returns the masks of the tokens that may follow.
 
         Args:
             tokens: Those from `num_accepted` on.
-            drafts: Drafts behind them, a chain or a `DraftTree`. The matcher is rolled back after
-                each.
+            ahead: Tokens that may follow, a chain or a `TokenTree`. The matcher is rolled back
+                after each.
 
         Returns:
             New arrays, their bits from vocab_size on 0: the mask of the next token, then the mask
-            behind each draft. Behind a draft that the grammar does not allow, no token may come.
+            behind each of these. Behind one that the grammar does not allow, no token may come.
 
         Raises:
             Internal: A token is not of the grammar.
@@ -128,10 +128,10 @@ class ConstraintState:
         """
         began = time.thread_time()
         self.follow(tokens)
-        words = np.zeros((1 + len(drafts), self._num_words), np.uint32)
+        words = np.zeros((1 + len(ahead), self._num_words), np.uint32)
         self._fill(words[0])
-        if drafts:
-            self._fill_behind(drafts, words)
+        if ahead:
+            self._fill_behind(ahead, words)
         self.num_alone = max(0, self.num_alone - 1)
         taken_s = time.thread_time() - began
         if taken_s > SLOW_MASK_S * len(words):
@@ -144,15 +144,15 @@ class ConstraintState:
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
 
-    def _fill_behind(self, drafts: Sequence[int], words: npt.NDArray[np.uint32]) -> None:
-        """Writes the mask behind each draft into the draft's row."""
+    def _fill_behind(self, ahead: Sequence[int], words: npt.NDArray[np.uint32]) -> None:
+        """Writes the mask behind each of these tokens into its row."""
         paths: list[list[int] | None] = [[]]
-        """For each row, the drafts' rows from the first one to it; None: the grammar does not allow
+        """For each row, the rows from the first one to it; None: the grammar does not allow
         them.
         """
         behind: list[int] = []
         """The path of rows that the matcher has consumed."""
-        for row, (token, parent) in enumerate(zip(drafts, parents_of(drafts), strict=True), 1):
+        for row, (token, parent) in enumerate(zip(ahead, parents_of(ahead), strict=True), 1):
             before = paths[parent]
             is_allowed = words[parent, token // 32] >> token % 32 & 1
             if before is None or not is_allowed or token in self.eos_token_ids:
@@ -160,20 +160,20 @@ class ConstraintState:
                 continue
             path = [*before, row]
             paths.append(path)
-            self._go_from(behind, path, drafts)
+            self._go_from(behind, path, ahead)
             self._fill(words[row])
             behind = path
-        self._go_from(behind, [], drafts)
+        self._go_from(behind, [], ahead)
 
-    def _go_from(self, behind: list[int], path: list[int], drafts: Sequence[int]) -> None:
-        """Moves the matcher from behind one path of drafts to behind another."""
+    def _go_from(self, behind: list[int], path: list[int], ahead: Sequence[int]) -> None:
+        """Moves the matcher from behind one path of tokens to behind another."""
         same = 0
         while same < min(len(behind), len(path)) and behind[same] == path[same]:
             same += 1
         if len(behind) > same:
             self.matcher.rollback(len(behind) - same)
         for row in path[same:]:
-            self.matcher.consume_token(drafts[row - 1])
+            self.matcher.consume_token(ahead[row - 1])
         self._check()
 
 
@@ -187,8 +187,8 @@ class MaskJob(NamedTuple):
     state: ConstraintState | AfterReasoning
     tokens: Sequence[int]
     """Tokens since the sample's last job; not changed until the masks are taken."""
-    drafts: Sequence[int] = ()
-    """Drafts behind these tokens; each gets a mask too."""
+    ahead: Sequence[int] = ()
+    """Tokens that may follow; each gets a mask too."""
     slot: int = -1
     """Slot in whose row the mask may be written; negative: in none."""
 
@@ -256,7 +256,7 @@ class MaskMaker:
         made: list[Made] = [None] * len(jobs)
         group: list[_Member] = []
         for place, job in enumerate(jobs):
-            is_single = rows is not None and job.slot >= 0 and not job.drafts
+            is_single = rows is not None and job.slot >= 0 and not job.ahead
             state = job.state.in_group if is_single else None
             if state is None:
                 made[place] = _alone(job)
@@ -329,7 +329,7 @@ def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None)
 
 def _alone(job: MaskJob) -> Made:
     try:
-        return job.state.next_masks(job.tokens, job.drafts)
+        return job.state.next_masks(job.tokens, job.ahead)
     except Exception as error:  # like above
         return _failure(error)
 

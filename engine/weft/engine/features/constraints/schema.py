@@ -458,7 +458,7 @@ class _Rewriter:
                     schema,
                     at,
                     is_integer=kind == "integer",
-                    draft4=self._is_old,
+                    with_flags=self._is_old,
                     is_merged=is_merged,
                 )
                 parts += [] if number is False else [number]

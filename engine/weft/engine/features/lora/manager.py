@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,7 +33,9 @@ from weft.engine.features.lora.host_cache import HostCache
 from weft.engine.features.lora.residency import Residency
 from weft.engine.features.lora.rows import RowPool
 from weft.engine.protocol.adapters import AdapterOrder, AdapterPlace, AdapterState
-from weft.engine.scheduler.adapters import AdapterOwner, AdapterWaitlist
+from weft.engine.protocol.submits import Submit
+from weft.engine.scheduler.adapters import AdapterOwner, AdapterWaitlist, not_loaded
+from weft.engine.scheduler.state import Request
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class AdapterManager:
         wake: Called from other threads when `turn` has something to take.
         host: Priority of the engine thread, to which the manager's threads give way.
         clock: Monotonic seconds.
+        on_order: Called with each order, which may concern more than the manager.
     """
 
     def __init__(
@@ -111,13 +114,16 @@ class AdapterManager:
         wake: Callable[[], None],
         host: HostPriority | None = None,
         clock: Clock = monotonic,
+        on_order: Sequence[Callable[[AdapterOrder], None]] = (),
     ) -> None:
         self._limits = limits
+        self._on_order = on_order
         self._store = store
         self.residency = Residency(RowPool(limits.num_rows, limits.max_loras))
         """Residency on the device, for the scheduler."""
         self._waitlist: AdapterWaitlist | None = None
         self._owner: AdapterOwner | None = None
+        self._fail: Callable[[Request, WeftError], None] | None = None
         self._host = HostCache(limits.host_bytes)
         self._entries: dict[bytes, _Entry] = {}
         self._new: deque[_Entry] = deque()
@@ -137,14 +143,14 @@ class AdapterManager:
         self.num_writes = 0
         """Number of adapters read, and written to the device, since start."""
 
-    def attach(self, waitlist: AdapterWaitlist, owner: AdapterOwner) -> None:
-        """Connects the manager to the engine that is built around it.
-
-        Args:
-            waitlist: The scheduler's list of requests that wait for adapters.
-            owner: Receives the outcomes of orders.
-        """
-        self._waitlist, self._owner = waitlist, owner
+    def attach(
+        self,
+        waitlist: AdapterWaitlist,
+        owner: AdapterOwner,
+        fail: Callable[[Request, WeftError], None],
+    ) -> None:
+        """See `Adapters.attach`."""
+        self._waitlist, self._owner, self._fail = waitlist, owner, fail
 
     def close(self) -> None:
         """Stops the threads after their current work."""
@@ -167,8 +173,14 @@ class AdapterManager:
 
     def serves(self, digest: bytes) -> bool:
         """Whether new requests may name the adapter."""
-        entry = self._entries.get(digest)
-        return entry is not None and entry.is_held and not entry.is_unloading
+        return self.holds(digest) and not self._entries[digest].is_unloading
+
+    def check(self, submit: Submit) -> None:
+        """See `Adapters.check`."""
+        digest = submit.adapter
+        # A request that another worker began may end here while the adapter is being unloaded.
+        if digest and not (self.serves(digest) or (submit.attempt > 1 and self.holds(digest))):
+            raise not_loaded(digest)
 
     def holds(self, digest: bytes) -> bool:
         """Whether requests that were started with the adapter may continue here."""
@@ -183,6 +195,8 @@ class AdapterManager:
             self._load(order)
         else:
             self._unload(order)
+        for follow in self._on_order:
+            follow(order)
 
     def states(self) -> list[AdapterState]:
         """States of all adapters."""
@@ -249,7 +263,7 @@ class AdapterManager:
             try:
                 self._check_pins(entry, is_pinned=order.is_pinned)
             except AdapterError as error:
-                self.owner.adapter_ordered(order.query, error)
+                self.owner.adapter_reply(order.query, error)
                 return
         entry.name, entry.directory = order.name, order.directory
         entry.is_lenient, entry.is_pinned = order.is_lenient, order.is_pinned
@@ -257,7 +271,7 @@ class AdapterManager:
         entry.is_unloading = False
         self._answer(entry.unloads, None)
         if entry.is_held:
-            self.owner.adapter_ordered(order.query, None)
+            self.owner.adapter_reply(order.query, None)
         else:
             entry.loads.append(order.query)
 
@@ -278,7 +292,7 @@ class AdapterManager:
     def _unload(self, order: AdapterOrder) -> None:
         entry = self._entries.get(order.digest)
         if entry is None:
-            self.owner.adapter_ordered(order.query, None)
+            self.owner.adapter_reply(order.query, None)
             return
         entry.is_unloading = True
         entry.unloads.append(order.query)
@@ -287,7 +301,7 @@ class AdapterManager:
 
     def _answer(self, queries: list[int], error: WeftError | None) -> None:
         for query in queries:
-            self.owner.adapter_ordered(query, error)
+            self.owner.adapter_reply(query, error)
         queries.clear()
 
     def _check_pins(self, entry: _Entry, *, is_pinned: bool) -> None:
@@ -340,7 +354,9 @@ class AdapterManager:
         """Fails the requests that wait for an adapter, as retryable: another worker may still have
         it.
         """
-        self.owner.adapter_failed(digest, PeerUnavailable(message, stage="adapter"))
+        assert self._fail is not None
+        for request in self.waitlist.waiting_for(digest):
+            self._fail(request, PeerUnavailable(message, stage="adapter"))
 
     def _end_unloads(self) -> None:
         for entry in [entry for entry in self._entries.values() if entry.is_unloading]:

@@ -14,6 +14,7 @@ from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.features.speculative.gate import MeasuredGate
 from weft.engine.features.speculative.ngram import NgramDrafter
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.ports import Drafter, DraftGate
 
 
@@ -23,6 +24,7 @@ def make_drafter(
     executor: LocalExecutor,
     lora: LoraPool | None,
     wake: Callable[[], None],
+    on_order: list[Callable[[AdapterOrder], None]],
     *,
     draws_on_device: bool,
 ) -> Drafter | None:
@@ -34,6 +36,7 @@ def make_drafter(
         executor: Runs the model.
         lora: Rows of adapters on the device; None: none are served.
         wake: Called from another thread when a draft adapter was read.
+        on_order: Gets what has to follow orders of adapters.
         draws_on_device: Whether tokens are drawn on the device.
 
     Raises:
@@ -61,9 +64,11 @@ def make_drafter(
     if plain.is_on_device or not config.enable_lora or config.tp > 1:
         return plain
     # Each draft adapter needs a copy of the head and a drafter of its own.
-    return AdaptedDrafter(
+    adapted = AdaptedDrafter(
         plain, lambda folder: of(drafted.adapted(folder)), drafted.head.layer_bytes, wake
     )
+    on_order.append(adapted.order)
+    return adapted
 
 
 def make_gate(config: EngineConfig) -> DraftGate:

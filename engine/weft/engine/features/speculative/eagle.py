@@ -9,8 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.drafts import DraftShape, LaterDrafts
 from weft.engine.drawing.encode import verified_input
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains, LastTokens

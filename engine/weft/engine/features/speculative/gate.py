@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from weft.engine.base.config import MAX_TREE_REQUESTS
-from weft.engine.base.draft_shapes import DraftShape, depths_up_to, tree_shapes
-from weft.engine.base.drafts import parents_of
+from weft.engine.base.drafts import DraftShape, depths_up_to, tree_shapes
+from weft.engine.base.token_trees import parents_of
 from weft.engine.features.speculative.step_times import (
     MEASURED_WEIGHT,
     StepTaken,

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from math import log
 
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.scheduler.plan import NO_DRAFTS
 
 _Kind = tuple[int, DraftShape]

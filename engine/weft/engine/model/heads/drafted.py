@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from weft.engine.base.errors import AdapterError, ModelError
 from weft.engine.memory.layout import CacheLayout, PageGroup, StatePart
-from weft.engine.model.adapters.draft_adapter import read_draft_adapter
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.draft_adapter import read_draft_adapter
 from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
 from weft.engine.model.heads.eagle3 import Eagle3Head, adapt_eagle3, adaptable_shapes
 from weft.engine.model.loader import LoadedModel

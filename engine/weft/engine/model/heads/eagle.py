@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.digest import head_digest
-from weft.engine.checkpoint.draft_config import HeadKind
+from weft.engine.checkpoint.draft_config import HeadKind, head_digest
 from weft.engine.checkpoint.eagle_config import EagleConfig
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import o_spec, qkv_spec

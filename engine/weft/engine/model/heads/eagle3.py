@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.digest import head_digest
-from weft.engine.checkpoint.draft_config import HeadKind
+from weft.engine.checkpoint.draft_config import HeadKind, head_digest
 from weft.engine.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import o_spec, qkv_spec

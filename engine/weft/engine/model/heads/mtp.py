@@ -11,16 +11,14 @@ were trained: the first one drafts all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.draft_config import HeadKind
 from weft.engine.model.archs.decoder import Decoder, read_norm
-from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.decoder_only import DecoderOnlyLM, LMHead
 from weft.engine.model.interface import Model
 from weft.engine.model.layers.layer import Layer
-from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.stack import run_all, runs_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.schemes.plain import PlainScheme
@@ -100,7 +98,7 @@ class MtpHead:
             before = step.states.rows_before(states)
         x = self._joined(step.token_ids, before)
         normed = Stream(x).normed(self._layer.input_norm)
-        self._layer.mixer.write(normed, replace(step, lora=None), pool)
+        self._layer.mixer.write(normed, step.without_additions(), pool)
         keep_last_states(states, rows, kept)
         return states.index_select(0, step.logits_rows), states
 

@@ -42,8 +42,6 @@ class TieredFills:
 
     def next_state(self, request: Request) -> State:
         """See `Fills.next_state`."""
-        if not request.num_reusable_tokens:
-            return State.PREFILLING
         if self._tiers is not None and self._tiers.plan(request):
             return State.LOADING
         self._pass_over_stores(request)

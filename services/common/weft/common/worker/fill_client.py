@@ -21,7 +21,7 @@ from weft.common.worker.fills import (
     LAST_EVENTS,
     LEASE_STATE_NAMES,
     event_from_proto,
-    handle_to_proto,
+    start_to_proto,
 )
 from weft.engine.base import faults
 from weft.engine.base.errors import InjectedFault, PeerUnavailable
@@ -160,8 +160,7 @@ class FillClient:
     async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
         """Runs one lease's stream, from `start` to its last event."""
         assert command.handle is not None
-        start = kv_pb2.FillControl()
-        start.start.handle.CopyFrom(handle_to_proto(command.handle))
+        start = start_to_proto(command.handle)
         start.start.request_id = command.request_id
         parent = parse_traceparent(command.traceparent)
         if parent is not None:

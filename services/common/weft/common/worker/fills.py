@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.common.durations import duration
 from weft.engine.base.errors import InvalidRequest
 from weft.engine.base.request import MAX_PRIORITY, MAX_TENANT_BYTES
+from weft.engine.base.token_ids import extend_ids, token_ids
 from weft.engine.protocol.handle import (
     ADAPTER_DIGEST_BYTES,
     LEASE_ID_BYTES,
@@ -60,32 +61,34 @@ def page_runs(pages: list[int]) -> list[kv_pb2.PageRun]:
     return runs
 
 
-def handle_to_proto(handle: KvHandle) -> kv_pb2.KvHandle:
-    """Converts a handle for the wire."""
-    message = kv_pb2.KvHandle(
-        owner_id=handle.owner_id,
-        owner_epoch=handle.owner_epoch,
-        lease_id=handle.lease_id,
-        lease_duration=duration(handle.lease_s),
-        namespace=handle.namespace,
-        cache_salt=handle.cache_salt,
-        planes=["target"],
-        page_size=handle.page_size,
-        tokens=common_pb2.TokenIds(ids=handle.tokens),
-        start_token=handle.start_token,
-        end_token=handle.end_token,
-        page_runs=page_runs(handle.pages),
-        filler_epoch=handle.filler_epoch,
-        priority=handle.priority,
-        tenant=handle.tenant,
-        block_pages=handle.block_pages,
-    )
+def start_to_proto(handle: KvHandle) -> kv_pb2.FillControl:
+    """The message that starts a fill. Its fields are set in place: a copy of a long prompt takes as
+    long as parsing it.
+    """
+    control = kv_pb2.FillControl()
+    message = control.start.handle
+    message.owner_id = handle.owner_id
+    message.owner_epoch = handle.owner_epoch
+    message.lease_id = handle.lease_id
+    message.lease_duration.CopyFrom(duration(handle.lease_s))
+    message.namespace = handle.namespace
+    message.cache_salt = handle.cache_salt
+    message.planes.append("target")
+    message.page_size = handle.page_size
+    message.tokens.ids.extend(handle.tokens)
+    message.start_token = handle.start_token
+    message.end_token = handle.end_token
+    message.page_runs.extend(page_runs(handle.pages))
+    message.filler_epoch = handle.filler_epoch
+    message.priority = handle.priority
+    message.tenant = handle.tenant
+    message.block_pages = handle.block_pages
     if handle.adapter:
         message.adapter.digest = handle.adapter
     target = handle.nixl
     if target is not None:
         message.nixl.CopyFrom(target_to_proto(target))
-    return message
+    return control
 
 
 def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
@@ -108,6 +111,8 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
     if message.HasField("adapter") and len(message.adapter.digest) != ADAPTER_DIGEST_BYTES:
         raise InvalidRequest(f"a digest has {ADAPTER_DIGEST_BYTES} bytes", param="adapter")
     pages = [run.first_page + i for run in message.page_runs for i in range(run.num_pages)]
+    tokens = token_ids()
+    extend_ids(tokens, message.tokens.ids)
     return KvHandle(
         owner_id=message.owner_id,
         owner_epoch=message.owner_epoch,
@@ -116,7 +121,7 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
         namespace=message.namespace,
         cache_salt=message.cache_salt,
         page_size=message.page_size,
-        tokens=list(message.tokens.ids),
+        tokens=tokens,
         start_token=message.start_token,
         end_token=message.end_token,
         pages=pages,

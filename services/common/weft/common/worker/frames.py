@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.token_ids import unpacked_ids
 from weft.engine.protocol.messages import Inbox, Outbox
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.submits import Failure
@@ -32,19 +34,23 @@ class FromEngine:
 def _encode_other(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, array):
+        return memoryview(value).cast("B")
     raise TypeError(f"{type(value).__name__} cannot cross the socket")
 
 
 def _decode_other(kind: type, value: object) -> object:
     if kind is Path and isinstance(value, str):
         return Path(value)
+    if kind is array and isinstance(value, bytes):
+        return unpacked_ids(value)
     raise TypeError(f"{kind.__name__} cannot cross the socket")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _config_decoder = msgspec.msgpack.Decoder(EngineConfig, dec_hook=_decode_other)
-_inbox_decoder = msgspec.msgpack.Decoder(Inbox)
-_outbox_decoder = msgspec.msgpack.Decoder(FromEngine)
+_inbox_decoder = msgspec.msgpack.Decoder(Inbox, dec_hook=_decode_other)
+_outbox_decoder = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other)
 
 
 def frame(message: EngineConfig | Inbox | FromEngine) -> bytes:

@@ -1,19 +1,14 @@
-"""The contents that adapter names refer to now, and the contents that this gateway's
-requests use.
-"""
+"""The contents that adapter names refer to now."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from weft.common.adapters.manifest import AdaptersOff, Entry, Manifest
 from weft.common.adapters.registry import Registry, Stamp
 from weft.engine.base.errors import WeftError
-from weft.gateway.request import ResolvedAdapter
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +27,6 @@ class AdapterDirectory:
         self._serving: dict[str, Entry] = {}
         self._stamp: Stamp | None = None
         self._reading = asyncio.Lock()
-        self._in_use: Counter[bytes] = Counter()
         self._is_broken = False
 
     @property
@@ -95,21 +89,3 @@ class AdapterDirectory:
     def _take(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._serving = {entry.name: entry for entry in manifest.in_state("serving")}
-
-    @contextmanager
-    def using(self, adapter: ResolvedAdapter | None) -> Iterator[None]:
-        """Marks the content as needed by a request of this gateway while the block runs."""
-        if adapter is None:
-            yield
-            return
-        self._in_use[adapter.digest] += 1
-        try:
-            yield
-        finally:
-            self._in_use[adapter.digest] -= 1
-            if not self._in_use[adapter.digest]:
-                del self._in_use[adapter.digest]
-
-    def num_using(self, digest: bytes) -> int:
-        """Number of requests of this gateway that may need a content."""
-        return self._in_use[digest]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from prometheus_client import Counter
 from weft.common.adapters.manifest import Entry, LoadUnderWay, Manifest, check_name
 from weft.common.tasks import log_failure
 from weft.engine.base.errors import (
@@ -25,7 +26,7 @@ from weft.gateway.adapters.cards import AdapterCards, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders
 from weft.gateway.fleet.fleet import Fleet
-from weft.gateway.telemetry.metrics import GatewayMetrics
+from weft.gateway.telemetry.metrics import DURATION_BUCKETS_S, GatewayMetrics
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.validate import invalid
 
@@ -72,6 +73,7 @@ class FleetAdapterManager:
         metrics: Where loads are counted.
         models: The base models by name.
         cards: Cards of the models, which tokenizers of adapters must fit.
+        num_using: Number of this gateway's requests with an adapter of a content.
         load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
         linger_s: Seconds for which a retired content stays after its last request.
         max_bytes: A larger adapter is refused.
@@ -84,6 +86,7 @@ class FleetAdapterManager:
         metrics: GatewayMetrics,
         models: Mapping[str, ModelCard],
         cards: AdapterCards,
+        num_using: Callable[[bytes], int],
         *,
         load_timeout_s: float,
         linger_s: float,
@@ -91,9 +94,22 @@ class FleetAdapterManager:
     ) -> None:
         self._directory = directory
         self._fleet = fleet
-        self._metrics = metrics
+        self._loads = Counter(
+            "weft_adapter_loads",
+            "Loads of LoRA adapters asked of this gateway, by outcome: ok, or the failure's reason "
+            "in lower case.",
+            ["outcome"],
+            registry=metrics.registry,
+        )
+        self._loads.labels("ok")
+        self._load_time = metrics.histogram(
+            "weft_adapter_load_seconds",
+            "From such a call to its answer, copying and all workers' loads included.",
+            DURATION_BUCKETS_S,
+        )
         self._models = models
         self._cards = cards
+        self._num_running = num_using
         self._load_timeout_s = load_timeout_s
         self._linger_s = linger_s
         self._max_bytes = max_bytes
@@ -161,8 +177,8 @@ class FleetAdapterManager:
             self._has_copies = True
             raise
         finally:
-            self._metrics.adapter_loads.labels(outcome).inc()
-            self._metrics.adapter_load_time.observe(loop.time() - began)
+            self._loads.labels(outcome).inc()
+            self._load_time.observe(loop.time() - began)
 
     async def _load(self, order: LoadOrder) -> Entry:
         self._check(order)
@@ -461,7 +477,7 @@ class FleetAdapterManager:
         The workers' counts include requests of other gateways.
         """
         reported = sum(one.num_requests for one in holders(self._fleet, entry))
-        return max(self._directory.num_using(entry.digest_bytes), reported)
+        return max(self._num_running(entry.digest_bytes), reported)
 
     async def _tidy(self, now: float) -> None:
         """Drops retired entries that have been unused for a while, and loads whose gateway died.

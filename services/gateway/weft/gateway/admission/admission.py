@@ -167,7 +167,8 @@ class Admission:
 
     def _release(self, num_prompts: int) -> None:
         self.num_running -= num_prompts
-        self._wake()
+        if self.num_queued:
+            self._wake()
         if not self.num_running and not self._waiters:
             self._idle.set()
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import logging
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from weft.common.rpc.errors import abort
 from weft.engine.base.errors import ConfigError, InvalidApiKey
 from weft.gateway.admission.file_watch import FileWatch
 from weft.gateway.admission.keys import KeyEntry, KeySet, Tenant, read_keys
-from weft.gateway.request import GenerateRequest
 
 _log = logging.getLogger(__name__)
 
@@ -118,37 +115,6 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
         if now_s >= self._log_at:
             self._log_at = now_s + _REFUSALS_LOGGED_EVERY_S
             _log.warning("a call had no valid API key")
-
-
-def in_tenant_cache(request: GenerateRequest) -> GenerateRequest:
-    """Gives the request a cache salt that no request of another cache group can have, and a session
-    that no other tenant's can be.
-
-    A client's own `cache_salt` still separates within the tenant.
-    """
-    tenant = request.tenant
-    return replace(
-        request,
-        cache_salt=tenant_salt(tenant, request.cache_salt),
-        session_id=tenant_session(tenant, request.session_id),
-    )
-
-
-def tenant_salt(tenant: Tenant | None, cache_salt: str) -> str:
-    """Derives a cache salt that no other tenant's request can have, from what a client gave."""
-    if tenant is None:
-        return cache_salt
-    # Two digests, so that no choice of a salt makes one tenant's input another's.
-    group = hashlib.blake2b(tenant.cache_group.encode(), digest_size=32).digest()
-    return hashlib.blake2b(cache_salt.encode(), key=group, digest_size=32).hexdigest()
-
-
-def tenant_session(tenant: Tenant | None, session_id: str) -> str:
-    """Derives a session id that no other tenant's chat can have, though they may share a salt."""
-    if tenant is None or not session_id:
-        return session_id
-    name = hashlib.blake2b(tenant.name.encode(), digest_size=32).digest()
-    return hashlib.blake2b(session_id.encode(), key=name, digest_size=32).hexdigest()
 
 
 def bearer(metadata: Any) -> str:

@@ -43,6 +43,23 @@ class Tenant:
     manages_adapters: bool = field(default=False, compare=False)
     """Whether the key of this call may load and unload adapters."""
 
+    def salt(self, cache_salt: str) -> str:
+        """Derives a cache salt that no request of another cache group can have, from what a client
+        gave, which still separates within the tenant.
+        """
+        # Two digests, so that no choice of a salt makes one tenant's input another's.
+        group = hashlib.blake2b(self.cache_group.encode(), digest_size=32).digest()
+        return hashlib.blake2b(cache_salt.encode(), key=group, digest_size=32).hexdigest()
+
+    def session(self, session_id: str) -> str:
+        """Derives a session id that no other tenant's chat can have, though they may share a salt;
+        empty stays empty.
+        """
+        if not session_id:
+            return session_id
+        name = hashlib.blake2b(self.name.encode(), digest_size=32).digest()
+        return hashlib.blake2b(session_id.encode(), key=name, digest_size=32).hexdigest()
+
 
 class KeyEntry(BaseModel):
     """One key as the file has it."""

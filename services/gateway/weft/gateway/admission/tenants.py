@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from weft.engine.base.errors import ConfigError
 from weft.gateway.admission.file_watch import FileWatch
 from weft.gateway.admission.keys import Tenant
-from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
+from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S, Targets
 
 _log = logging.getLogger(__name__)
 _TargetMs = Annotated[float, Field(ge=MIN_TARGET_S * 1e3, le=MAX_TARGET_S * 1e3)]

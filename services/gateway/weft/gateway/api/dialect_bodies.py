@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from weft.gateway.api.openai.bodies import Body
 from weft.gateway.validate import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, unsupported
 
@@ -22,16 +22,35 @@ Many = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 
 
+def _leave_one_unknown(cls: type[BaseModel], value: object) -> object:
+    """Leaves one of many unknown fields, since each would become an error."""
+    if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        return value
+    names = {field.alias or name for name, field in cls.model_fields.items()}
+    unknown = next(name for name in value if name not in names)
+    return {name: value[name] for name in (*names, unknown) if name in value}
+
+
 class DialectBody(Body):
     """Base of all bodies of dialects: unknown fields are refused."""
 
     model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown(cls, value: object) -> object:
+        return _leave_one_unknown(cls, value)
 
 
 class StrictPart(BaseModel):
     """Part of a body that decides what is generated: unknown fields are refused."""
 
     model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown(cls, value: object) -> object:
+        return _leave_one_unknown(cls, value)
 
 
 class PastPart(BaseModel):

@@ -12,8 +12,7 @@ import grpc
 from weft.common.telemetry.logging import request_id as current_request_id
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.keys import Tenant
-from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
-from weft.gateway.request import WorkerChoice
+from weft.gateway.request import NO_TARGETS, Targets, WorkerChoice
 from weft.gateway.validate import given_salt, invalid
 
 Context = grpc.aio.ServicerContext[Any, Any]

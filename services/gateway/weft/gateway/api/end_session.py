@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.gateway.admission.authenticate import current_tenant, tenant_salt, tenant_session
+from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.validate import check_cache_salt, check_session_id, invalid
 
@@ -26,7 +26,7 @@ def end_session(fleet: Fleet, session_id: str, cache_salt: str) -> int:
         raise invalid("session_id", "is empty")
     check_session_id(session_id)
     check_cache_salt(cache_salt)
-    tenant = current_tenant.get()
-    salt, own_id = tenant_salt(tenant, cache_salt), tenant_session(tenant, session_id)
+    if (tenant := current_tenant.get()) is not None:
+        cache_salt, session_id = tenant.salt(cache_salt), tenant.session(session_id)
     sessions = [worker.session for worker in fleet.workers("decode")]
-    return sum(one.end_session(salt, own_id) for one in sessions if one is not None)
+    return sum(one.end_session(cache_salt, session_id) for one in sessions if one is not None)

@@ -24,7 +24,6 @@ from weft.engine.base.errors import (
 from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.gateway.admission.admission import Admission, shutting_down
-from weft.gateway.admission.authenticate import in_tenant_cache
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, RateLimits
 from weft.gateway.admission.slo import AdmissionRequest
@@ -137,6 +136,11 @@ class RequestPipeline:
         """Ids of the requests that run, oldest first."""
         return [id_ for id_, record in self._open.items() if record.stream is not None]
 
+    def num_using(self, digest: bytes) -> int:
+        """Number of requests that wait or run with an adapter of this content."""
+        adapters = (record.request.adapter for record in self._open.values())
+        return sum(one is not None and one.digest == digest for one in adapters)
+
     def open_requests(self, limit: int) -> list[RequestRecord]:
         """The requests that wait or run, oldest first, `limit` at most."""
         return list(islice(self._open.values(), limit))
@@ -224,29 +228,34 @@ class RequestPipeline:
         """Finds the model of a request, checks the request, and runs it once it is admitted."""
         resolved = await self._models.find(record.request.model)
         served = record.served = resolved.served
-        with self._models.adapters.using(resolved.adapter):
-            request = replace(record.request, adapter=resolved.adapter)
-            self._set_deadlines(record)
-            time_left_s = record.first_token_deadline - asyncio.get_running_loop().time()
-            card = await self._models.card(resolved, max(0.0, time_left_s))
-            check_request(request, card, self._settings.max_prompts)
-            if request.wants is not None or served.task != "generate":
-                request = for_model(request, card, served.task)
-            terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
-            request = record.request = replace(
-                in_tenant_cache(request),
-                targets=request.targets.over(terms.targets),
-                sampling=request.sampling.with_defaults(card.sampling),
+        request = record.request = replace(record.request, adapter=resolved.adapter)
+        self._set_deadlines(record)
+        time_left_s = record.first_token_deadline - asyncio.get_running_loop().time()
+        card = await self._models.card(resolved, max(0.0, time_left_s))
+        check_request(request, card, self._settings.max_prompts)
+        if request.wants is not None or served.task != "generate":
+            request = for_model(request, card, served.task)
+        terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
+        if request.tenant is not None:
+            request = replace(
+                request,
+                cache_salt=request.tenant.salt(request.cache_salt),
+                session_id=request.tenant.session(request.session_id),
             )
-            record.targets = request.targets
-            record.charge = self.limits.begin(tenant, terms, record.arrival)
-            with record.trace.stage("queue"):
-                admitted = await self._admission.admit(
-                    len(request.prompts), record.first_token_deadline, tenant, terms.weight
-                )
-            with admitted:
-                async with self._run_admitted(record, resolved, card, admitted.release) as stream:
-                    yield stream
+        request = record.request = replace(
+            request,
+            targets=request.targets.over(terms.targets),
+            sampling=request.sampling.with_defaults(card.sampling),
+        )
+        record.targets = request.targets
+        record.charge = self.limits.begin(tenant, terms, record.arrival)
+        with record.trace.stage("queue"):
+            admitted = await self._admission.admit(
+                len(request.prompts), record.first_token_deadline, tenant, terms.weight
+            )
+        with admitted:
+            async with self._run_admitted(record, resolved, card, admitted.release) as stream:
+                yield stream
 
     def _set_deadlines(self, record: RequestRecord) -> None:
         """Sets the times by which the request, and its first token, must be there."""

@@ -63,7 +63,7 @@ class RequestRecord:
 
     @property
     def model(self) -> str:
-        """Name of the model or adapter, as the client gave it where nothing has begun yet."""
+        """Name of what serves it, as the client gave it where nothing has begun yet."""
         return self.request.model if self.stream is None else self.stream.model
 
     @property

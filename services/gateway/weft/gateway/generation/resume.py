@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from weft.common.durations import duration
 from weft.engine.base.errors import (
-    AdapterNotFound,
     DeadlineExceeded,
     Draining,
     Overloaded,
@@ -81,8 +80,7 @@ class Losses:
 
     def is_over(self, error: WeftError) -> bool:
         """Whether the request must not be submitted again after its latest loss."""
-        # If a worker does not know an adapter any more, another one may.
-        can_mend = error.retryable or isinstance(error, AdapterNotFound)
+        can_mend = error.retryable or error.is_of_worker
         if not can_mend or isinstance(error, DeadlineExceeded):
             return True
         num_counted = sum(not isinstance(loss.error, _REFUSALS) for loss in self._losses)

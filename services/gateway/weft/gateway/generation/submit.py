@@ -58,29 +58,33 @@ def submit_messages(
     """
     stopping = request.stopping
     first, rest = prompt.ids[:_MAX_TOKENS_PER_MESSAGE], prompt.ids[_MAX_TOKENS_PER_MESSAGE:]
-    submit = decode_pb2.Submit(
-        request_id=wire_id,
-        attempt=attempt,
-        prompt=common_pb2.TokenIds(ids=first),
-        prompt_length=len(prompt.ids),
-        sampling=sampling_to_proto(request.sampling, seed),
-        stop=common_pb2.StopCriteria(
-            max_tokens=prompt.max_tokens,
-            min_tokens=stopping.min_tokens,
-            stop_token_ids=stop_ids,
-            ignore_eos=stopping.ignore_eos,
-        ),
-        prefill_candidates=candidates,
-        first_token_timeout=duration(max(0.0, min(time_left_s, first_token_left_s))),
-        total_timeout=duration(max(0.0, time_left_s)),
-        traceparent=traceparent,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        tenant="" if request.tenant is None else request.tenant.name,
-        model=model,
-        session_id=request.session_id,
-        end_session=request.ends_session,
+    submit_message = decode_pb2.SessionRequest(
+        submit=decode_pb2.Submit(
+            request_id=wire_id,
+            attempt=attempt,
+            prompt_length=len(prompt.ids),
+            sampling=sampling_to_proto(request.sampling, seed),
+            stop=common_pb2.StopCriteria(
+                max_tokens=prompt.max_tokens,
+                min_tokens=stopping.min_tokens,
+                stop_token_ids=stop_ids,
+                ignore_eos=stopping.ignore_eos,
+            ),
+            prefill_candidates=candidates,
+            first_token_timeout=duration(max(0.0, min(time_left_s, first_token_left_s))),
+            total_timeout=duration(max(0.0, time_left_s)),
+            traceparent=traceparent,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            tenant="" if request.tenant is None else request.tenant.name,
+            model=model,
+            session_id=request.session_id,
+            end_session=request.ends_session,
+        )
     )
+    submit = submit_message.submit
+    # Tokens are set in place: a copy of a message takes as long as parsing it.
+    submit.prompt.ids.extend(first)
     if request.adapter is not None:
         submit.adapter.name, submit.adapter.digest = request.adapter.name, request.adapter.digest
     if request.top_logprobs is not None:
@@ -93,11 +97,12 @@ def submit_messages(
     if request.wants is not None:
         submit.pool.CopyFrom(_pool(request.wants, prompt))
     generated_parts = _add_progress(submit, samples, _MAX_TOKENS_PER_MESSAGE - len(first))
-    messages = [decode_pb2.SessionRequest(submit=submit)]  # a copy: it is complete by now
+    messages = [submit_message]
     for start in range(0, len(rest), _MAX_TOKENS_PER_MESSAGE):
-        tokens = common_pb2.TokenIds(ids=rest[start : start + _MAX_TOKENS_PER_MESSAGE])
-        part = decode_pb2.PromptPart(request_id=wire_id, attempt=attempt, tokens=tokens)
-        messages.append(decode_pb2.SessionRequest(prompt_part=part))
+        messages.append(decode_pb2.SessionRequest())
+        part = messages[-1].prompt_part
+        part.request_id, part.attempt = wire_id, attempt
+        part.tokens.ids.extend(rest[start : start + _MAX_TOKENS_PER_MESSAGE])
     return messages + generated_parts
 
 

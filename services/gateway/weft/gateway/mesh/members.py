@@ -51,7 +51,8 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     member.pages.total, member.pages.free = report.total_pages, report.free_pages
     member.pages.cached, member.pages.used = report.cached_pages, report.used_pages
     member.pages.quarantined = report.quarantined_pages
-    member.prefill_tokens_per_second = report.recent_prefill_tokens_per_second
+    if report.HasField("recent_prefill_tokens_per_second"):
+        member.prefill_tokens_per_second = report.recent_prefill_tokens_per_second
     member.decode_tokens_per_second = report.decode_tokens_per_second
     member.sessions, member.pinned_pages = report.sessions, report.pinned_pages
     member.adapters = worker.num_adapters

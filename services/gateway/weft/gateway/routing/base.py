@@ -81,6 +81,11 @@ class RoutingRequest:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @property
+    def separator(self) -> bytes:
+        """Bytes that only requests have in common whose pages match."""
+        return self.adapter + self.cache_salt.encode() + b"\0"
+
     def page_keys(self, worker: WorkerView) -> ShortKeys:
         """Keys of the prompt's full pages on a worker, whose page size must be known."""
         keys = self._keys.get(worker.naming)

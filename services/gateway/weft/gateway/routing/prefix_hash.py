@@ -25,7 +25,7 @@ class PrefixHash(Policy):
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
         """See `Policy.choose`."""
         prefix = token_bytes(request.prompt_ids[: self.options.prefix_tokens])
-        key = request.adapter + request.cache_salt.encode() + b"\0" + prefix
+        key = request.separator + prefix
         weights = self._hashing.weights(view, key)
         requests = view.num_requests
         bound = -(-self.options.load_factor * (int(requests.sum()) + 1) // len(view))

@@ -2,7 +2,7 @@
 
 A policy is a function of its inputs: the order of choices, the loads at each of them, the updates
 of the index in between, the time, and its seed. The record has exactly these, so the same classes
-choose the same workers from it (`weft.gateway.routing.replay`).
+choose the same workers from it (`bench/routing.py --replay`).
 """
 
 from __future__ import annotations

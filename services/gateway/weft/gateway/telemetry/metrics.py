@@ -20,7 +20,7 @@ _ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2),
     *(0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
-_DURATION_BUCKETS_S = (
+DURATION_BUCKETS_S = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 600.0),
 )
@@ -108,50 +108,49 @@ class GatewayMetrics:
         self._add_sizes()
         self._add_fills()
         self._add_outcomes()
-        self._add_adapters()
         self._add_losses()
 
     def _add_latencies(self) -> None:
-        self.time_to_first_token = self._histogram(
+        self.time_to_first_token = self.histogram(
             "weft_time_to_first_token_seconds",
             "From the request's arrival to its first token.",
             _TTFT_BUCKETS_S,
         )
-        self.inter_token_latency = self._histogram(
+        self.inter_token_latency = self.histogram(
             "weft_inter_token_latency_seconds",
             "Between consecutive tokens of a sample; tokens that come together share the time.",
             _ITL_BUCKETS_S,
         )
-        self.request_duration = self._histogram(
-            "weft_request_duration_seconds", "Whole request.", _DURATION_BUCKETS_S
+        self.request_duration = self.histogram(
+            "weft_request_duration_seconds", "Whole request.", DURATION_BUCKETS_S
         )
-        self.time_per_output_token = self._histogram(
+        self.time_per_output_token = self.histogram(
             "weft_time_per_output_token_seconds",
             "Mean time between the tokens of a request, after its first.",
             _ITL_BUCKETS_S,
         )
-        self.queue_time = self._histogram(
+        self.queue_time = self.histogram(
             "weft_request_queue_time_seconds",
             "Of a prompt on its decode worker, before anything was done for it.",
             _TTFT_BUCKETS_S,
         )
-        self.prefill_time = self._histogram(
+        self.prefill_time = self.histogram(
             "weft_request_prefill_time_seconds",
             "Of a prompt on its decode worker: from its admission to its first token, fills "
             "included.",
             _TTFT_BUCKETS_S,
         )
-        self.decode_time = self._histogram(
+        self.decode_time = self.histogram(
             "weft_request_decode_time_seconds",
             "Of a prompt on its decode worker: from its first token to its end.",
-            _DURATION_BUCKETS_S,
+            DURATION_BUCKETS_S,
         )
 
     def _add_sizes(self) -> None:
-        self.request_prompt_tokens = self._histogram(
+        self.request_prompt_tokens = self.histogram(
             "weft_request_prompt_tokens", "Tokens of a prompt.", _TOKEN_BUCKETS
         )
-        self.request_generation_tokens = self._histogram(
+        self.request_generation_tokens = self.histogram(
             "weft_request_generation_tokens",
             "Tokens generated for a prompt, over its samples.",
             _TOKEN_BUCKETS,
@@ -221,21 +220,6 @@ class GatewayMetrics:
         for scope, kind in product(("global", "tenant"), ("requests", "tokens")):
             self.rate_limited.labels(scope, kind)
 
-    def _add_adapters(self) -> None:
-        self.adapter_loads = Counter(
-            "weft_adapter_loads",
-            "Loads of LoRA adapters asked of this gateway, by outcome: ok, or the failure's reason "
-            "in lower case.",
-            ["outcome"],
-            registry=self.registry,
-        )
-        self.adapter_loads.labels("ok")
-        self.adapter_load_time = self._histogram(
-            "weft_adapter_load_seconds",
-            "From such a call to its answer, copying and all workers' loads included.",
-            _DURATION_BUCKETS_S,
-        )
-
     def _add_losses(self) -> None:
         self.retries = self._counter(
             "weft_request_retries", "Submissions repeated on another decode worker."
@@ -243,10 +227,10 @@ class GatewayMetrics:
         self.resumptions = self._counter(
             "weft_request_resumptions", "Streams that had begun and lost their decode worker."
         )
-        self.resume_pause = self._histogram(
+        self.resume_pause = self.histogram(
             "weft_resume_pause_seconds",
             "From the loss of a decode worker to the next token from another one.",
-            _DURATION_BUCKETS_S,
+            DURATION_BUCKETS_S,
         )
         self.session_losses = self._counter(
             "weft_session_losses", "Sessions with decode workers that broke."
@@ -311,7 +295,7 @@ class GatewayMetrics:
         """Adds values read on demand: name -> (documentation, function)."""
         self.registry.register(_Gauges(sources))
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> LoopHistogram:
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> LoopHistogram:
         histogram = self._histogram_class(name, text, buckets)
         self.registry.register(histogram)
         return histogram

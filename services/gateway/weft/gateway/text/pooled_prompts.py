@@ -153,8 +153,9 @@ def _prompt_ahead(wants: Wants, card: ModelCard) -> str:
         chosen = next(choices, None)
         return pooling.default_prompt if chosen is None else pooling.prompts[chosen]
     if wants.prompt_name not in pooling.prompts:
-        known = ", ".join(f"`{name}`" for name in pooling.prompts) or "none"
-        raise invalid("prompt_name", f"the model `{card.name}` has these prompts: {known}")
+        known = ", ".join(f"`{name}`" for name in pooling.prompts)
+        told = f"only the prompts {known}" if known else "no prompts of its own"
+        raise invalid(wants.prompt_field, f"the model `{card.name}` has {told}")
     return pooling.prompts[wants.prompt_name]
 
 

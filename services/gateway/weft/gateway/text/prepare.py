@@ -228,6 +228,11 @@ def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> PreparedPrompt
     return PreparedPrompt(ids=encode_cut(tokenizer, prompt.text, most, add_special_tokens=special))
 
 
+def _is_of_call(message: Mapping[str, Any]) -> bool:
+    """Whether a message makes calls, or is the result of one."""
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
 def _render(model: ModelCard, prompt: ChatPrompt) -> str:
     template, messages = model.template, prompt.messages
     variables = dict(prompt.template_variables)
@@ -239,10 +244,10 @@ def _render(model: ModelCard, prompt: ChatPrompt) -> str:
         messages = tuple(map(_as_system, messages))
     if template.knows_thinking:
         messages = tuple(map(_with_thinking, messages))
-    if not template.takes_tools:
-        messages = tuple(with_described_tools(messages, prompt.tools))
-    elif prompt.tools:
+    if template.takes_tools and prompt.tools:
         variables["tools"] = list(prompt.tools)
+    elif not template.takes_tools and (prompt.tools or any(map(_is_of_call, messages))):
+        messages = tuple(with_described_tools(messages, prompt.tools))
     render = partial(
         template.render,
         add_generation_prompt=prompt.add_generation_prompt,

@@ -554,9 +554,9 @@ type MeshMember struct {
 	// Of a gateway: of the pools of all workers.
 	Pages *PageCounts   `protobuf:"bytes,14,opt,name=pages,proto3" json:"pages,omitempty"`
 	Tiers []*MemberTier `protobuf:"bytes,15,rep,name=tiers,proto3" json:"tiers,omitempty"`
-	// Measured; 0 = not known, or nothing ran lately.
-	PrefillTokensPerSecond float64 `protobuf:"fixed64,16,opt,name=prefill_tokens_per_second,json=prefillTokensPerSecond,proto3" json:"prefill_tokens_per_second,omitempty"`
-	// Of all its requests together; as above.
+	// Measured; 0 = nothing ran lately; absent = the member does not tell.
+	PrefillTokensPerSecond *float64 `protobuf:"fixed64,16,opt,name=prefill_tokens_per_second,json=prefillTokensPerSecond,proto3,oneof" json:"prefill_tokens_per_second,omitempty"`
+	// Of all its requests together; 0 = not known, or nothing ran lately.
 	DecodeTokensPerSecond float64 `protobuf:"fixed64,17,opt,name=decode_tokens_per_second,json=decodeTokensPerSecond,proto3" json:"decode_tokens_per_second,omitempty"`
 	// Chat sessions with pinned pages.
 	Sessions    uint32 `protobuf:"varint,18,opt,name=sessions,proto3" json:"sessions,omitempty"`
@@ -717,8 +717,8 @@ func (x *MeshMember) GetTiers() []*MemberTier {
 }
 
 func (x *MeshMember) GetPrefillTokensPerSecond() float64 {
-	if x != nil {
-		return x.PrefillTokensPerSecond
+	if x != nil && x.PrefillTokensPerSecond != nil {
+		return *x.PrefillTokensPerSecond
 	}
 	return 0
 }
@@ -2296,7 +2296,7 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x1f\n" +
 	"\bfraction\x18\x02 \x01(\x01H\x00R\bfraction\x88\x01\x01\x123\n" +
 	"\aelapsed\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\aelapsedB\v\n" +
-	"\t_fraction\"\xaf\a\n" +
+	"\t_fraction\"\xd2\a\n" +
 	"\n" +
 	"MeshMember\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\x12'\n" +
@@ -2314,12 +2314,12 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x10filling_requests\x18\f \x01(\rR\x0ffillingRequests\x12#\n" +
 	"\rqueued_tokens\x18\r \x01(\rR\fqueuedTokens\x12)\n" +
 	"\x05pages\x18\x0e \x01(\v2\x13.weft.v1.PageCountsR\x05pages\x12)\n" +
-	"\x05tiers\x18\x0f \x03(\v2\x13.weft.v1.MemberTierR\x05tiers\x129\n" +
-	"\x19prefill_tokens_per_second\x18\x10 \x01(\x01R\x16prefillTokensPerSecond\x127\n" +
+	"\x05tiers\x18\x0f \x03(\v2\x13.weft.v1.MemberTierR\x05tiers\x12>\n" +
+	"\x19prefill_tokens_per_second\x18\x10 \x01(\x01H\x00R\x16prefillTokensPerSecond\x88\x01\x01\x127\n" +
 	"\x18decode_tokens_per_second\x18\x11 \x01(\x01R\x15decodeTokensPerSecond\x12\x1a\n" +
 	"\bsessions\x18\x12 \x01(\rR\bsessions\x12!\n" +
 	"\fpinned_pages\x18\x13 \x01(\rR\vpinnedPages\x12\x1e\n" +
-	"\bhit_rate\x18\x14 \x01(\x01H\x00R\ahitRate\x88\x01\x01\x12\x1a\n" +
+	"\bhit_rate\x18\x14 \x01(\x01H\x01R\ahitRate\x88\x01\x01\x12\x1a\n" +
 	"\badapters\x18\x15 \x01(\rR\badapters\x12\x14\n" +
 	"\x05dtype\x18\x16 \x01(\tR\x05dtype\x12#\n" +
 	"\rweight_format\x18\x17 \x01(\tR\fweightFormat\x12\x12\n" +
@@ -2328,7 +2328,8 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"transports\x18\x19 \x03(\tR\n" +
 	"transports\x12\x18\n" +
 	"\anotices\x18\x1a \x03(\tR\anotices\x12\x14\n" +
-	"\x05epoch\x18\x1b \x01(\tR\x05epochB\v\n" +
+	"\x05epoch\x18\x1b \x01(\tR\x05epochB\x1c\n" +
+	"\x1a_prefill_tokens_per_secondB\v\n" +
 	"\t_hit_rate\"\x9e\x02\n" +
 	"\bMeshFlow\x12\x1b\n" +
 	"\tsource_id\x18\x01 \x01(\tR\bsourceId\x12\x1b\n" +

@@ -70,7 +70,7 @@ function numbers(member, kind) {
   if (kind === "gateway") return found;
   if (member.filling_requests) found.push(`${short(member.filling_requests)} fill`);
   const speed = kind === "prefill" ? member.prefill_tokens_per_second : member.decode_tokens_per_second;
-  found.push(`${short(speed)} tok/s`);
+  if (speed !== undefined) found.push(`${short(speed)} tok/s`);
   if (member.hit_rate !== undefined) found.push(`hit ${percent(member.hit_rate)}`);
   return found;
 }

@@ -46,7 +46,7 @@ def check_random_orders(
     prepare(engine, rng)
     pair = EnginePair(engine, [], clock)
     wanted: dict[str, list[int]] = {}
-    manager = engine.adapters.manager
+    manager = engine.adapters
     assert manager is not None
     num_orders = 0
     try:

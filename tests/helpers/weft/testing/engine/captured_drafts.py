@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.executor.drafts.draft_rows import AdapterRows
@@ -103,10 +103,10 @@ def _host_inputs(engine: Engine) -> DeviceInputs:
 
 
 def _parts_of(engine: Engine) -> tuple[EagleDrafter, DraftedModel, LocalExecutor]:
-    drafter, executor = engine.drafting.drafter, engine.pipeline._executor
+    drafter, executor = engine.drafter, engine.pipeline._executor
     if isinstance(drafter, AdaptedDrafter):  # Where drafts are captured there is none.
         drafter.close()
-        engine.drafting.drafter = engine.pipeline._drafter = drafter = drafter._plain
+        engine.drafter = engine.pipeline._drafter = drafter = drafter._plain
         assert isinstance(drafter, EagleDrafter)
         drafter.waits_for_trees = True
     assert isinstance(drafter, EagleDrafter)

@@ -80,7 +80,7 @@ class RecordedSteps(StepGraphs):
 
     def _replay(self, bucket: GraphBucket) -> torch.Tensor:
         # Graphs captured later may have their results where a step has its intermediate ones.
-        drafter = self._engine.drafting.drafter
+        drafter = self._engine.drafter
         if isinstance(drafter, EagleDrafter):
             graphs = drafter._graphs
             if isinstance(graphs, KnownGraphs):

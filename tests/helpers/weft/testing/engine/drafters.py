@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.base.device_copies import Fetched
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.drawing.draws import Drawn
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.executor.step_input import LATE, StepInput
@@ -138,12 +138,12 @@ class KnownGraphs:
         """Chains whose begin the host did not know."""
         self.last = torch.zeros(0, dtype=torch.int64)
         """The drafts made last, whose memory the next step may use."""
-        drafter = engine.drafting.drafter
+        drafter = engine.drafter
         assert isinstance(drafter, EagleDrafter)
         drafter._graphs = self  # type: ignore[assignment]
         plans = engine.scheduler.running_plans
         plans.drafts_on_device = True
-        engine.drafting.gate = plans.gate = RandomGate((0, 1, 2, 3, 5))
+        plans.gate = RandomGate((0, 1, 2, 3, 5))
 
     def forward(self, requests: StepInput, depth: int) -> torch.Tensor:
         """See `ChainGraphs.forward`."""
@@ -211,10 +211,10 @@ class RandomGate(DraftGate):
 
 def speculate(engine: Engine, drafter: KnownDrafter, shapes: Sequence[int | DraftShape]) -> None:
     """Makes an engine that drafts do it like this."""
-    assert engine.drafting.drafter is not None
+    assert engine.drafter is not None
     engine.pipeline._drafter = drafter
     engine.scheduler.running_plans.drafts_on_device = False
-    engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate(shapes)
+    engine.scheduler.running_plans.gate = RandomGate(shapes)
 
 
 def texts_of(

@@ -34,8 +34,8 @@ class WatchedHead:
     """
 
     def __init__(self, engine: Engine, known: KnownDrafter) -> None:
-        assert engine.drafting.drafter is not None
-        self._drafter: Drafter = engine.drafting.drafter
+        assert engine.drafter is not None
+        self._drafter: Drafter = engine.drafter
         self._known = known
         self._tokens = engine.pipeline._executor.known
         self.chains: list[tuple[list[int], list[int]]] = []
@@ -43,7 +43,7 @@ class WatchedHead:
         engine.pipeline._drafter = self
         # These drafts follow from what the host knows.
         engine.scheduler.running_plans.drafts_on_device = False
-        engine.drafting.gate = engine.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
+        engine.scheduler.running_plans.gate = RandomGate((0, 1, 3, 5))
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
@@ -65,7 +65,7 @@ class NotedChains:
     def __init__(self, engine: Engine, gate: DraftGate) -> None:
         self.chains: list[tuple[list[int], list[int]]] = []
         """Tokens so far, and what was drafted behind them."""
-        engine.drafting.gate = engine.scheduler.running_plans.gate = gate
+        engine.scheduler.running_plans.gate = gate
         self._done, engine.pipeline._owner = engine.step_done, self
         self.step_failed = engine.step_failed
 

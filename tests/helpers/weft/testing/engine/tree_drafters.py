@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.base.drafts import DraftTree
+from weft.engine.base.drafts import DraftShape
+from weft.engine.base.token_trees import TokenTree
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
 from weft.engine.executor.step_input import LATE
 from weft.engine.features.speculative.eagle import EagleDrafter
@@ -32,7 +32,7 @@ MIXED = (0, 1, 3, 7, *SHAPES)
 
 def random_tree(
     follows: Sequence[int], num_right: int, num_nodes: int, depth: int, vocab_size: int
-) -> DraftTree:
+) -> TokenTree:
     """A tree no deeper than `depth`, with a text's beginning among wrong branches.
 
     Args:
@@ -58,7 +58,7 @@ def random_tree(
         tokens.append(token)
         parents.append(parent)
         depths.append(depths[parent] + 1)
-    return DraftTree(tokens[1:], parents[1:])
+    return TokenTree(tokens[1:], parents[1:])
 
 
 class TreeDrafter(KnownDrafter):
@@ -113,16 +113,16 @@ class WatchedTrees:
     def __init__(
         self, engine: Engine, known: TreeDrafter, shapes: Sequence[int | DraftShape] = MIXED
     ) -> None:
-        assert engine.drafting.drafter is not None
-        self._drafter, self._known = engine.drafting.drafter, known
+        assert engine.drafter is not None
+        self._drafter, self._known = engine.drafter, known
         self._tokens = engine.pipeline._executor.known
-        self.trees: list[tuple[list[int], VerifyItem, DraftTree]] = []
+        self.trees: list[tuple[list[int], VerifyItem, TokenTree]] = []
         """Tokens so far, what was asked for, and what came."""
         self._page_size = engine.config.page_size
         speculate(engine, known, shapes)
         engine.pipeline._drafter = self
-        assert isinstance(engine.drafting.gate, RandomGate)
-        self._gate = engine.drafting.gate
+        assert isinstance(engine.scheduler.running_plans.gate, RandomGate)
+        self._gate = engine.scheduler.running_plans.gate
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
@@ -132,7 +132,7 @@ class WatchedTrees:
             assert len(tree) <= item.max_drafts
             # Where there are no pages for all levels there are fewer.
             num_places = len(item.request.pages) * self._page_size - item.start - 1
-            if isinstance(tree, DraftTree) and num_places >= self._gate.last.num_places:
+            if isinstance(tree, TokenTree) and num_places >= self._gate.last.num_places:
                 self.trees.append((item.request.tokens[: item.start + 1], item, tree))
         return self._known.draft(items)
 
@@ -220,7 +220,7 @@ class KnownTreeGraphs:
         self._known = engine.pipeline._executor.known
         self.num_late = 0
         """Trees whose begin the host did not know."""
-        drafter = engine.drafting.drafter
+        drafter = engine.drafter
         assert isinstance(drafter, EagleDrafter)
         drafter._tree_graphs = self  # type: ignore[assignment]
         drafter.waits_for_trees = False

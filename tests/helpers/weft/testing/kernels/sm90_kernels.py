@@ -488,7 +488,7 @@ def compile_steps() -> None:
     step_rows.accept_drafts(numbers, step._replace(ancestors=None), verified, known)
     step_requests.expand_decodes(DecodeColumns(*[numbers] * 4), step, known, table, PAGE_SIZE)
     for words in (None, numbers):
-        columns = RaggedColumns(8, 2, 8, 3, has_trees=words is not None, has_requests=True)
+        columns = RaggedColumns(8, 2, 8, 4, has_trees=words is not None, has_requests=True)
         views = columns.views(torch.zeros(columns.num_bytes, dtype=torch.uint8))
         step_requests.expand_requests(views, table, PAGE_SIZE, 3)
     *_, paths = tree_rows.accept_trees(numbers, step, verified, known)

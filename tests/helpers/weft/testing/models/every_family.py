@@ -46,6 +46,15 @@ def write_model(name: str, path: Path, seed: int, **fields: Any) -> Any:
     return load_reference(make_family(name, path, seed, **fields))
 
 
+def missing_type(name: str) -> str:
+    """Why a family's models cannot be made: transformers lacks their model type. Else empty."""
+    import transformers
+
+    kind, _ = OF_REFERENCES.get(name) or FAMILIES[name]
+    has_it = kind in transformers.CONFIG_MAPPING
+    return "" if has_it else f"transformers {transformers.__version__} has no {kind}"
+
+
 def load_reference(path: Path) -> Any:
     """A model directory in transformers, float32."""
     import transformers

@@ -68,6 +68,15 @@ def to_ling(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+def to_ling_adapter(path: Path) -> Path:
+    """Rewrites an adapter of GLM-4.5's output projections as Ling's; returns its directory."""
+    config = json.loads((path / "adapter_config.json").read_text()) | {"target_modules": ["dense"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    file, ours, lings = path / "adapter_model.safetensors", "self_attn.o_proj", "attention.dense"
+    save_file({name.replace(ours, lings): t for name, t in load_file(file).items()}, file)
+    return path
+
+
 def is_ling(path: Path) -> bool:
     """Whether a directory has Ling's files."""
     named = json.loads((path / "config.json").read_text()).get("architectures")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from weft.engine.base.request import TokenLogprob
 from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.engine.loop.engine import Engine
@@ -17,6 +16,7 @@ from weft.engine.loop.llm import GeneratedSample, to_error
 from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.protocol.messages import Inbox
 from weft.testing.models.choices import NEAR_TIE, Choices, check_choices, where_experts_are_sure
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_adapters import peft_model
 
 BASE = b""
@@ -49,8 +49,7 @@ class PeftModels:
     def __init__(self, model_dir: Path, folder: Path) -> None:
         self.model_dir = model_dir
         self._folder = folder
-        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self._models = {BASE: base.eval()}
+        self._models = {BASE: load_reference(model_dir)}
         self.directories: dict[bytes, Path] = {}
 
     @property
@@ -171,7 +170,7 @@ def order(engine: Engine, message: AdapterOrder, timeout_s: float = 60.0) -> Non
 
 def unload_all(engine: Engine) -> None:
     """Unloads all adapters, and checks that nothing of them is left."""
-    manager = engine.adapters.manager
+    manager = engine.adapters
     assert manager is not None
     for state in manager.states():
         unload(engine, state.digest)

@@ -34,11 +34,9 @@ def peft_model(
         **settings: Of `peft.LoraConfig`.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from weft.testing.models.every_family import load_reference
 
-    base = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="eager"
-    )
+    base = load_reference(model_dir)
     if resize is not None:
         base.resize_token_embeddings(resize, mean_resizing=False)
     model = get_peft_model(base, LoraConfig(**{"target_modules": "all-linear", **settings}))

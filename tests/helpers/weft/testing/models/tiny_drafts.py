@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.model.adapters.draft_adapter import MODULES
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.draft_adapter import MODULES
 from weft.engine.model.heads.draft_head import load_draft_head
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.testing.models.choices import NEAR_TIE

@@ -99,15 +99,12 @@ class AdapterBench:
         self.slots: dict[int, DevicePlace] = {}
         self.manager = AdapterManager(limits, self, lambda: None)
         self.replies: dict[int, WeftError | None] = {}
-        self.failed: list[tuple[bytes, WeftError]] = []
-        self._scheduler: Scheduler | None = None
         self._num_orders = 0
         self._told: dict[bytes, AdapterState] = {}
 
     def attach(self, scheduler: Scheduler) -> None:
         """Takes the scheduler that asks for adapters."""
-        self._scheduler = scheduler
-        self.manager.attach(scheduler.waitlist, self)
+        self.manager.attach(scheduler.waitlist, self, scheduler.finish)
 
     # -- what the manager asks for ---------------------------------------------------------------
 
@@ -126,17 +123,10 @@ class AdapterBench:
             for row in rows:
                 self.content[kind][row] = weights.digest
 
-    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
-        """See `AdapterOwner.adapter_ordered`."""
+    def adapter_reply(self, query: int, error: WeftError | None) -> None:
+        """See `AdapterOwner.adapter_reply`."""
         assert query not in self.replies, "an order is answered once"
         self.replies[query] = error
-
-    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
-        """See `AdapterOwner.adapter_failed`."""
-        assert self._scheduler is not None
-        self.failed.append((digest, error))
-        for request in self._scheduler.waitlist.waiting_for(digest):
-            self._scheduler.finish(request, error)
 
     # -- what tests do ---------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.base.drafts import DraftTree
+from weft.engine.base.drafts import DraftShape
+from weft.engine.base.token_trees import TokenTree
 from weft.engine.scheduler.plan import Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request
@@ -132,13 +132,13 @@ class DraftMachine:
             run.request.num_computed += len(run.tokens)
 
 
-def comb(shape: DraftShape) -> DraftTree:
+def comb(shape: DraftShape) -> TokenTree:
     """A tree whose likeliest chain of 1s has a 2 beside each; others are 3s behind the root."""
     parents = [*range(shape.depth), *range(shape.depth)]
     tokens = [1] * shape.depth + [2] * shape.depth
     others = shape.num_drafts - len(tokens)
     tokens, parents = tokens + [3] * others, parents + [0] * others
-    return DraftTree(tokens[: shape.num_drafts], parents[: shape.num_drafts])
+    return TokenTree(tokens[: shape.num_drafts], parents[: shape.num_drafts])
 
 
 class FixedGate(DraftGate):

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.running import MAX_DRAFTED_BESIDE

@@ -388,8 +388,8 @@ class Bench:
         items = list(plan)
         pages = [list(item.request.pages) for item in items]
         slots = np.zeros(len(items), np.int64)
-        if plan.adapter_slots is not None:
-            slots[: len(plan.decodes)] = plan.adapter_slots
+        if plan.columns is not None and plan.columns.adapter_slots is not None:
+            slots[: len(plan.decodes)] = plan.columns.adapter_slots
         slots[len(plan.decodes) :] = [item.request.adapter_slot for item in plan.chunks]
         digests = [item.request.adapter for item in items]
         assert [bool(slot) for slot in slots] == [bool(digest) for digest in digests]

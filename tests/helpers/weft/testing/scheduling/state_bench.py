@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 import torch
 from weft.engine.base.arrays import Int64Array
-from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import DraftShape
 from weft.engine.base.pages import PageCopy
 from weft.engine.drawing.encode import step_input
 from weft.engine.executor.block_pool import BlockPool
@@ -238,9 +238,9 @@ class StateBench:
         most = limits.max_running_requests
         most_late = max_drafts if drafts and self.is_on_device else 0
         blocks = self.blocks, self.index
-        self.states = StateBlocks(*blocks, PAGE, checkpoint_tokens, most, most_late)
+        self.states = StateBlocks(*blocks, PAGE, checkpoint_tokens, most, 1 + most_late)
         self.states.watch(self._reached, self.told.remove)
-        rows = num_ring_rows(PAGE, max_drafts)
+        rows = num_ring_rows(PAGE, 1 + max_drafts)
         self.device = StateMemory(PLANE, num_blocks, most, rows, torch.device("cpu"))
         self.device.poison(range(1, num_blocks))
         for ring in self.device.pools.rings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.engine.base.token_ids import token_ids
 from weft.engine.protocol.fills import FillCommand
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
 
@@ -37,7 +38,7 @@ def fill_handle(
         namespace=bytes(32),
         cache_salt="",
         page_size=page_size,
-        tokens=[1, 2, 3, 4],
+        tokens=token_ids([1, 2, 3, 4]),
         start_token=0,
         end_token=4,
         pages=list(range(1, 1 + 4 // page_size)),

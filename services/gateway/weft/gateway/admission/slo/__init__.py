@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.gateway.admission.slo.forecast import Forecast, LatencyForecaster
 from weft.gateway.admission.slo.gate import AdmissionRequest, LatencyGate
-from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
+from weft.gateway.request import NO_TARGETS, Targets
 
 __all__ = [
     "NO_TARGETS",

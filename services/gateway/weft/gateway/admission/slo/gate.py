@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from weft.engine.base.errors import TargetUnattainable
 from weft.gateway.admission.fair_queue import TenantFairQueue
 from weft.gateway.admission.slo.forecast import Forecast, LatencyForecaster
-from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
+from weft.gateway.request import NO_TARGETS, Targets
 from weft.gateway.routing import RoutingRequest
 
 _MIN_RETRY_S = 1.0

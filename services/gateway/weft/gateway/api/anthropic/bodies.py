@@ -54,7 +54,7 @@ class ToolBody(StrictPart):
     eager_input_streaming: bool | None = Field(None, description="accepted, without effect")
     input_examples: Any = Field(None, description="not supported")
     defer_loading: bool | None = Field(None, description="not supported")
-    allowed_callers: list[str] | None = Field(None, description="only `direct`")
+    allowed_callers: Few[str] | None = Field(None, description="only `direct`")
 
 
 class ToolChoiceBody(StrictPart):

@@ -12,7 +12,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.rpc.breaker import BreakerState
 from weft.engine.base.request import Constraint, Reasoning
 from weft.gateway.admission.authenticate import current_tenant
-from weft.gateway.admission.slo.targets import Targets
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest
 from weft.gateway.api.end_session import end_session
@@ -38,6 +37,7 @@ from weft.gateway.request import (
     Prompt,
     Sampling,
     Stopping,
+    Targets,
     TextPrompt,
     TokenPrompt,
 )

@@ -246,16 +246,6 @@ class ModelAnswer(Answer):
     )
 
 
-class AdapterAnswer(Answer):
-    """An adapter that was loaded or unloaded."""
-
-    status: Literal["success"]
-    message: str
-    id: str = Field(description="its name")
-    parent: str = Field(description="its base model")
-    digest: str = Field(description="of its content, 64 hex digits")
-
-
 class EndSessionAnswer(Answer):
     """Body of the answer to POST /v1/end_session."""
 

@@ -28,17 +28,21 @@ _CONFIG = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected
 _MAX_PARTS = 1024
 
 
-def _few_entries(value: object) -> object:
+def few_entries(most: int) -> BeforeValidator:
     """Limits the number of entries before they are validated: a mapping would collect an error for
     each.
     """
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise PydanticCustomError(
-            "too_long",
-            "at most {max_length} entries",
-            {"max_length": MAX_LOGIT_BIAS, "actual_length": len(value)},
-        )
-    return value
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError(
+                "too_long",
+                "at most {max_length} entries",
+                {"max_length": most, "actual_length": len(value)},
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
 def _one_choice(value: object) -> object:
@@ -85,7 +89,7 @@ StopIds = Annotated[
 ]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-LogitBias = Annotated[dict[str, float], BeforeValidator(_few_entries)]
+LogitBias = Annotated[dict[str, float], few_entries(MAX_LOGIT_BIAS)]
 
 
 class Body(BaseModel):
@@ -464,29 +468,6 @@ class DetokenizeBody(Body):
     """Body of POST /detokenize, as vLLM's."""
 
     tokens: Ids = Field(description="token ids")
-
-
-class LoadAdapterBody(Body):
-    """Body of POST /v1/load_lora_adapter, as vLLM's."""
-
-    model: str | None = Field(None, description="base model; may be absent where there is one")
-    lora_name: str = Field(description="what requests will call it")
-    base_model_name: str | None = Field(None, description="another name of `model`")
-    lora_path: str = Field(description="folder of a PEFT adapter, relative to the adapter root")
-    load_inplace: bool | None = Field(
-        None, description="replace other content of that name; default false"
-    )
-    pinned: bool | None = Field(None, description="keep it on the device; default false")
-    lenient: bool | None = Field(
-        None, description="leave out what of it cannot be applied; default false"
-    )
-
-
-class UnloadAdapterBody(Body):
-    """Body of POST /v1/unload_lora_adapter, as vLLM's."""
-
-    model: str | None = Field(None, description="not used")
-    lora_name: str = Field(description="what requests call it")
 
 
 class EndSessionBody(Body):

@@ -7,6 +7,7 @@ Bounds that depend on the model, on other fields or on bytes are in the fields' 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from weft.engine.base.request import (
@@ -16,7 +17,7 @@ from weft.engine.base.request import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S
+from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_LOGIT_BIAS,
@@ -28,8 +29,8 @@ from weft.gateway.validate import (
 )
 
 Keywords = dict[str, Any]
+Bounds = Mapping[str, Mapping[str, Keywords]]
 _CLIENT_ID = r"^[A-Za-z0-9._:-]{0,64}$"
-_ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 _FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 
@@ -113,8 +114,6 @@ BOUNDS: Mapping[str, Mapping[str, Keywords]] = {
         },
         "logprobs": _range(0, MAX_TOP_LOGPROBS),
     },
-    "LoadAdapterBody": {"lora_name": {"pattern": _ADAPTER_NAME}, "lora_path": {"minLength": 1}},
-    "UnloadAdapterBody": {"lora_name": {"pattern": _ADAPTER_NAME}},
     "TokenizeBody": {"messages": {"minItems": 1}},
     "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
     "EndSessionBody": {
@@ -190,13 +189,14 @@ TOGETHER: Mapping[str, list[Keywords]] = {
 """Conditions between fields of a body."""
 
 
-def state_bounds(schemas: Mapping[str, Any]) -> None:
+def state_bounds(schemas: Mapping[str, Any], *more: Bounds) -> None:
     """Adds the bounds to the schemas of bodies, in place.
 
     Args:
         schemas: Pydantic's schemas by name.
+        more: Bounds beside those of this module.
     """
-    for model, fields in BOUNDS.items():
+    for model, fields in chain(BOUNDS.items(), *(one.items() for one in more)):
         for name, keywords in fields.items():
             _add(schemas[model]["properties"][name], keywords)
     for model, rules in TOGETHER.items():

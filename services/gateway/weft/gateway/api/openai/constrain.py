@@ -19,6 +19,15 @@ _UNSUPPORTED = {
 """Fields of `structured_outputs` that would change the output, by name."""
 
 
+CONSTRAINING = frozenset(
+    (
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("response_format", "structured_outputs"),
+    )
+)
+"""Fields of a body that may hold a constraint."""
+
+
 class GivenConstraint(NamedTuple):
     """A constraint and the field in which the client gave it."""
 

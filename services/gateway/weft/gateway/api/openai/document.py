@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from weft.gateway.api.document import dialect_paths
-from weft.gateway.api.openai import answers, bodies
+from weft.gateway.api.openai import adapters, answers, bodies
 from weft.gateway.api.openai.bounds import state_bounds
 from weft.gateway.api.server.version import version
 
@@ -35,18 +35,7 @@ _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] |
         None,
     ),
     "/tokenize": ("Text to token ids.", bodies.TokenizeBody, answers.TokenizeAnswer, None),
-    "/v1/load_lora_adapter": (
-        "Loads a LoRA adapter on all workers.",
-        bodies.LoadAdapterBody,
-        answers.AdapterAnswer,
-        None,
-    ),
-    "/v1/unload_lora_adapter": (
-        "Takes a LoRA adapter away.",
-        bodies.UnloadAdapterBody,
-        answers.AdapterAnswer,
-        None,
-    ),
+    **adapters.POSTS,
     "/v1/end_session": (
         "Ends a chat: no worker keeps anything for it any more.",
         bodies.EndSessionBody,
@@ -108,7 +97,7 @@ def openapi_document() -> dict[str, Any]:
             ]
         paths[path] = {method: operation}
     _, schemas = models_json_schema(modes, ref_template=_REF)
-    state_bounds(schemas["$defs"])
+    state_bounds(schemas["$defs"], adapters.BOUNDS)
     more_paths, more_schemas = dialect_paths()
     return {
         "openapi": "3.1.0",

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cached_property
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from weft.common.adapters.manifest import Entry
-from weft.engine.base.errors import Draining, PeerUnavailable, RequestNotFound, WeftError
+from weft.engine.base.errors import Draining, PeerUnavailable, RequestNotFound
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
+from weft.gateway.api.openai.adapters import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    adapter_json,
+    as_in_the_body,
+    load_order,
+)
 from weft.gateway.api.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     EndSessionBody,
     GenerationBody,
-    LoadAdapterBody,
     TokenizeBody,
-    UnloadAdapterBody,
 )
 from weft.gateway.api.openai.chunks import (
     DONE,
@@ -42,7 +45,6 @@ from weft.gateway.api.openai.translate import (
     chat_request,
     completion_request,
     is_echo_alone,
-    load_order,
     tokenize_prompt,
 )
 from weft.gateway.catalogue import Catalogue, ResolvedModel
@@ -262,19 +264,19 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self._adapters.check_caller()
         body, order = await self._bodies.parse(LoadAdapterBody, request.data, load_order)
         is_renamed = bool(body.base_model_name and not body.model)
-        with _as_in_the_body("base_model_name" if is_renamed else "model"):
+        with as_in_the_body("base_model_name" if is_renamed else "model"):
             order = replace(order, timeout_s=context.time_remaining())
             entry = await self._adapters.load_order(order)
         left_out = {"left_out": self._adapters.left_out(entry)} if entry.is_lenient else {}
-        return _json(_adapter_json(entry, "loaded") | left_out)
+        return _json(adapter_json(entry, "loaded") | left_out)
 
     async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         self._adapters.check_caller()
         body, _ = await self._bodies.parse(UnloadAdapterBody, request.data, lambda body: None)
-        with _as_in_the_body():
+        with as_in_the_body():
             entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
-        return _json(_adapter_json(entry, "unloaded"))
+        return _json(adapter_json(entry, "unloaded"))
 
     async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
@@ -341,34 +343,6 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
         "parent": None if entry is None else entry.model,
         "default_sampling_params": asdict(served.model.sampling),
         "task": served.task,
-    }
-
-
-@contextmanager
-def _as_in_the_body(model: str = "model") -> Iterator[None]:
-    """Translates the names of fields in errors to those of an adapter call's body.
-
-    Args:
-        model: The body's field that names the base model.
-    """
-    names = {"name": "lora_name", "path": "lora_path", "model": model}
-    try:
-        yield
-    except WeftError as error:
-        if error.param in names:
-            name = names[error.param]
-            error.message = error.message.replace(f"{error.param}: ", f"{name}: ", 1)
-            error.param = name
-        raise
-
-
-def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
-    return {
-        "status": "success",
-        "message": f"the adapter `{entry.name}` is {what}",
-        "id": entry.name,
-        "parent": entry.model,
-        "digest": entry.digest,
     }
 
 

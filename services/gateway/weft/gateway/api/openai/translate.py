@@ -7,21 +7,18 @@ from dataclasses import replace
 from typing import Any, cast
 
 from weft.engine.base.request import MAX_TOP_LOGPROBS, Constraint
-from weft.gateway.adapters.manager import LoadOrder
-from weft.gateway.admission.slo.targets import Targets
 from weft.gateway.api.edge import CallFacts, check_client_id, earliest, given_sampling
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
     ChatBody,
     CompletionBody,
     GenerationBody,
-    LoadAdapterBody,
     Message,
     TokenizeBody,
     ToolBody,
     ToolChoiceBody,
 )
-from weft.gateway.api.openai.constrain import GivenConstraint, constraint_of
+from weft.gateway.api.openai.constrain import CONSTRAINING, GivenConstraint, constraint_of
 from weft.gateway.api.tools import NO_TOOLS, ToolUse, check_tools, only_tools, past_call, use_tools
 from weft.gateway.request import (
     ChatPrompt,
@@ -29,6 +26,7 @@ from weft.gateway.request import (
     Prompt,
     Sampling,
     Stopping,
+    Targets,
     TextPrompt,
     TokenPrompt,
 )
@@ -72,7 +70,22 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     tokens = body.max_completion_tokens
-    prompt = chat_prompt(body)
+    prompt, tool_use = chat_prompt(body), NO_TOOLS
+    if body.tools or body.tool_choice is not None:
+        prompt, tool_use = _chosen_tools(body, prompt)
+    return _request(
+        body,
+        facts,
+        prompts=(prompt,),
+        tool_use=tool_use,
+        max_tokens=body.max_tokens if tokens is None else tokens,
+        max_tokens_param="max_tokens" if tokens is None else "max_completion_tokens",
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def _chosen_tools(body: ChatBody, prompt: ChatPrompt) -> tuple[ChatPrompt, ToolUse]:
+    """The prompt with the tools that the body's choice leaves, and what the answer may be."""
     choice = body.tool_choice
     if choice == "none":
         prompt = replace(prompt, tools=())
@@ -80,20 +93,13 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
         allowed, choice = choice.allowed_tools, choice.allowed_tools.mode
         names = [one.function.name for one in allowed.tools]
         prompt = replace(prompt, tools=only_tools(prompt.tools, names))
-    return _request(
-        body,
-        facts,
-        prompts=(prompt,),
-        tool_use=use_tools(
-            prompt.tools,
-            choice.function.name if isinstance(choice, ToolChoiceBody) else choice or "auto",
-            is_named=isinstance(choice, ToolChoiceBody),
-            most=1 if body.parallel_tool_calls is False else None,
-        ),
-        max_tokens=body.max_tokens if tokens is None else tokens,
-        max_tokens_param="max_tokens" if tokens is None else "max_completion_tokens",
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    tool_use = use_tools(
+        prompt.tools,
+        choice.function.name if isinstance(choice, ToolChoiceBody) else choice or "auto",
+        is_named=isinstance(choice, ToolChoiceBody),
+        most=1 if body.parallel_tool_calls is False else None,
     )
+    return prompt, tool_use
 
 
 def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateRequest:
@@ -167,7 +173,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         add_generation_prompt=add_prompt,
         continue_final_message=continues,
         template_variables={**_effort(body), **variables},
-        tools=check_tools([_tool(tool) for tool in body.tools or ()]),
+        tools=check_tools([_tool(tool) for tool in body.tools]) if body.tools else (),
     )
 
 
@@ -185,7 +191,8 @@ def _request(
 ) -> GenerateRequest:
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported("best_of", "choosing among more answers than n")
-    constraint = constraint_of(body)
+    is_free = body.model_fields_set.isdisjoint(CONSTRAINING)
+    constraint = None if is_free else constraint_of(body)
     if constraint is not None and tool_use.constraint is not None and not _is_format(constraint):
         raise invalid(
             constraint.param,
@@ -262,24 +269,6 @@ def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | No
         return (echoed if listed is None else listed), param
     check_range(param, listed, 0, MAX_TOP_LOGPROBS)  # The number of the other field may be larger.
     return max(listed, echoed), param
-
-
-def load_order(body: LoadAdapterBody) -> LoadOrder:
-    """The load order that a body contains.
-
-    Raises:
-        InvalidRequest: It names two base models.
-    """
-    if body.model and body.base_model_name and body.model != body.base_model_name:
-        raise invalid("base_model_name", "contradicts model; give one of them")
-    return LoadOrder(
-        name=body.lora_name,
-        path=body.lora_path,
-        model=body.model or body.base_model_name or "",
-        replaces=bool(body.load_inplace),
-        is_pinned=bool(body.pinned),
-        is_lenient=bool(body.lenient),
-    )
 
 
 def _targets(body: GenerationBody) -> Targets:

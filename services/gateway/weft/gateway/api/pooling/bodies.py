@@ -145,7 +145,7 @@ class CohereEmbedBody(PoolBody):
         description="the model's prompt of this name goes ahead of texts, or its prompts `query`, "
         "and `document` or `passage`, where it has them",
     )
-    embedding_types: list[Literal["float", "base64"]] | None = Field(
+    embedding_types: Inputs[Literal["float", "base64"]] | None = Field(
         None, description="default float"
     )
     truncate: Literal["NONE", "END"] | None = Field(

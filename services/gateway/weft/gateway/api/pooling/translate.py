@@ -68,6 +68,7 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
         normalises=body.normalize,
         truncate_tokens=_cut(body),
         prompt_name=body.prompt_name or body.input_type,
+        prompt_field="prompt_name" if body.prompt_name else "input_type",
     )
     return _request(body, facts, _inputs(body), wants)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
-from weft.gateway.api.openai.bodies import LogitBias
+from weft.gateway.api.openai.bodies import LogitBias, few_entries
 
 _MAX_METADATA = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
@@ -17,6 +17,7 @@ Metadata = Annotated[
         Annotated[str, Field(max_length=_MAX_VALUE_CHARS)],
     ],
     Field(max_length=_MAX_METADATA),
+    few_entries(_MAX_METADATA),
 ]
 
 

@@ -1,11 +1,11 @@
-"""Keeps on the device the tokens drawn in a step, as input of later steps."""
+"""Keeps on the device what a step accepts of its drafts, as input of later steps."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import torch
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts, keep_tokens
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts
 from weft.kernels.tree_rows import accept_trees, move_paths
 
 
@@ -16,8 +16,8 @@ class KeptStates(Protocol):
         """Keeps the states of `rows` [V] int64 of the last forward pass for `slots` [V] int64."""
 
 
-class TokenKeeper:
-    """Makes drawn tokens the last tokens of their slots, and keeps accepted drafts.
+class DraftKeeper:
+    """Keeps accepted drafts, and makes the token behind them the last one of its slot.
 
     Args:
         known: Tokens by slot, which this class writes.
@@ -26,13 +26,9 @@ class TokenKeeper:
     """
 
     def __init__(self, known: SlotTokens, pool: torch.Tensor, states: KeptStates | None) -> None:
-        self._known = known
+        self.known = known
         self._pool = pool
         self._states = states
-
-    def keep(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keeps tokens ([L] int64, negative where there is none) of slots ([L] int64)."""
-        keep_tokens(tokens, slots, self._known)
 
     def accept(self, tokens: torch.Tensor, step: StepRows, verified: Verified) -> None:
         """Accepts the drafts of a step as far as they equal the tokens drawn.
@@ -43,9 +39,9 @@ class TokenKeeper:
             verified: The step's requests with drafts.
         """
         if step.ancestors is None:
-            last_rows, slots = accept_drafts(tokens, step, verified, self._known)
+            last_rows, slots = accept_drafts(tokens, step, verified, self.known)
         else:
-            last_rows, slots, paths = accept_trees(tokens, step, verified, self._known)
+            last_rows, slots, paths = accept_trees(tokens, step, verified, self.known)
             move_paths(self._pool, step.places, verified.rows, paths)
         if self._states is not None:
             self._states.keep_accepted(last_rows, slots)
