@@ -70,6 +70,7 @@ BOUNDS: Mapping[str, Bound] = {
     "prefill_chunk_tokens": Bound(ge=1),
     "inter_token_target_s": Bound(gt=0),
     "step_lead_s": Bound(ge=0),
+    "stream_interval_s": Bound(ge=0, le=1),
     "shared_step_tokens": Bound(ge=1),
     "last_piece_tokens": Bound(ge=0),
     "first_token_weight": Bound(ge=0, le=1e6),
@@ -203,6 +204,11 @@ class EngineConfig:
     a step of running requests at which the engine begins the next step, in addition to the host's
     own time. Requests that arrive before take part in the next step. With a value longer than a
     step the next step begins at once.
+    """
+    stream_interval_s: float | None = 0.0
+    """Seconds for which next tokens of samples may gather before they leave the engine. None: on a
+    GPU 0; on a CPU by the number of samples and the processor time of their steps
+    (`weft.engine.loop.stream_pace`).
     """
     scheduling_policy: PolicyName = "fcfs"
     """Order in which waiting requests are admitted (`weft.engine.scheduler.policies`)."""

@@ -31,12 +31,14 @@ from weft.engine.loop.recurrent import BlocksInPages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
+from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.tiers import make_tiers
 from weft.engine.loop.windows import StoredWindows, WindowsInPages
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import LeaseReply, StagingCounts
 from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.reports import QUIET_REPORT_S
 from weft.engine.protocol.submits import Ping, Pong, Submit
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
@@ -61,7 +63,7 @@ logger = logging.getLogger(__name__)
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
 IDLE_S = 0.1
-"""Longest time between two turns."""
+"""Longest time between two turns, unless nothing happens (`QUIET_REPORT_S`)."""
 STANDSTILL_S = 0.001
 """Longest time between two turns while requests wait for what no message announces."""
 ARRIVAL_POLL_S = 2e-4
@@ -186,7 +188,13 @@ class Engine:
         self.is_draining = False
         self.ran_step = False
         """Whether the last turn began or completed a step."""
+        interval_s = config.stream_interval_s
+        if interval_s is None and self._executor.is_asynchronous:
+            interval_s = 0.0
+        self._pace = StreamPace(interval_s, clock)
         self._expire_at = self._report_at = 0.0
+        self._is_reported = False
+        """Whether the last turn reported the load, so that nothing has happened since."""
 
     def _watch_pages(self) -> None:
         """Lets gateways know of the pages that are cached or evicted."""
@@ -335,7 +343,9 @@ class Engine:
             return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
             return STANDSTILL_S
-        return EXPIRY_INTERVAL_S if self.fills.num_open else IDLE_S
+        if self.fills.num_open:
+            return EXPIRY_INTERVAL_S
+        return QUIET_REPORT_S if self._is_reported and self.is_idle else IDLE_S
 
     def arrival_poll_s(self) -> float | None:
         """Interval in seconds at which a resting caller asks `has_arrived`; None: not at all."""
@@ -392,12 +402,16 @@ class Engine:
                 # Loads run beside steps, so the device must have poisoned the pages before one
                 # begins.
                 self._executor.mark().wait()
-        if now >= self._report_at or (inbox is not None and wants_report(inbox)):
+        goes = self._pace.goes(self._out.gather(), len(self.scheduler.running))
+        is_due = goes and now >= self._report_at
+        self._is_reported = is_due or (inbox is not None and wants_report(inbox))
+        if self._is_reported:
             self._report_at = now + REPORT_INTERVAL_S
             self._out.outbox.load = load_report(self)
-        self._out.outbox.kv_changes = self._kv_events.take()
+        if goes:
+            self._out.outbox.kv_changes = self._kv_events.take()
         self.pipeline.host_rests()
-        return self._out.take()
+        return self._out.take(with_batches=goes)
 
     def close(self) -> None:
         """Ends the transport's threads and agents, and the compiler of constraints."""

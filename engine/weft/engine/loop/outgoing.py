@@ -41,17 +41,31 @@ class Outgoing:
     def __init__(self) -> None:
         self._outbox = Outbox()
         self._gateways: dict[int, GatewayBatch] = {}
+        self._gathered: list[GatewayBatch] = []
+        """Batches of earlier turns, oldest first."""
 
     @property
     def outbox(self) -> Outbox:
         """The outbox for messages that belong to no gateway."""
         return self._outbox
 
-    def take(self) -> Outbox:
-        """Returns what was collected and starts a new collection."""
-        taken = self._outbox
-        taken.gateways = list(self._gateways.values())
-        self._outbox, self._gateways = Outbox(), {}
+    def gather(self) -> list[GatewayBatch]:
+        """Ends the batches of a turn; returns them behind those of earlier turns, which `take`
+        left.
+        """
+        self._gathered += self._gateways.values()
+        self._gateways = {}
+        return self._gathered
+
+    def take(self, *, with_batches: bool) -> Outbox:
+        """Returns what was collected and starts a new collection.
+
+        Args:
+            with_batches: Whether the gathered batches are part of it, or stay.
+        """
+        taken, self._outbox = self._outbox, Outbox()
+        if with_batches:
+            taken.gateways, self._gathered = self._gathered, []
         return taken
 
     def gateway(self, gateway: int) -> GatewayBatch:

@@ -9,6 +9,9 @@ from weft.engine.memory.layout import StatePlane
 from weft.engine.protocol.adapters import AdapterState
 from weft.engine.protocol.fills import StagingCounts
 
+QUIET_REPORT_S = 0.5
+"""Seconds between the reports of an engine in which nothing happens."""
+
 
 @dataclass(slots=True, kw_only=True)
 class TierReport:
@@ -53,7 +56,9 @@ class StateCounts:
 
 @dataclass(slots=True, kw_only=True)
 class LoadReport:
-    """The engine's state, sent every 100 ms and after changes of note."""
+    """The engine's state, sent every 100 ms, after changes of note, and less often by an engine in
+    which nothing happens.
+    """
 
     running_requests: int
     waiting_requests: int

@@ -220,6 +220,13 @@ class GatewayBatch:
     failed: list[Failed] = field(default_factory=list)
     pongs: list[Pong] = field(default_factory=list)
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether there is nothing but tokens, each of which follows one that was told before."""
+        if self.accepted or self.prompt_logprobs or self.vectors or self.preempted:
+            return False
+        return not (self.has_first_tokens or self.finished or self.failed or self.pongs)
+
     def all_tokens(self) -> Iterator[Tokens]:
         """Yields `tokens`, then the tokens of `columns`."""
         yield from self.tokens

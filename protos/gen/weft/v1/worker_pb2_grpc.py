@@ -84,7 +84,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """Sends a report at once and then at the interval asked for.
+        """Sends a report at once and then at the interval asked for, or less often while nothing happens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class WorkerServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
     """Returns constant facts about the worker, fixed for one epoch."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
-    """Sends a report at once and then at the interval asked for."""
+    """Sends a report at once and then at the interval asked for, or less often while nothing happens."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Makes the worker refuse new work and hand back waiting requests. After the time-out running
     requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
@@ -65,7 +65,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns constant facts about the worker, fixed for one epoch."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """Sends a report at once and then at the interval asked for."""
+    """Sends a report at once and then at the interval asked for, or less often while nothing happens."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Makes the worker refuse new work and hand back waiting requests. After the time-out running
     requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
@@ -103,7 +103,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchLoadResponse], _abc.AsyncIterator[_worker_pb2.WatchLoadResponse]]:
-        """Sends a report at once and then at the interval asked for."""
+        """Sends a report at once and then at the interval asked for, or less often while nothing happens."""
 
     @_abc_1.abstractmethod
     def Drain(

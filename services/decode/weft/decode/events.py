@@ -97,13 +97,6 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
     return merged
 
 
-def has_next_tokens_alone(batch: GatewayBatch) -> bool:
-    """Whether a batch has nothing but tokens, each of which follows one that was told before."""
-    if batch.accepted or batch.prompt_logprobs or batch.vectors or batch.preempted:
-        return False
-    return not (batch.has_first_tokens or batch.finished or batch.failed or batch.pongs)
-
-
 def _follows(tokens: Tokens, known: Tokens) -> bool:
     """Whether one entry can hold both, since all of its tokens have log-probabilities or
     none has.

@@ -29,17 +29,15 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     Args:
         context: Parts of the worker.
-        stream_interval_s: See `Session`.
     """
 
     name = "weft.v1.DecodeService"
 
-    def __init__(self, context: WorkerContext, stream_interval_s: float = 0.0) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         settings = context.settings
         self._engine = context.engine
         self._info = context.info
         self._worker_id = context.worker_id
-        self._stream_interval_s = stream_interval_s
         self._spans = RequestSpans(context.tracer)
         self._ledger: Ledger | None = None
         if settings.crash_dir is not None:
@@ -64,12 +62,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         number = next(self._numbers)
         ping_interval_s = first.hello.ping_interval.ToNanoseconds() / 1e9
         session = self._sessions[number] = Session(
-            number,
-            self._engine,
-            self._worker_id,
-            self._on_submit,
-            ping_interval_s,
-            self._stream_interval_s,
+            number, self._engine, self._worker_id, self._on_submit, ping_interval_s
         )
         welcome = decode_pb2.SessionEvent.Welcome(
             worker_id=self._worker_id, worker_epoch=self._info.epoch

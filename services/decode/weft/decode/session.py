@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ import grpc
 from weft.common.worker.engine_client import EngineClient
 from weft.decode.assembly import Assembly
 from weft.decode.convert import MAX_ID_BYTES, submit_from_proto
-from weft.decode.events import batch_to_proto, has_next_tokens_alone, merge_batches
+from weft.decode.events import batch_to_proto, merge_batches
 from weft.engine.base import faults
 from weft.engine.base.errors import (
     DeadlineExceeded,
@@ -52,7 +50,6 @@ class Session:
         worker_id: str,
         on_submit: Callable[[decode_pb2.Submit, Submit], None],
         ping_interval_s: float,
-        stream_interval_s: float = 0.0,
     ) -> None:
         """Creates the session; nothing is read or written yet.
 
@@ -62,19 +59,14 @@ class Session:
             worker_id: Id of this worker.
             on_submit: Called with each request that goes to the engine, which it may change.
             ping_interval_s: Interval of the gateway's pings.
-            stream_interval_s: Shortest time between two messages of which the second has nothing
-                but next tokens.
         """
         self._number = number
         self._engine = engine
         self._worker_id = worker_id
         self._on_submit = on_submit
         self._silence_timeout_s = max(SILENCE_TIMEOUT_S, MISSED_PINGS * ping_interval_s)
-        self._stream_interval_s = stream_interval_s
         self._unsent: list[GatewayBatch] = []
         self._has_unsent = asyncio.Event()
-        self._is_due = asyncio.Event()
-        """Set while what is unsent must not wait for later tokens."""
         self._partial: dict[tuple[str, int], tuple[Assembly, float]] = {}
         """Incomplete submits, oldest first, with the loop time at which they are given up."""
         self._end: WeftError | None = None
@@ -97,14 +89,11 @@ class Session:
         """Queues a step's results, to be sent with everything else that is unsent."""
         self._unsent.append(batch)
         self._has_unsent.set()
-        if self._stream_interval_s and not has_next_tokens_alone(batch):
-            self._is_due.set()
 
     def end(self, error: WeftError) -> None:
         """Ends the stream with an error."""
         self._end = error
         self._has_unsent.set()
-        self._is_due.set()
 
     async def read(self, requests: AsyncIterator[decode_pb2.SessionRequest]) -> None:
         """Forwards the gateway's requests until its side ends.
@@ -155,13 +144,8 @@ class Session:
         Raises:
             WeftError: the engine died, or the gateway takes nothing.
         """
-        loop = asyncio.get_running_loop()
-        sent_at = -math.inf
         while True:
             await self._has_unsent.wait()
-            if self._stream_interval_s:
-                await self._gather(sent_at + self._stream_interval_s - loop.time())
-                sent_at = loop.time()
             self._has_unsent.clear()
             if self._unsent:
                 unsent, self._unsent = self._unsent, []
@@ -170,14 +154,6 @@ class Session:
                     await self._send(context, event)
             if self._end is not None:
                 raise self._end
-
-    async def _gather(self, most_s: float) -> None:
-        """Waits so long for further tokens, or until there is something that must not wait."""
-        if most_s > 0.0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(most_s):
-                    await self._is_due.wait()
-        self._is_due.clear()
 
     async def _send(
         self,

@@ -33,7 +33,8 @@ from weft.v1 import kvstore_pb2
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05
+TICK_S, IDLE_TICK_S = 0.05, 0.5
+"""Seconds between two looks at the leases; the second while there are none."""
 IDLE_CHECK_S = 30.0
 NUM_THREADS = 4
 """Most puts read, and pages digested, in parallel."""
@@ -343,7 +344,8 @@ class KvStore:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            is_busy = self._arena_pages is not None and self._arena_pages.fills.num_active
+            await asyncio.sleep(TICK_S if is_busy else IDLE_TICK_S)
             if self._arena_pages is not None:
                 self._arena_pages.fills.filler.tick()
                 memory = self._arena_pages.pages.memory

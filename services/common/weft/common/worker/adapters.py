@@ -231,6 +231,11 @@ class AdapterFollower:
         """States of the adapters as reported by the engine; for any thread."""
         return tuple(self._states.values())
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """A value that changes whenever `news` or `generation` does."""
+        return self._log.sequence, self.generation
+
     def statuses(self) -> list[worker_pb2.AdapterStatus]:
         """States of this worker's adapters, for the wire."""
         leaving = [digest for digest in self._states if digest not in self._ordered]

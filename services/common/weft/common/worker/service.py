@@ -19,7 +19,7 @@ from weft.engine.base.faults import FaultSpec, FaultState
 from weft.engine.memory.layout import StatePlane
 from weft.engine.protocol.fills import LeaseQuery, ProcessExited
 from weft.engine.protocol.messages import FaultOrder, Inbox, Outbox
-from weft.engine.protocol.reports import EngineInfo
+from weft.engine.protocol.reports import QUIET_REPORT_S, EngineInfo
 from weft.v1 import common_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
 
 MIN_INTERVAL_S = 0.02
@@ -217,6 +217,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             interval = max(MIN_INTERVAL_S, request.interval.ToNanoseconds() / 1e9)
         told: int | None = None
         while not self._engine.gone.done():
+            load, version = self._engine.load, self._adapters_version
             response = self._load()
             if self._adapters is not None:
                 news = self._adapters.news(told)
@@ -227,6 +228,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 told = news.sequence if request.adapter_changes else None
             yield response
             await asyncio.sleep(interval)
+            while load is self._engine.load and version == self._adapters_version:
+                # The age of its loop shows a watcher that the engine is silent.
+                if self._engine.loop_age_s > QUIET_REPORT_S or self._engine.gone.done():
+                    break
+                await asyncio.sleep(interval)
         raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
 
     async def WatchKv(
@@ -346,6 +352,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 message = f"the engine did not answer within {QUERY_TIMEOUT_S:.0f} s"
                 raise PeerUnavailable(message, stage="engine")
             await asyncio.sleep(_IDLE_POLL_S)
+
+    @property
+    def _adapters_version(self) -> tuple[int, int]:
+        return (0, 0) if self._adapters is None else self._adapters.version
 
     def _transport_detail(self) -> str:
         load = self._engine.load
