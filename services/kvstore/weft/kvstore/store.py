@@ -344,7 +344,7 @@ class KvStore:
 
     async def _tick(self) -> None:
         while True:
-            is_busy = self._arena_pages is not None and self._arena_pages.fills.num_active
+            is_busy = self._arena_pages is not None and self._arena_pages.fills.filler.num_active
             await asyncio.sleep(TICK_S if is_busy else IDLE_TICK_S)
             if self._arena_pages is not None:
                 self._arena_pages.fills.filler.tick()
