@@ -281,7 +281,7 @@ def check_ids(param: str, ids: Collection[int], vocabulary_size: int) -> None:
         ids: Token ids; may be empty.
         vocabulary_size: Ids are below it.
     """
-    if are_below(ids, vocabulary_size):
+    if not ids or are_below(ids, vocabulary_size):
         return
     for token_id in (min(ids), max(ids)):
         if not 0 <= token_id < vocabulary_size:
