@@ -208,8 +208,6 @@ def watched(llm: LLM, watch: Watch, num_tokens: int, vocab_size: int) -> list[fl
     """Runs random prompts; returns the seconds of each step that the watch has seen."""
     engine = llm.engine
     engine.scheduler.running_plans.gate = watch
-    if watch.drafter is not None:
-        engine.scheduler.running_plans.gate = watch
     prompts = [
         [random.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(watch.batch)
     ]

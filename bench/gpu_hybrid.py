@@ -296,6 +296,11 @@ def told_kernels(call: Callable[[], object], what: str, steps: int) -> list[dict
     with profile(activities=[ProfilerActivity.CUDA]) as taken:
         call()
         torch.cuda.synchronize()
+    return tell_kernels(taken, what, steps)
+
+
+def tell_kernels(taken: profile, what: str, steps: int) -> list[dict[str, Any]]:
+    """The same of a profile that has been taken."""
     rows = [row for row in taken.key_averages() if row.self_device_time_total > 0]
     rows.sort(key=lambda row: -row.self_device_time_total)
     total = sum(row.self_device_time_total for row in rows)

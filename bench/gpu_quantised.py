@@ -58,6 +58,7 @@ from weft.kernels.gpu.groups_product import (
     multiply_groups,
     product_shape,
 )
+from weft.kernels.gpu.groups_tensor_cores import MAX_ROWS as MOST_WIDE_ROWS
 from weft.kernels.gpu.groups_tensor_cores import (
     TensorShape,
     multiply_wide,
@@ -206,7 +207,7 @@ def shapes_of(product: Product, rows: int, number_format: Format, is_sweep: bool
     )
     if rows <= MAX_ROWS:
         chosen = few_rows_shape(rows, product.k, half, is_gated=product.is_gated)
-    elif number_format == "int4":
+    elif number_format == "int4" and rows <= MOST_WIDE_ROWS:
         chosen = tensor_shape(rows, product.columns, product.k, is_gated=product.is_gated)
     return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 

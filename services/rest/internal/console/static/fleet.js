@@ -70,7 +70,8 @@ function numbers(member, kind) {
   if (kind === "gateway") return found;
   if (member.filling_requests) found.push(`${short(member.filling_requests)} fill`);
   const speed = kind === "prefill" ? member.prefill_tokens_per_second : member.decode_tokens_per_second;
-  if (speed !== undefined) found.push(`${short(speed)} tok/s`);
+  // Decode workers' 0 is left out of the message; prefill workers may not know theirs.
+  if (kind !== "prefill" || speed !== undefined) found.push(`${short(speed)} tok/s`);
   if (member.hit_rate !== undefined) found.push(`hit ${percent(member.hit_rate)}`);
   return found;
 }
