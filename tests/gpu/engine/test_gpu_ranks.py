@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from weft.engine.base.request import StopCriteria
-from weft.engine.parallel.device_peers import rows_of
 from weft.testing.engine.eagle3_cases import check_chains
 from weft.testing.engine.ranked_texts import (
     GREEDY,
@@ -178,28 +177,6 @@ def test_tokens_from_pages_in_8_bits_are_as_probable_as_on_one_gpu(
         # Behind another token, which roundings may choose where two are equally likely, others are.
         count = same.index(False) + 1 if False in same else len(same)
         assert other["logprobs"][:count] == pytest.approx(one["logprobs"][:count], abs=0.02)
-
-
-@pytest.mark.parametrize(("kind", "ep"), [("llama", 1), ("qwen3_moe", 1), ("qwen3_moe", 4)])
-def test_deterministic_results_are_the_same_bits_in_any_company(
-    kind: str, ep: int, tmp_path: Path
-) -> None:
-    """Together, alone, and in pieces whose sums take one exchange where the others take two."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
-    sizes |= {"head_dim": 64, "max_position_embeddings": 4096}
-    if kind == "qwen3_moe":
-        sizes |= {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384}
-    folder = make_tiny(kind, tmp_path / "model", random.randrange(1 << 30), **sizes)
-    lengths = (700, 1, 130, 33, 9, 40)
-    assert rows_of(4, 2 * sizes["hidden_size"])[0] < max(lengths)
-    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in lengths]
-    settings = {"dtype": "bfloat16", "deterministic": True, "drafter": "none", "tp": 4, "ep": ep}
-    settings |= {"prefix_cache": False, "num_pages": 120}
-    whole, pieces = (
-        ranked("bits", folder, prompts, **settings, prefill_chunk_tokens=most, max_step_tokens=most)
-        for most in (1024, 96)
-    )
-    assert whole["together"] == whole["alone"] == pieces["together"] == pieces["alone"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,7 +22,7 @@ from weft.kernels.gpu.peer_sum import (
 )
 from weft.kernels.norm import Norm
 
-_ONCE_BYTES = {2: 16 << 20, 4: 256 << 10, 8: 128 << 10}
+_ONCE_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
 """Bytes of the largest sum with one exchange, by number of ranks. With two ranks both ways send the
 same."""
 _TWICE_BYTES = 16 << 20

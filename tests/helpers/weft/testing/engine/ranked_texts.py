@@ -1,7 +1,6 @@
 """An engine with ranks in a process of its own, since a process can have one on GPUs.
 
-    python -m weft.testing.engine.ranked_texts \
-        texts|greedy|bits|adapted|drafted|killed|stopped \
+    python -m weft.testing.engine.ranked_texts texts|greedy|adapted|drafted|killed|stopped \
         MODEL_DIR SETTINGS PROMPTS ADAPTERS
 
 Settings, prompts and folders of adapters are JSON, as are the results on standard output.
@@ -79,19 +78,6 @@ def greedy_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
         {"tokens": one.token_ids, "logprobs": [entry.logprob for entry in one.logprobs]}
         for one in llm.generate(prompts, GREEDY, stop, top_logprobs=1)
     ]
-
-
-def bits_of(llm: LLM, prompts: list[list[int]]) -> dict[str, list[Any]]:
-    """Tokens with log-probabilities of prompts together, and of each alone."""
-    stop, kinds = StopCriteria(max_tokens=16, ignore_eos=True), sampled(2)
-
-    def bits(chosen: Sequence[int]) -> list[Any]:
-        given = [prompts[number] for number in chosen], [kinds[number % 2] for number in chosen]
-        found = llm.generate(*given, stop, top_logprobs=3)
-        return [[(one.token_id, one.logprob, one.top) for one in text.logprobs] for text in found]
-
-    numbers = range(len(prompts))
-    return {"together": bits(numbers), "alone": [bits([number])[0] for number in numbers]}
 
 
 def adapted_texts(
@@ -174,8 +160,6 @@ def main(argv: list[str]) -> None:
             found["texts"] = make(llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
             found["counters"] = llm.engine.counters()
-        elif what == "bits":
-            found |= bits_of(llm, json.loads(prompts))
         elif what == "drafted":
             found |= drafted_texts(llm, json.loads(prompts))
             found["counters"] = llm.engine.counters()
