@@ -103,6 +103,32 @@ def test_a_long_prompt_that_fills_every_step_is_overtaken_by_what_goes_before_it
 
 
 @pytest.mark.parametrize("policy", ["shortest_remaining", "priority"])
+def test_prompts_admitted_ahead_of_a_long_one_leave_slots_for_an_urgent_one(
+    policy: PolicyName,
+) -> None:
+    """Beside running requests a step takes 8 tokens of prompts, so those ahead wait for long."""
+    step_tokens, num_slots, num_short = 64, 24, 32
+    limits = SchedulerLimits(PAGE, step_tokens, step_tokens, num_slots)
+    rng = random.Random()
+    bench = Bench(rng, 20_000, limits, policy, ageing_s=1e6, prompt_budget=lambda *_: 8)
+    running = bench.add(4, 400)
+    while running.state is not State.RUNNING:
+        bench.step()
+    long = bench.add(800, 1, priority=10)
+    bench.step()
+    for _ in range(60):
+        bench.add(num_short, 300, priority=5)
+    for _ in range(rng.randint(1, 30)):
+        bench.step()
+        ahead = [r.num_pending for r in bench.scheduler.prefilling if r is not long]
+        # Prompts are admitted while those ahead are less than a step: the last one may exceed it.
+        assert 0 < sum(ahead) < step_tokens + num_short
+    assert long.state is State.PREFILLING
+    urgent = bench.add(8, 1, priority=0)
+    bench.run(urgent, max_steps=3)
+
+
+@pytest.mark.parametrize("policy", ["shortest_remaining", "priority"])
 def test_a_long_prompt_under_way_is_not_overtaken_for_ever(policy: PolicyName) -> None:
     """Whatever comes more than its length, or its level, later in seconds goes behind it."""
     limits = SchedulerLimits(PAGE, 16, 16, 4)

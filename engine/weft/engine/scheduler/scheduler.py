@@ -284,16 +284,15 @@ class Scheduler:
             self._strip_waiting()
 
     def _admit_ahead(self, now: float) -> None:
-        """Admits what goes before a prompt under way by the policy, up to a step's worth: that one
-        may leave no room in a step for as long as it lasts.
+        """Admits what goes before a prompt under way by the policy: that one may leave no room in a
+        step for as long as it lasts. No more is admitted than a step can take, or prompts that no
+        step computes yet would hold all slots.
         """
-        room = self._limits.max_step_tokens
-        while room > 0 and self.waiting and self.prefilling and self._free_slots:
+        while self.waiting and self.prefilling and self._free_slots:
             request = self._admit_next(now, ahead_of=self.prefilling[-1])
             if request is None:
                 return
             self._take_in(request)
-            room -= request.num_pending
 
     def _take_in(self, request: Request) -> None:
         """Moves an admitted request to those that are computed or filled."""
@@ -321,6 +320,8 @@ class Scheduler:
                 continue
             if not self._may_take_off(request):
                 return None
+            if ahead_of is not None and not self._may_go_ahead(request):
+                return None
             has_pages = bool(request.pages)
             if not has_pages:
                 found = self.pages.find(request)
@@ -345,6 +346,14 @@ class Scheduler:
         """
         queue = self.waiting
         return queue.rank(request) < queue.rank(other) and queue.precedes(request, other)
+
+    def _may_go_ahead(self, request: Request) -> bool:
+        """Whether the admitted prompts that do not go behind a waiting request are less than a full
+        step.
+        """
+        rank = self.waiting.rank(request)
+        before = (other for other in self.prefilling if self.waiting.rank(other) <= rank)
+        return sum(other.num_pending for other in before) < self._limits.max_step_tokens
 
     def _may_take_off(self, request: Request) -> bool:
         """Whether tokens in flight leave room for a prompt that is computed for another worker."""
