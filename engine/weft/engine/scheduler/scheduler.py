@@ -285,8 +285,8 @@ class Scheduler:
 
     def _admit_ahead(self, now: float) -> None:
         """Admits what goes before a prompt under way by the policy: that one may leave no room in a
-        step for as long as it lasts. No more is admitted than a step can take, or prompts that no
-        step computes yet would hold all slots.
+        step for as long as it lasts. It stops when those ahead fill a step, or prompts that no step
+        computes yet would hold all slots.
         """
         while self.waiting and self.prefilling and self._free_slots:
             request = self._admit_next(now, ahead_of=self.prefilling[-1])
