@@ -433,10 +433,12 @@ def bench_model(
     kv_dtype: str,
     long: int = 0,
     is_told: bool = False,
+    is_fixed: bool = False,
 ) -> None:
     """Decode and prefill of one model in one format; empty: bfloat16; fp8: made of it. Pages hold
     what `batches` need and little more, so that models in bfloat16 fit as well. `long`:
     requests at once with 1,024 tokens in and 1,024 out; 0: none. Told: prints a step's kernels.
+    Fixed: in deterministic mode.
     """
     from gpu_engine import PROMPT_TOKENS, run_batch
     from gpu_hybrid import told_kernels
@@ -468,9 +470,10 @@ def bench_model(
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
             "inter_token_target_s": 1.0,
+            "deterministic": is_fixed,
         }
         row: dict[str, Any] = {"model": model, "format": number_format, "kv": kv_dtype}
-        row["decode"] = {}
+        row |= {"deterministic": is_fixed, "decode": {}}
         with LLM(folder, **settings) as llm:
             row["ready_s"] = time.perf_counter() - began
             row["memory_gb"] = torch.cuda.memory_allocated() / 1e9
@@ -590,6 +593,7 @@ def main() -> None:
         "--compiled", nargs="+", choices=("kernels", "experts"), default=["kernels", "experts"]
     )
     parser.add_argument("--told", action="store_true", help="tell the kernels of a step")
+    parser.add_argument("--deterministic", action="store_true", help="models in this mode")
     parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -629,6 +633,7 @@ def main() -> None:
             bench_model(
                 found, rates, model, number_format, arguments.batches, arguments.layers,
                 kv[0] if kv else "auto", arguments.long, arguments.told,
+                arguments.deterministic,
             )  # fmt: skip
         # Only once no frame of the model's run holds its tensors.
         release()

@@ -226,8 +226,6 @@ def test_settings_that_do_not_fit_are_refused(model_dir: Path, tmp_path: Path) -
     path, _ = fp8_copy(model_dir, tmp_path / "fp8", "blocks")
     with pytest.raises(ConfigError, match="the checkpoint is fp8 already"):
         load_model(path, "float32", quantization="fp8")
-    with pytest.raises(ConfigError, match="deterministic: not supported with fp8 weights"):
-        load_model(path, "bfloat16", "cuda", is_fixed=True)
 
 
 def test_pages_of_models_with_other_weights_are_never_the_same(

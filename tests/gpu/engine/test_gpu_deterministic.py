@@ -15,11 +15,14 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.kernels.attention import paged_attention
+from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import fixed_linear as fixed
+from weft.kernels.gpu import fp8_linear
 from weft.kernels.gpu import moe as gpu_moe
 from weft.kernels.gpu.linear import linear
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.norm import add_rms_norm, rms_norm
+from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import (
     ExpertAddition,
     LoraAddition,
@@ -27,7 +30,8 @@ from weft.kernels.lora import (
     add_embedding_lora,
     sort_tokens,
 )
-from weft.kernels.moe import Routing, route
+from weft.kernels.moe import Routing, StackedWeight, route
+from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts
 from weft.testing.engine.drafters import KnownDrafter, speculate, texts_of
 from weft.testing.kernels.attention_cases import (
     LAYER,
@@ -45,6 +49,7 @@ from weft.testing.kernels.lora_cases import (
     make_expert_lora,
     make_lora,
 )
+from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.tiny_adapters import (
     adapter_tensors,
     make_expert_adapter,
@@ -77,6 +82,14 @@ def make_llm(path: Path, **settings: Any) -> LLM:
         "deterministic": True,
     }
     return LLM(path, **(values | settings))
+
+
+def make_model(
+    kind: str, folder: Path, seed: int, layout: str | None, overrides: dict[str, Any]
+) -> Path:
+    """A tiny model in floats, or with FP8 weights in a layout."""
+    path = make_tiny(kind, folder / "model", seed, **SIZES, **overrides)
+    return path if layout is None else fp8_copy(path, folder / layout, layout)[0]
 
 
 def random_prompts() -> list[list[int]]:
@@ -133,18 +146,22 @@ class Requests:
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides"),
+    ("kind", "overrides", "layout"),
     [
-        ("llama", {}),
-        ("qwen3", {}),
-        ("mistral", {"sliding_window": 100}),
-        ("qwen3_moe", MIXTURE),
+        ("llama", {}, None),
+        ("qwen3", {}, None),
+        ("mistral", {"sliding_window": 100}, None),
+        ("qwen3_moe", MIXTURE, None),
+        ("llama", {}, "blocks"),
+        ("llama", {}, "channel"),
+        ("qwen3_moe", MIXTURE, "blocks"),
+        ("qwen3_moe", MIXTURE, "channel"),
     ],
 )
 def test_requests_are_the_same_bits_in_any_company(
-    kind: str, overrides: dict[str, Any], tmp_path: Path
+    kind: str, overrides: dict[str, Any], layout: str | None, tmp_path: Path
 ) -> None:
-    path = make_tiny(kind, tmp_path / "model", random.randrange(10**6), **SIZES, **overrides)
+    path = make_model(kind, tmp_path, random.randrange(10**6), layout, overrides)
     requests, alone = Requests(), [0, 1, 2, 3, 63]
     with make_llm(path) as llm:
         assert any("deterministic" in notice for notice in llm.engine.info.notices)
@@ -187,22 +204,24 @@ def write_adapters(
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides", "part"),
+    ("kind", "overrides", "part", "layout"),
     [
-        ("llama", {}, "vocabulary"),
-        ("qwen3", {}, ""),
-        ("qwen3_moe", MIXTURE, "experts"),
-        ("qwen3_moe", MIXTURE, "shared_experts"),
+        ("llama", {}, "vocabulary", None),
+        ("qwen3", {}, "", None),
+        ("qwen3_moe", MIXTURE, "experts", None),
+        ("qwen3_moe", MIXTURE, "shared_experts", None),
+        ("qwen3", {}, "", "blocks"),
+        ("qwen3_moe", MIXTURE, "experts", "blocks"),
     ],
 )
 def test_requests_with_adapters_are_the_same_bits_in_any_company(
-    kind: str, overrides: dict[str, Any], part: str, tmp_path: Path
+    kind: str, overrides: dict[str, Any], part: str, layout: str | None, tmp_path: Path
 ) -> None:
     """Whatever adapters there are beside theirs, and wherever on the device these are."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     random.seed(seed)
-    path = make_tiny(kind, tmp_path / "model", seed, **SIZES, **overrides)
+    path = make_model(kind, tmp_path, seed, layout, overrides)
     adapters, projections = write_adapters(tmp_path, path, seed, part)
     requests, alone, settings = Requests(adapters), [*range(9), 63], {}
     settings = {
@@ -252,17 +271,61 @@ def test_rows_of_products_are_the_same_bits(n: int, k: int, dtype: torch.dtype) 
         assert torch.equal(again, out[begin:end])
 
 
+def draw_fp8(*shape: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 numbers and scales, of blocks of so many rows; 0: of rows."""
+    *_, n, k = shape
+    data = (torch.randn(*shape, device=CUDA) * 100).clamp(-448, 448).to(FP8)
+    of = (-(-n // block_rows), -(-k // FP8_GROUP)) if block_rows else (n,)
+    return data, (0.5 + torch.rand(*shape[:-2], *of, device=CUDA)) / (100 * k**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_rows", [0, 32, 128])
+@pytest.mark.parametrize(("n", "k"), [(1024, 4096), (77, 208), (4096, 100), (512, 14336)])
+def test_rows_of_products_with_fp8_weights_are_the_same_bits(
+    n: int, k: int, block_rows: int, dtype: torch.dtype
+) -> None:
+    data, scales = draw_fp8(n, k, block_rows=block_rows)
+    matrix = Fp8Blocks(data, scales, block_rows) if block_rows else Fp8Channels(data, scales)
+    w = LinearWeight(n, k, dtype, False, matrix, torch.randn(n, device=CUDA).to(dtype), True)
+    x, residual = (torch.randn(500, size, device=CUDA).to(dtype) for size in (k, n))
+
+    def run(begin: int, end: int) -> torch.Tensor:
+        return fp8_linear.linear(x[begin:end].clone(), w, residual[begin:end].clone())
+
+    whole, wide = run(0, 500), matrix.dequantised(torch.float32).double()
+    exact = x.double() @ wide.T + w.bias + residual
+    # Rows are rounded to three bits behind the first.
+    assert (whole.double() - exact).norm() < 0.05 * exact.norm()
+    for begin, end in ((0, 1), (499, 500), (5, 8), (30, 46), (30, 47), (7, 71), (100, 301)):
+        assert torch.equal(run(begin, end), whole[begin:end]), (begin, end)
+
+
 @pytest.mark.parametrize(
-    ("experts", "top_k", "hidden", "width"), [(128, 8, 2048, 768), (9, 3, 520, 72)]
+    ("experts", "top_k", "hidden", "width", "block_rows"),
+    [
+        (128, 8, 2048, 768, None),
+        (9, 3, 520, 72, None),
+        (128, 8, 2048, 768, 128),
+        (128, 8, 2048, 768, 0),
+        (9, 3, 528, 96, 32),
+    ],
 )
 def test_rows_of_experts_are_the_same_bits(
-    experts: int, top_k: int, hidden: int, width: int
+    experts: int, top_k: int, hidden: int, width: int, block_rows: int | None
 ) -> None:
-    """With and without the norm that follows, of shapes whose tiles were measured and others."""
+    """With and without the norm that follows, of shapes whose tiles were measured and others; in
+    bfloat16, and in FP8 with scales of rows (0) and of blocks.
+    """
     rows = 1500
     x, residual = (torch.randn(rows, hidden, device=CUDA).bfloat16() for _ in range(2))
-    w13 = (torch.randn(experts, 2 * width, hidden, device=CUDA) / hidden**0.5).bfloat16()
-    w2 = (torch.randn(experts, hidden, width, device=CUDA) / width**0.5).bfloat16()
+
+    def stack(n: int, k: int) -> StackedWeight:
+        if block_rows is None:
+            return (torch.randn(experts, n, k, device=CUDA) / k**0.5).bfloat16()
+        return Fp8Experts(*draw_fp8(experts, n, k, block_rows=block_rows), block_rows)
+
+    w13, w2 = stack(2 * width, hidden), stack(hidden, width)
     router, gain = torch.randn(experts, hidden, device=CUDA).bfloat16(), torch.ones(hidden).cuda()
 
     def run(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from weft.kernels.gpu.dependent_launch import launch_options
 from weft.kernels.gpu.moe_sort import sort_pairs
 from weft.kernels.gpu.moe_tiles import Tile, Tiles
 from weft.kernels.quantised import FP8_GROUP, Fp8Experts
+from weft.testing.kernels.as_on_gpu import add_in_one_order
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
@@ -54,6 +55,31 @@ def test_sums_of_experts(
     out = gpu.moe(case.x, *case.routing, w13, w2, case.residual, lora)
     more = () if adapters is None else (adapters,)
     assert_as_exact(out, case.compute(torch.float32, *more), case.compute(torch.float64, *more))
+
+
+@pytest.mark.parametrize("block_rows", [0, 16])
+def test_rows_of_fixed_sums_are_the_same_bits(
+    block_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of many pairs are not rounded either."""
+    fresh_seed()
+    add_in_one_order(monkeypatch)
+    poison_new_memory(monkeypatch)
+    case = moe_case(130, 140, 48, 3, 2, torch.float16)
+    w13, wide13 = stack(3, 96, 140, block_rows)
+    w2, wide2 = stack(3, 140, 48, block_rows)
+    case = replace(case, w13=wide13, w2=wide2)
+
+    def run(begin: int, end: int) -> torch.Tensor:
+        x, residual, *routing = (
+            part[begin:end].clone() for part in (case.x, case.residual, *case.routing)
+        )
+        return gpu.moe(x, *routing, w13, w2, residual, is_fixed=True)
+
+    whole = run(0, 130)
+    for begin, end in ((0, 1), (129, 130), (5, 8), (20, 60)):
+        assert torch.equal(run(begin, end), whole[begin:end])
+    assert_as_exact(whole, case.compute(torch.float16), case.compute(torch.float64))
 
 
 def test_experts_of_another_kind_are_refused() -> None:

@@ -35,10 +35,11 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 LAYERS, DTYPE = 2, torch.float16
 
 
-def make_layer(index: int, block_rows: int) -> Layer:
+def make_layer(index: int, block_rows: int, *, is_fixed: bool) -> Layer:
     def fp8(rows: int, k: int, *, bias: bool = False, gated: bool = False) -> LinearWeight:
         added = draw(rows, dtype=DTYPE) if bias else None
-        return LinearWeight(rows, k, DTYPE, gated, draw_matrix(rows, k, block_rows), added)
+        matrix = draw_matrix(rows, k, block_rows)
+        return LinearWeight(rows, k, DTYPE, gated, matrix, added, is_fixed)
 
     attention = Attention(
         AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
@@ -74,11 +75,16 @@ def in_floats(layer: Layer, dtype: torch.dtype) -> Layer:
 
 @pytest.mark.each_of("block_rows", "rows")
 @pytest.mark.parametrize("block_rows", [0, 8])
-@pytest.mark.parametrize("rows", [1, 20, pytest.param(2, marks=pytest.mark.full)])
-def test_layers(rows: int, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "is_fixed"),
+    [(1, False), (20, False), (1, True), pytest.param(2, False, marks=pytest.mark.full)],
+)
+def test_layers(
+    rows: int, block_rows: int, is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)
-    layers = [make_layer(index, block_rows) for index in range(LAYERS)]
+    layers = [make_layer(index, block_rows, is_fixed=is_fixed) for index in range(LAYERS)]
     pool = torch.randn(6, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(DTYPE)
     hidden = torch.randn(rows, HIDDEN).to(DTYPE)
     folded: list[int] = []
@@ -93,9 +99,9 @@ def test_layers(rows: int, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     out = run(layers, DTYPE)
     # Of few rows the products take the norms before them and add to the stream.
-    assert len(folded) == (2 * LAYERS if rows <= 2 else 0)
+    assert len(folded) == (2 * LAYERS if rows <= 2 and not is_fixed else 0)
     exact = run([in_floats(layer, torch.float32) for layer in layers], torch.float32).double()
-    if rows <= fp8_linear.MAX_ROWS:
+    if rows <= fp8_linear.MAX_ROWS and not is_fixed:
         assert_as_exact(out, run([in_floats(one, DTYPE) for one in layers], DTYPE), exact)
     else:
         # Rows are rounded, and by the interpreter wrongly at times.

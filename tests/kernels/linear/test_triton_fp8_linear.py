@@ -8,14 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.fp8 import FP8
+from weft.kernels.gpu import fp8_linear
 from weft.kernels.gpu.fp8_few_rows import FewRows
 from weft.kernels.gpu.fp8_rows import Fp8Rows
 from weft.kernels.gpu.fp8_tiles import TileShape
 from weft.kernels.gpu.lora_rows import NormOfRows
+from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraAddition
 from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
+from weft.testing.kernels.as_on_gpu import add_in_one_order, as_on_gpu
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+from weft.testing.kernels.lora_cases import make_lora, poison_new_memory, segments_of
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -141,3 +146,64 @@ def test_tiles(shape: TileShape, is_gated: bool, block_rows: int, tmp_path: Path
     wide = data[:rows].float() * _wide_scales(x, k)
     expected = exact(wide, matrix, given, torch.float64)
     assert_as_exact(out, exact(wide, matrix, given, torch.float32).half(), expected)
+
+
+@pytest.mark.parametrize("block_rows", [0, 128])
+def test_fixed_products_round_any_number_of_rows(
+    block_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that FP8 has: the interpreter rounds others wrongly."""
+    fresh_seed()
+    add_in_one_order(monkeypatch)
+    poison_new_memory(monkeypatch)
+    rows, k, n = 70, 300, 140
+    data = torch.randn(rows, k).mul_(20).to(FP8).float()
+    data[:, ::FP8_GROUP] = 448  # Of each group.
+    x, residual = (data * 2.0 ** -torch.randint(6, 9, (rows, 1))).half(), draw(rows, n)
+    matrix, bias = draw_matrix(n, k, block_rows), draw(n)
+    w = LinearWeight(n, k, torch.float16, False, matrix, bias, is_fixed=True)
+    with as_on_gpu():
+        whole = fp8_linear.linear(x, w, residual)
+        parts = [x[i : i + size] for i, size in ((0, 1), (69, 1), (5, 3), (37, 33))]
+        plain = fp8_linear.linear(x, w)
+        for i, part in zip((0, 69, 5, 37), parts, strict=True):
+            found = fp8_linear.linear(part.clone(), w)
+            assert torch.equal(found, plain[i : i + len(part)])
+    given = FewRows(bias, residual)
+    # The product is rounded before the residual is added.
+    peer = exact(x, matrix, FewRows(bias), torch.float32).half() + residual
+    assert_as_exact(whole, peer, exact(x, matrix, given, torch.float64))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("block_rows", [0, 64])
+def test_rows_of_fixed_products_are_the_same_bits(
+    block_rows: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of any adapters, beside rows of others or of none."""
+    fresh_seed()
+    add_in_one_order(monkeypatch)
+    poison_new_memory(monkeypatch)
+    rows, k, n = 40, 200, 256
+    case = make_lora(k, n, [0, 8, 20], torch.float16)
+    w = LinearWeight(
+        n, k, torch.float16, is_gated, draw_matrix(n, k, block_rows), None, is_fixed=True
+    )
+    x, slots = draw(rows, k), torch.randint(3, (rows,)).tolist()
+
+    def run(begin: int, end: int, *, is_adapted: bool = True) -> torch.Tensor:
+        lora = None
+        if is_adapted:
+            lora = LoraAddition((case.weights,), 0, segments_of(slots[begin:end]))
+        with as_on_gpu():
+            if is_gated:
+                return fp8_linear.gate_up_silu(x[begin:end].clone(), w, lora)
+            return fp8_linear.linear(x[begin:end].clone(), w, lora=lora)
+
+    whole, plain = run(0, rows), run(0, rows, is_adapted=False)
+    base = [row for row, slot in enumerate(slots) if slot == 0]
+    assert torch.equal(whole[base], plain[base])
+    assert not torch.equal(whole, plain)
+    for begin, end in ((0, 1), (3, 5), (7, 10), (20, rows)):
+        assert torch.equal(run(begin, end), whole[begin:end])
+        assert torch.equal(run(begin, end, is_adapted=False), plain[begin:end])

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.errors import ModelError
 from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import FileDigests, combine_digests, mtp_digest
@@ -121,11 +121,6 @@ def load_model(
     build = class_of(config)
     chosen = resolve_quantization(quantization, config.quantization)
     dtype = resolve_dtype(dtype, device, chosen)
-    if is_fixed and chosen is not None and chosen.format == "fp8":
-        raise ConfigError(
-            f"deterministic: not supported with {chosen.format} weights on a GPU",
-            param="deterministic",
-        )
     scheme, weight_format = scheme_of(chosen), dtype if chosen is None else chosen.format
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)

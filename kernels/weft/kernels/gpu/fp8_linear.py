@@ -2,11 +2,12 @@
 
 Few rows are multiplied as they are by weights that are widened in registers; more rows are rounded
 to FP8 first, each with a scale of its own, or each group of 128 of its columns where the weight's
-scales lie in blocks.
+scales lie in blocks. Products of fixed bits round any number of rows, and take one tile for all.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,10 @@ import torch.nn.functional as F
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
 from weft.kernels.gpu.fp8_rows import Fp8Rows, quantise_rows
-from weft.kernels.gpu.fp8_tiles import multiply_fp8
-from weft.kernels.gpu.lora import Ranks
+from weft.kernels.gpu.fp8_tiles import FIXED, multiply_fp8
 from weft.kernels.gpu.lora_rows import NormOfRows
-from weft.kernels.lora import LoraAddition, check_addition
+from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
+from weft.kernels.lora import LoraAddition
 from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix
 
 if TYPE_CHECKING:
@@ -38,27 +39,32 @@ def linear(
     """`weft.kernels.linear.linear` for FP8 weights on a GPU; what adapters add is computed of `x`
     as it is.
     """
-    _check(x, w, residual)
-    if lora is not None:
-        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-    ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
-    dtype, matrix = out_dtype or x.dtype, matrix_of(w)
-    if x.shape[0] <= MAX_ROWS:
-        out = torch.empty((x.shape[0], w.out_features), dtype=dtype, device=x.device)
-        if x.shape[0]:
-            few_rows(x, matrix, out, FewRows(w.bias, residual))
+    check_operands(x, w, residual)
+    return with_adapters(x, w, partial(_product, x, w), residual, out_dtype, lora)
+
+
+def _product(
+    x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    rows, matrix = x.shape[0], matrix_of(w)
+    if rounds_rows(rows, w):
+        return _multiply_rounded(_rounded(x, matrix), matrix, w.bias, residual, dtype)
+    out = torch.empty((rows, w.out_features), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    if w.is_fixed:
+        multiply_fp8(_rounded(x, matrix), matrix, out, w.bias, residual, shape=FIXED)
     else:
-        out = _multiply_rounded(_rounded(x, matrix), matrix, w.bias, residual, dtype)
-    if ranks is not None:
-        ranks.add_to(out)
+        few_rows(x, matrix, out, FewRows(w.bias, residual))
     return out
 
 
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for FP8 weights on a GPU."""
-    _check(x, w, None)
+    check_operands(x, w, None)
     rows, matrix = x.shape[0], matrix_of(w)
-    if rows == 0 or lora is not None or not _is_activated_within(rows, matrix):
+    is_apart = w.is_fixed or lora is not None or not _is_activated_within(rows, matrix)
+    if rows == 0 or is_apart:
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((rows, w.out_features // 2), dtype=x.dtype, device=x.device)
     if rows <= MAX_ROWS:
@@ -90,20 +96,20 @@ def _is_activated_within(rows: int, matrix: Fp8Matrix) -> bool:
 
 
 def rounds_rows(rows: int, w: LinearWeight) -> bool:
-    """Whether products of so many rows round them."""
-    return rows > MAX_ROWS and isinstance(w.form, Fp8Channels | Fp8Blocks)
+    """Whether products of so many rows round them because they are many."""
+    return rows > MAX_ROWS and not w.is_fixed and isinstance(w.form, Fp8Channels | Fp8Blocks)
 
 
 def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
     """See `weft.kernels.gpu.linear.takes_norm`."""
-    return lora is None and can_take_norm(rows, w.in_features)
+    return lora is None and not w.is_fixed and can_take_norm(rows, w.in_features)
 
 
 def normed_linear(
     x: torch.Tensor, norm: NormOfRows, w: LinearWeight, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
     """`weft.kernels.gpu.linear.normed_linear`, in one launch."""
-    _check(x, w, None)
+    check_operands(x, w, None)
     columns = w.out_features // 2 if w.gated else w.out_features
     out = torch.empty((x.shape[0], columns), dtype=out_dtype or x.dtype, device=x.device)
     few_rows(x, matrix_of(w), out, FewRows(w.bias, None, w.gated, norm))
@@ -114,7 +120,7 @@ def add_product(
     stream: torch.Tensor, x: torch.Tensor, w: LinearWeight, tap: torch.Tensor | None
 ) -> None:
     """`weft.kernels.gpu.linear.add_product`, in one launch."""
-    _check(x, w, stream)
+    check_operands(x, w, stream)
     few_rows(x, matrix_of(w), stream, FewRows(w.bias, stream, tap=tap))
 
 
@@ -171,15 +177,3 @@ def torch_product(x: Fp8Rows, matrix: Fp8Matrix) -> torch.Tensor:
     scales = (x.scales.t(), matrix.scales.t())
     found = F.scaled_mm(x.data, weight, scales[0], recipes[0], scales[1], recipes[1])
     return found[: x.rows]
-
-
-def _check(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> None:
-    if x.shape[1] != w.in_features or x.dtype != w.dtype or not x.is_contiguous():
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit FP8 weights "
-            f"of {w.in_features} columns in a {w.dtype} layer"
-        )
-    if residual is not None and (
-        residual.shape != (x.shape[0], w.out_features) or not residual.is_contiguous()
-    ):
-        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")

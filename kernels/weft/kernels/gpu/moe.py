@@ -33,11 +33,12 @@ from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert
 from weft.kernels.gpu.moe_products import multiply_sorted
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
-from weft.kernels.gpu.moe_tiles import Tiles, packed_tiles, tiles_for
+from weft.kernels.gpu.moe_tiles import FIXED_FP8, Tiles, packed_tiles, tiles_for
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.moe import SOFTMAX, RouterForm, StackedWeight
 from weft.kernels.packed_groups import PackedExperts
+from weft.kernels.quantised import Fp8Experts
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 MAX_PACKED_ROWS = 4
@@ -195,6 +196,8 @@ def moe(
     experts, _, inner = w2.shape
     ranks = begin_ranks(x, lora, experts + more.is_share, inner, is_fixed=is_fixed)
     tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora, more)
+    if is_fixed and any(isinstance(weight, Fp8Experts) for weight in (w13, w2)):
+        tiles = FIXED_FP8
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
     )

@@ -33,6 +33,12 @@ class Tiles(NamedTuple):
     down: Tile
 
 
+FIXED_FP8 = Tiles(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
+"""Of FP8 weights for any number of pairs, where that must not change a row's result: blocks of more
+pairs may round their rows.
+"""
+
+
 def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
     """The tiles measured to be fastest for the nearest row count; for other shapes a default.
 

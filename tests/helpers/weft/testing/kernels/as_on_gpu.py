@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from weft.kernels import cpu
@@ -27,3 +28,17 @@ def as_on_gpu() -> Iterator[None]:
         patch.setattr(cpu, "native_cpu_for", lambda _: None)
         patch.setattr(torch, "mm", mm)
         yield
+
+
+def add_in_one_order(patch: pytest.MonkeyPatch) -> None:
+    """Lets Triton's interpreter add the terms of every element of a product in one order, as tensor
+    cores do; numpy's order depends on an element's place in its tile.
+    """
+
+    def matmul(
+        a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: np.dtype[Any]
+    ) -> np.ndarray[Any, Any]:
+        terms = a.astype(dtype)[:, :, None] * b.astype(dtype)[None]
+        return terms.sum(axis=1, dtype=dtype)
+
+    patch.setattr(np, "matmul", matmul)

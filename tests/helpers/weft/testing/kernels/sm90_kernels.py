@@ -325,6 +325,8 @@ def compile_fp8(is_full: bool) -> None:
             x = torch.zeros(rows, 1024, dtype=BF16)
             gate_up_silu(x, pair)
             linear(torch.zeros(rows, 3072, dtype=BF16), down, residual=x)
+        if is_full:
+            linear(torch.zeros(1, 3072, dtype=BF16), replace(down, is_fixed=True))
         first, second = fp8_weight(1536, 1024, block_rows), fp8_weight(1024, 768, block_rows)
         stacked = [Fp8Experts.empty(8, fp8_linear.matrix_of(one)) for one in (first, second)]
         packed = ExpertWeights(1024, 768, BF16, (), (), (stacked[0], stacked[1]), None)
