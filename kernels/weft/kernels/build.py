@@ -8,6 +8,7 @@ everything the machine code depends on; several processes may build at the same 
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 BASE_FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-fPIC"),
@@ -180,6 +183,7 @@ def _compile(
     openmp_library: Path | None,
 ) -> None:
     """Builds `target` so that other processes see either nothing or the whole file."""
+    logger.info("compiling %s for this machine; a later start finds the result", source.name)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _remove_abandoned(target.parent)
     # Same file system as the target, so that the last step is a rename.
