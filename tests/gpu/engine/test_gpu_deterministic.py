@@ -87,7 +87,7 @@ def make_llm(path: Path, **settings: Any) -> LLM:
 def make_model(
     kind: str, folder: Path, seed: int, layout: str | None, overrides: dict[str, Any]
 ) -> Path:
-    """A tiny model in floats, or with FP8 weights in a layout."""
+    """A tiny model; unless `layout` is None, its weights are FP8 with scales in this layout."""
     path = make_tiny(kind, folder / "model", seed, **SIZES, **overrides)
     return path if layout is None else fp8_copy(path, folder / layout, layout)[0]
 
@@ -295,7 +295,7 @@ def test_rows_of_products_with_fp8_weights_are_the_same_bits(
 
     whole, wide = run(0, 500), matrix.dequantised(torch.float32).double()
     exact = x.double() @ wide.T + w.bias + residual
-    # Rows are rounded to three bits behind the first.
+    # FP8 keeps four significant bits of a number, so rounded rows are off by a few per cent.
     assert (whole.double() - exact).norm() < 0.05 * exact.norm()
     for begin, end in ((0, 1), (499, 500), (5, 8), (30, 46), (30, 47), (7, 71), (100, 301)):
         assert torch.equal(run(begin, end), whole[begin:end]), (begin, end)

@@ -61,7 +61,7 @@ def test_sums_of_experts(
 def test_rows_of_fixed_sums_are_the_same_bits(
     block_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of many pairs are not rounded either."""
+    """An expert with many rows does not round them, since it does not round few."""
     fresh_seed()
     add_in_one_order(monkeypatch)
     poison_new_memory(monkeypatch)

@@ -170,7 +170,7 @@ def test_fixed_products_round_any_number_of_rows(
             found = fp8_linear.linear(part.clone(), w)
             assert torch.equal(found, plain[i : i + len(part)])
     given = FewRows(bias, residual)
-    # The product is rounded before the residual is added.
+    # The product becomes float16 before the residual is added.
     peer = exact(x, matrix, FewRows(bias), torch.float32).half() + residual
     assert_as_exact(whole, peer, exact(x, matrix, given, torch.float64))
 

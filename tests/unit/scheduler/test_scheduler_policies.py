@@ -106,7 +106,7 @@ def test_a_long_prompt_that_fills_every_step_is_overtaken_by_what_goes_before_it
 def test_prompts_admitted_ahead_of_a_long_one_leave_slots_for_an_urgent_one(
     policy: PolicyName,
 ) -> None:
-    """Beside running requests a step takes 8 tokens of prompts, so those ahead wait for long."""
+    """A step takes only 8 tokens of prompts, so prompts that were admitted hold slots for long."""
     step_tokens, num_slots, num_short = 64, 24, 32
     limits = SchedulerLimits(PAGE, step_tokens, step_tokens, num_slots)
     rng = random.Random()
@@ -121,7 +121,7 @@ def test_prompts_admitted_ahead_of_a_long_one_leave_slots_for_an_urgent_one(
     for _ in range(rng.randint(1, 30)):
         bench.step()
         ahead = [r.num_pending for r in bench.scheduler.prefilling if r is not long]
-        # Prompts are admitted while those ahead are less than a step: the last one may exceed it.
+        # One is admitted while the others have less than a step to compute, so it may exceed that.
         assert 0 < sum(ahead) < step_tokens + num_short
     assert long.state is State.PREFILLING
     urgent = bench.add(8, 1, priority=0)

@@ -547,7 +547,7 @@ def without_collection() -> Iterator[None]:
 @contextmanager
 def capturing(what: str) -> Iterator[None]:
     """Logs the cost of a capture on the current device. Raises ConfigError if it does not fit."""
-    logger.info("capturing the CUDA graphs of %s; a first start compiles kernels for minutes", what)
+    logger.info("capturing the CUDA graphs of %s; a first start also compiles their kernels", what)
     began, free = time.perf_counter(), _free_bytes()
     try:
         yield

@@ -284,9 +284,9 @@ class Scheduler:
             self._strip_waiting()
 
     def _admit_ahead(self, now: float) -> None:
-        """Admits what goes before a prompt under way by the policy: that one may leave no room in a
-        step for as long as it lasts. It stops when those ahead fill a step, or prompts that no step
-        computes yet would hold all slots.
+        """Admits waiting requests that the policy ranks before the prompt under way that goes last,
+        which could otherwise keep steps full until it ends. `_may_go_ahead` bounds how many, so
+        that slots are left for requests that come later and rank still higher.
         """
         while self.waiting and self.prefilling and self._free_slots:
             request = self._admit_next(now, ahead_of=self.prefilling[-1])
@@ -348,8 +348,8 @@ class Scheduler:
         return queue.rank(request) < queue.rank(other) and queue.precedes(request, other)
 
     def _may_go_ahead(self, request: Request) -> bool:
-        """Whether the admitted prompts that do not go behind a waiting request are less than a full
-        step.
+        """Whether the prompts under way that rank before a waiting request, or level with it, have
+        less than a full step of tokens to compute.
         """
         rank = self.waiting.rank(request)
         before = (other for other in self.prefilling if self.waiting.rank(other) <= rank)

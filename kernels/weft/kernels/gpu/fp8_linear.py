@@ -2,7 +2,8 @@
 
 Few rows are multiplied as they are by weights that are widened in registers; more rows are rounded
 to FP8 first, each with a scale of its own, or each group of 128 of its columns where the weight's
-scales lie in blocks. Products of fixed bits round any number of rows, and take one tile for all.
+scales lie in blocks. In deterministic mode rows are rounded however few they are, and all products
+take one tile shape.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def _is_activated_within(rows: int, matrix: Fp8Matrix) -> bool:
 
 
 def rounds_rows(rows: int, w: LinearWeight) -> bool:
-    """Whether products of so many rows round them because they are many."""
+    """Whether a product multiplies rounded rows by the tiles that suit their number. One in
+    deterministic mode does not: it rounds any number, for the tile `FIXED`.
+    """
     return rows > MAX_ROWS and not w.is_fixed and isinstance(w.form, Fp8Channels | Fp8Blocks)
 
 

@@ -44,8 +44,8 @@ class TileShape(NamedTuple):
 
 
 FIXED = TileShape(64, 64, FP8_GROUP, 4, 4, is_copied=True)
-"""For any number of rows, so that the number changes no sum: few rows get programs enough by narrow
-tiles of columns, and many rows still share the weight's tiles.
+"""The shape in deterministic mode, whatever the number of rows, so that each row is summed in the
+same order in any batch. Its tiles are narrow, so that few rows still make enough programs.
 """
 
 

@@ -195,9 +195,10 @@ def moe(
         return _few_packed(x, ids, shares, w13, w2, residual, None, more)
     experts, _, inner = w2.shape
     ranks = begin_ranks(x, lora, experts + more.is_share, inner, is_fixed=is_fixed)
-    tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora, more)
     if is_fixed and any(isinstance(weight, Fp8Experts) for weight in (w13, w2)):
         tiles = FIXED_FP8
+    else:
+        tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora, more)
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
     )

@@ -34,8 +34,8 @@ class Tiles(NamedTuple):
 
 
 FIXED_FP8 = Tiles(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
-"""Of FP8 weights for any number of pairs, where that must not change a row's result: blocks of more
-pairs may round their rows.
+"""For FP8 weights in deterministic mode, whatever the number of pairs. `multiply_sorted` rounds the
+rows of larger blocks of pairs to FP8, so a row's result would depend on its batch with those.
 """
 
 
