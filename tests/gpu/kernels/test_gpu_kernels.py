@@ -437,7 +437,7 @@ def test_greedy_rows() -> None:
             ("begin + length, ", "begin + length - TILE, "),
         ),
         ("extend_attention", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
-        ("extend_attention", ("range(full, begin, TILE)", "range(TILE, begin, TILE)")),
+        ("extend_attention", ("range(full, own_begin, TILE)", "range(TILE, own_begin, TILE)")),
     ],
 )
 def test_the_checks_see_a_dropped_tile(name: str, change: tuple[str, str], tmp_path: Path) -> None:

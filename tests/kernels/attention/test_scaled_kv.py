@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from weft.kernels import tree_rows
 from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention_reference
 from weft.kernels.attention import paged_attention as native_attention
 from weft.kernels.fp8 import FP8
+from weft.kernels.gpu import context_parts
 from weft.kernels.gpu import tree_rows as gpu_tree_rows
 from weft.kernels.gpu.attention import paged_attention
 from weft.kernels.gpu.rope import rope_and_cache
@@ -24,6 +26,7 @@ from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 pytestmark = pytest.mark.needs("triton-interpreter")
 
 PAGE, HEADS, KV_HEADS, DIM, LAYERS = 16, 6, 2, 32, 3
+POOL_PAGES = 49
 
 
 def make_pool(pages: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -43,15 +46,15 @@ def make_step(
     q_lens = torch.tensor([length for length, _ in lengths])
     kv_lens = torch.tensor([length for _, length in lengths]).int()
     cu = torch.cat((torch.zeros(1), q_lens.cumsum(0))).int()
-    pool = make_pool(24, dtype)
+    pool = make_pool(POOL_PAGES, dtype)
     parts_of(pool)[1][0] = float("nan")
-    table = (1 + torch.randperm(23))[: len(lengths) * 6].view(-1, 6).int()
+    table = (1 + torch.randperm(POOL_PAGES - 1))[: len(lengths) * 12].view(-1, 12).int()
     bounds = (int(q_lens.max()), int(kv_lens.max()))
     return GroupStep(table, torch.arange(int(q_lens.sum())), cu, kv_lens, *bounds), pool
 
 
 POOLS = [torch.uint8, torch.int8]
-DECODES, PROMPTS = [(1, 37), (1, 5)], [(40, 75), (1, 90), (3, 3)]
+DECODES, PROMPTS = [(1, 37), (1, 5)], [(40, 75), (1, 90), (3, 180), (3, 3)]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 20},
@@ -65,10 +68,15 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("is_native", [False, True])
 @pytest.mark.parametrize("kept", POOLS)
 def test_attention(
-    lengths: list[tuple[int, int]], way: str, is_native: bool, kept: torch.dtype
+    lengths: list[tuple[int, int]],
+    way: str,
+    is_native: bool,
+    kept: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of GPUs, and of CPUs."""
+    """Of GPUs, where several programs walk the longest context, and of CPUs."""
     fresh_seed()
+    monkeypatch.setattr(context_parts, "MIN_POSITIONS", tl.constexpr(64))
     step, pool = make_step(lengths, kept)
     dtype = torch.bfloat16 if is_native else torch.float16
     q = torch.randn(len(step.places), HEADS, DIM).to(dtype)
@@ -87,8 +95,8 @@ def test_attention(
 def test_native_attention_in_float32(dim: int, dtype: torch.dtype) -> None:
     fresh_seed()
     step, _ = make_step(PROMPTS)
-    pool = torch.zeros((24, KV_HEADS, LAYERS, 2, PAGE, dim + SCALE_BYTES), dtype=dtype)
-    rows = 23 * PAGE
+    pool = torch.zeros((POOL_PAGES, KV_HEADS, LAYERS, 2, PAGE, dim + SCALE_BYTES), dtype=dtype)
+    rows = (POOL_PAGES - 1) * PAGE
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * dim)
     turns, places = torch.rand(rows, dim), PAGE + torch.randperm(rows)
     rope_on_cpu(qkv, torch.arange(rows), turns, pool, 1, places, HEADS, KV_HEADS)

@@ -4,7 +4,8 @@ A program holds a tile of one request's rows under one head and walks the positi
 first the pages of positions before the step, then the step's own K and V up to the diagonal. If the
 caller has own K and V outside the pool, the kernel reads them there, and a prompt without cached
 positions reads no page; else it reads them from pages too. With a window the walk begins with the
-first tile of which the first row sees a part.
+first tile of which the first row sees a part. Where programs would be too few, several share the
+positions before the step (`context_parts`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.context_parts import (
+    Parts,
+    leave_part,
+    make_parts,
+    merge_parts,
+    parts_of,
+    request_of_tile,
+)
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import (
     is_dependent,
@@ -31,7 +40,8 @@ from weft.kernels.gpu.kv_entries import (
     weights_in_units,
     widened,
 )
-from weft.kernels.gpu.launch_sizes import next_power_of_2
+from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
+from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
 
 
@@ -125,8 +135,14 @@ def extend_attention(
         if is_copied
         else (None, None)
     )
-    _extend_kernel[(heads, tiles)](
+    in_powers = scale * math.log2(math.e)
+    parts = None
+    if window is None and first_position == 0 and not is_chunked:
+        parts = parts_of_contexts(q, shape, can_share=is_copied)
+    _extend_kernel[(heads, tiles, parts.count if parts else 1)](
         out,
+        parts.mixed if parts else None,
+        parts.sums if parts else None,
         q,
         pool,
         own.k if own else None,
@@ -137,12 +153,13 @@ def extend_attention(
         cu_q_lens,
         kv_lens,
         sinks,
-        scale * math.log2(math.e),
+        in_powers,
         layer,
         page_table.stride(0),
         own.k.stride(0) if own else 0,
         own.v.stride(0) if own else 0,
         requests,
+        tokens,
         IS_NATIVE=is_dependent(q.device),
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
@@ -159,10 +176,13 @@ def extend_attention(
         IS_CHUNKED=is_chunked,
         SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
+        PARTS=parts.count if parts else 1,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **launch_options(q.device),
     )
+    if parts:
+        merge_parts(out, parts, cu_q_lens, kv_lens, sinks, in_powers, least_rows)
 
 
 def block_dim(dim: int) -> int:
@@ -187,9 +207,24 @@ def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) ->
     return ExtendLaunchShape(rows=128, tile=64, warps=8, stages=3)
 
 
-@triton.jit(do_not_specialize=["requests", "layer"])
+def parts_of_contexts(
+    q: torch.Tensor, shape: ExtendLaunchShape, *, can_share: bool
+) -> Parts | None:
+    """See `make_parts`, for one request of all rows: several take a few more programs.
+
+    `can_share`: two programs share a multiprocessor.
+    """
+    tokens, heads, _ = q.shape
+    programs = heads * cdiv(tokens, shape.rows)
+    at_once = num_multiprocessors(q.device) * (2 if can_share else 1)
+    return make_parts(q, programs, at_once)
+
+
+@triton.jit(do_not_specialize=["requests", "layer", "tokens"])
 def _extend_kernel(
     out: tl.tensor,
+    mixed_of_parts: tl.tensor,
+    sums_of_parts: tl.tensor,
     q: tl.tensor,
     pool: tl.tensor,
     own_k: tl.tensor,
@@ -206,6 +241,7 @@ def _extend_kernel(
     k_stride: int,
     v_stride: int,
     requests: int,
+    tokens: int,
     IS_DEPENDENT: tl.constexpr,
     IS_NATIVE: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -223,6 +259,7 @@ def _extend_kernel(
     IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IS_FUSED: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -234,7 +271,9 @@ def _extend_kernel(
     # Later tiles of a request see more of it: the longest work begins first, and that of the first
     # requests, which go on with a prompt.
     begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
-    if (q_len < MIN_ROWS) | (begin < 0):
+    cached = tl.load(kv_lens + request) - q_len
+    part, parts = tl.program_id(2), parts_of(cached, PARTS)
+    if (q_len < MIN_ROWS) | (begin < 0) | (part >= parts):
         return
 
     IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
@@ -253,7 +292,6 @@ def _extend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
 
-    cached = tl.load(kv_lens + request) - q_len
     last_seen = cached + row
     table = page_table + request.to(tl.int64) * table_stride
     # In pages: every row sees [full, common), no row sees anything before `first` or from `end` on.
@@ -264,6 +302,15 @@ def _extend_kernel(
         end = cached
         common = cached // TILE * TILE
     first, full, tail = 0, 0, common
+    own_begin, own_end = begin, tl.minimum(begin + ROWS, q_len)
+    if PARTS > 1:
+        full = part * (common // TILE) // parts * TILE
+        common = (part + 1) * (common // TILE) // parts * TILE
+        # Only the last part has what is behind the common tiles.
+        is_last = part == parts - 1
+        tail = tl.where(is_last, tail, end)
+        own_begin = tl.where(is_last, own_begin, 0)
+        own_end = tl.where(is_last, own_end, 0)
     if WINDOW > 0:
         first, full = window_of_rows(cached + begin, ROWS, common, 0, WINDOW, IS_CHUNKED, TILE)
         tail = tl.maximum(common, first // TILE * TILE)
@@ -340,7 +387,7 @@ def _extend_kernel(
                     first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
                 )  # fmt: skip
         # Before the diagonal, then across it.
-        for start in range(full, begin, TILE):
+        for start in range(full, own_begin, TILE):
             if k_tiles is not None:
                 keys = k_tiles.load([first_row + start, kv_head * DIM])
                 values = v_tiles.load([first_row + start, kv_head * DIM])
@@ -356,7 +403,7 @@ def _extend_kernel(
                     position, q_len, row, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
                     SOFTCAP=SOFTCAP,
                 )  # fmt: skip
-        for start in range(begin, tl.minimum(begin + ROWS, q_len), TILE):
+        for start in range(own_begin, own_end, TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = attend_tile(
@@ -364,6 +411,14 @@ def _extend_kernel(
                 position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
                 first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
             )  # fmt: skip
+    if PARTS > 1:
+        is_shared = parts > 1
+        if is_shared:
+            leave_part(
+                mixed_of_parts, sums_of_parts, part, first_row + row, head, tokens,
+                tl.num_programs(0), largest, total, mixed, row < q_len, DIM, BLOCK_DIM,
+            )  # fmt: skip
+            return
     if sinks is not None:
         total = with_sink(total, largest, sinks, head, scale)
     # With a window, rows beyond the request's own may see no position.
@@ -400,21 +455,6 @@ def window_of_rows(
 def first_of_chunk(at: tl.tensor, before: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
     """First position of the chunk of positions `at`, all counted from `before` on."""
     return (at + before) // WINDOW * WINDOW - before
-
-
-@triton.jit
-def request_of_tile(
-    index: tl.tensor, cu_q_lens: tl.tensor, requests: int, ROWS: tl.constexpr
-) -> tl.tensor:
-    """Last request whose first tile, cu_q_lens[r] // ROWS + r, is not after `index`."""
-    low = 0
-    high = requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_after = tl.load(cu_q_lens + middle) // ROWS + middle > index
-        low = tl.where(is_after, low, middle)
-        high = tl.where(is_after, middle, high)
-    return low
 
 
 @triton.jit

@@ -15,13 +15,13 @@ import math
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.context_parts import request_of_tile
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.extend_attention import (
     attend_tile,
     block_dim,
     k_of_pages,
     launch_shape,
-    request_of_tile,
     window_of_rows,
 )
 from weft.kernels.gpu.kv_entries import SCALE_BYTES

@@ -47,6 +47,7 @@ from weft.kernels.gpu import (
     delta_steps,
     dependent_launch,
     encoder_attention,
+    extend_attention,
     fp8_linear,
     greedy,
     groups_tensor_cores,
@@ -199,8 +200,10 @@ def compile_layers(is_full: bool) -> None:
     """Dense layers: few rows, more, prompts, trees."""
     for q_lens in ([1], [4, 4]) if is_full else ([1],):
         run_layers(SMALL, q_lens)
-    for q_lens in ([1] * 32, [40, 1]):
-        run_layers(WIDE, q_lens)
+    run_layers(WIDE, [1] * 32)
+    # As few programs as on a whole GPU, so that contexts have parts.
+    with mock.patch.object(extend_attention, "num_multiprocessors", return_value=132):
+        run_layers(WIDE, [40, 1])
     run_layers(WIDE, [6, 6], has_trees=True)
     for is_fixed in (False, True) if is_full else ():
         run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)

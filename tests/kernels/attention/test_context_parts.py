@@ -1,0 +1,117 @@
+"""Contexts of prompts that several programs walk, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import triton.language as tl
+from weft.kernels.attention import paged_attention_reference
+from weft.kernels.gpu import context_parts
+from weft.kernels.gpu.context_parts import MAX_PARTS, make_parts
+from weft.testing.kernels.attention_cases import (
+    LAYER,
+    Case,
+    Geometry,
+    exact_attention,
+    hide_own_pages,
+    in_parts,
+    make_case,
+)
+from weft.testing.kernels.gpu_kernels import change_kernels, kernel_module
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+
+LENGTHS = [(3, 3), (40, 300), (1, 90), (0, 5), (130, 420), (7, 7), (2, 70), (5, 37), (33, 100)]
+
+
+def check_extend(case: Case, folder: Path, *, has_own: bool, softcap: float, sinks: bool) -> None:
+    """Rows of requests that bring several are right, others are not touched."""
+    own_sinks = torch.randn(case.q.shape[1]) * 3 if sinks else None
+    softmax = {"sinks": own_sinks, "softcap": softcap or None}
+    arguments = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
+    eager = in_parts(paged_attention_reference)(
+        case.q, case.pool, LAYER, *arguments, case.max_q_len, case.max_kv_len, **softmax
+    )
+    exact = exact_attention(case, **softmax)
+    out = torch.full_like(case.q, float("nan")).flatten(1)
+    case = hide_own_pages(case) if has_own else case
+    with kernel_module("extend_attention", folder) as module:
+        module.extend_attention(
+            out, case.q, case.pool, LAYER, *arguments, case.max_q_len,
+            module.OwnKv(*case.own_kv()) if has_own else None, sinks=own_sinks, softcap=softcap,
+        )  # fmt: skip
+    lens = case.cu_q_lens.diff().long()
+    mine = (lens > 1).repeat_interleave(lens)
+    assert_as_exact(out[mine], eager[mine], exact[mine])
+    assert out[~mine].isnan().all()
+
+
+def use_parts(patch: pytest.MonkeyPatch, count: int, positions: int) -> None:
+    """Cuts contexts into at most `count` parts, none of which is shorter than `positions`."""
+
+    def fixed(q: torch.Tensor, *_: int) -> context_parts.Parts:
+        shape = (count, *q.shape)
+        nothing = torch.full(shape, float("nan")), torch.full((*shape[:3], 2), float("nan"))
+        return context_parts.Parts(count, *nothing)
+
+    patch.setattr(context_parts, "make_parts", fixed)
+    patch.setattr(context_parts, "MIN_POSITIONS", tl.constexpr(positions))
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("softmax", [(0.0, False), (1.5, True)])
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_parts_give_what_whole_contexts_give(
+    dtype: torch.dtype,
+    has_own: bool,
+    softmax: tuple[float, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where some contexts of a step have one part, and others several."""
+    fresh_seed()
+    use_parts(monkeypatch, random.choice((2, 3, 8)), random.choice((64, 100, 130)))
+    case = make_case(Geometry(4, 2, 24, 16), LENGTHS, dtype)
+    check_extend(case, tmp_path, has_own=has_own, softcap=softmax[0], sinks=softmax[1])
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("total = total * keep", "total = total"),
+        ("parts == 1", "parts == 3"),
+        ("tl.cast(part, tl.int64) * tokens", "tl.cast(part, tl.int64)"),
+    ],
+)
+def test_the_checks_see_a_mutation(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_parts(monkeypatch, 3, context_parts.MIN_POSITIONS.value)
+    change_kernels(monkeypatch, context_parts, tmp_path, change)
+    case = make_case(Geometry(2, 1, 16, 16), [(3, 4300), (1, 20), (40, 6300)], torch.float32)
+    with pytest.raises(AssertionError):
+        check_extend(case, tmp_path, has_own=True, softcap=0.0, sinks=False)
+
+
+@pytest.mark.parametrize(
+    ("programs", "most_waves"),
+    # Of an H200, which runs 264 at once: no part more where they fill it, halves where half.
+    [(256, 1), (132, 0.5), (33, 0.125), (288, 1.25), (1056, 4), (2000, 8)],
+)
+def test_a_gpu_is_busy_for_a_short_time(programs: int, most_waves: float) -> None:
+    q = torch.empty((64, 4, 16))
+    parts = make_parts(q, programs, 264)
+    count = 1 if parts is None else parts.count
+    assert count <= MAX_PARTS
+    assert -(-programs * count // 264) / count <= most_waves
+
+
+def test_what_parts_leave_has_bounded_memory() -> None:
+    for tokens in (1, 100, 500, 1000, 4000):
+        parts = make_parts(torch.empty((tokens, 32, 128), device="meta"), 8, 264)
+        if parts is not None:
+            assert parts.mixed.numel() * 4 <= 64 << 20
