@@ -278,6 +278,7 @@ def _extend_kernel(
 
     IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
     OF_ROWS: tl.constexpr = PAGE_SIZE * DIM
+    PART_UNIT: tl.constexpr = max(TILE, PAGE_SIZE)
     kv_head = head // GROUP
     row = begin + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)
@@ -301,13 +302,16 @@ def _extend_kernel(
     else:
         end = cached
         common = cached // TILE * TILE
-    first, full, tail = 0, 0, common
+    first, full, tail, walked = 0, 0, common, table
     own_begin, own_end = begin, tl.minimum(begin + ROWS, q_len)
     if PARTS > 1:
-        full = part * (common // TILE) // parts * TILE
-        common = (part + 1) * (common // TILE) // parts * TILE
-        # Only the last part has what is behind the common tiles.
+        # The part of the common positions that this program walks, counted from its own first page:
+        # the compiler makes more of a loop from 0 on. The last part has what is behind them, too.
+        of_part = part * (common // PART_UNIT) // parts * PART_UNIT
+        next_part = (part + 1) * (common // PART_UNIT) // parts * PART_UNIT
         is_last = part == parts - 1
+        walked = table + of_part // PAGE_SIZE
+        common = tl.where(is_last, common, next_part) - of_part
         tail = tl.where(is_last, tail, end)
         own_begin = tl.where(is_last, own_begin, 0)
         own_end = tl.where(is_last, own_end, 0)
@@ -335,7 +339,7 @@ def _extend_kernel(
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
         k_at, scale_at = k_of_pages(
-            pool, table, position, end, kv_head, layer, column,
+            pool, walked, position, end, kv_head, layer, column,
             LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
         )  # fmt: skip
         if IS_SCALED:
