@@ -19,8 +19,8 @@ from weft.kernels.gpu.launch_sizes import cdiv
 from weft.kernels.gpu.softmax import with_sink
 
 MAX_PARTS = 8
-MIN_POSITIONS = tl.constexpr(2048)
-"""Positions for which one more part pays; no tile is longer, so that each part has one."""
+MIN_POSITIONS = tl.constexpr(512)
+"""Positions for which one more part pays."""
 _MOST_BYTES = 64 << 20
 """Memory for what all parts of a step find."""
 _COST = 0.02
@@ -193,10 +193,12 @@ def _merge_kernel(
         of_part = tl.load(sums_of + 2 * part_at, mask=is_row, other=0.0)
         total_of_part = tl.load(sums_of + 2 * part_at + 1, mask=is_row, other=0.0)
         values = tl.load(mixed_of + part_at[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-        # Every row sees all of the first part, so that the largest score is finite from there on.
+        # Parts are cut between pages: with long ones, a part may have nothing.
         new_largest = tl.maximum(largest, of_part)
-        keep = tl.exp2((largest - new_largest) * scale)
-        weight = tl.exp2((of_part - new_largest) * scale)
+        is_first = largest == float("-inf")
+        keep = tl.where(is_first, 0.0, tl.exp2((largest - new_largest) * scale))
+        is_empty = of_part == float("-inf")
+        weight = tl.where(is_empty, 0.0, tl.exp2((of_part - new_largest) * scale))
         largest = new_largest
         total = total * keep + total_of_part * weight
         mixed = mixed * keep[:, None] + values * weight[:, None]
