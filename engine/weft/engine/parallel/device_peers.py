@@ -15,7 +15,6 @@ from weft.engine.parallel.shared import SharedGroup
 from weft.kernels.gpu.peer_logits import LogitsMemory, gather_logits, memory_bytes
 from weft.kernels.gpu.peer_sum import (
     PeerMemory,
-    control_words,
     layout_of,
     num_turns,
     share_tokens,
@@ -87,7 +86,8 @@ class DevicePeers:
         status = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
         if status:
             raise ConfigError(f"tp = {self.size}: cudaHostRegister: error {status}", param="tp")
-        control = control_words(group.stop_address, group.limit_address, device)
+        words = [group.stop_address, group.limit_address]
+        control = torch.tensor(words, dtype=torch.int64, device=device)
         self._memory = PeerMemory(
             self.rank,
             self.size,

@@ -10,11 +10,10 @@ Flags say what has come. They count a row's exchanges (`turns`), since a capture
 carry a number of its own. Parts lie in two places in turn: who writes the next but one part of a
 row has seen the other ranks begin the exchange between, and so end the one before.
 
-Of the programs that wait for long, one a millisecond looks for the group's stop word on the host,
-and sets it when its limit has passed; it tells the others through the device's memory. (If each
-looked for itself, thousands of reads of one word of the host would queue for tens of milliseconds,
-while what they wait for has long come.) Then results are meaningless; whoever waits for them must
-look at the word as well.
+A program that waits for very long looks for the group's stop word on the host, and sets it when its
+limit has passed. Then results are meaningless; whoever waits for them must look at it as well. It
+does not look sooner, since the reads of thousands of programs queue for tens of milliseconds, while
+what they wait for has come: ranks may come to a sum milliseconds apart.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ LATE = 2
 _TOKENS = 256
 """Tokens shared by one program."""
 _ALIGNMENT = 256
-LOOK_NS = tl.constexpr(1_000_000)
-"""Time between two looks at the host's stop word by programs that wait for long."""
+SPINS_TO_LOOK = tl.constexpr(1 << 17)
+"""Looks at a flag, each of about a microsecond, between two looks at the stop word."""
 
 
 class PeerMemory(NamedTuple):
@@ -58,7 +57,9 @@ class PeerMemory(NamedTuple):
     """[once_rows + twice_rows + programs of `share_tokens`] int32 on the device: exchanges so far.
     """
     control: torch.Tensor
-    """[4] int64 on the device, see `control_words`."""
+    """[2] int64 on the device: addresses of the stop word (uint32) and of the longest wait in
+    nanoseconds (int64), both on the host; 0: there are none.
+    """
 
     @property
     def row_bytes(self) -> int:
@@ -69,21 +70,6 @@ class PeerMemory(NamedTuple):
     def layout(self) -> Layout:
         """Where the parts of each rank's memory lie."""
         return layout_of(self.size, self.row_bytes, self.once_rows, self.twice_rows)
-
-
-def control_words(stop: int, limit: int, device: torch.device) -> torch.Tensor:
-    """The words by which programs that wait learn that the group has stopped.
-
-    Args:
-        stop: Address of the stop word (uint32) on the host; 0: there is none.
-        limit: Address of the longest wait in nanoseconds (int64) on the host.
-        device: Where the words are to lie.
-
-    Returns:
-        [4] int64: both addresses, when a program last looked there by the device's clock, and
-        whether one has found that the group has stopped.
-    """
-    return torch.tensor([stop, limit, 0, 0], dtype=torch.int64, device=device)
 
 
 class Layout(NamedTuple):
@@ -242,35 +228,23 @@ def await_turn(
         seen = tl.atomic_add(flags, nothing, mask=mask, sem="acquire", scope="sys")
         waits = tl.max(tl.where(mask & (seen - turn < 0), 1, 0), axis=0)
         spins += 1
-        if spins == 1024:
+        if spins == SPINS_TO_LOOK:
             spins = spins * 0
             stop_at = tl.load(control)
             if stop_at != 0:
-                now = began
-                is_due = tl.load(control + 3, volatile=True) == 0
-                if not is_due:
+                stop = stop_at.to(tl.pointer_type(tl.int32))
+                if tl.load(stop, volatile=True) != 0:
                     waits = waits * 0
                 elif HAS_TIMER:
                     now = tl.extra.cuda.globaltimer()
                     if began == 0:
                         began = now
-                    last_look = tl.load(control + 2, volatile=True)
-                    is_due = now - last_look >= LOOK_NS
-                    if is_due:
-                        is_due = tl.atomic_cas(control + 2, last_look, now) == last_look
-                if is_due:
-                    stop = stop_at.to(tl.pointer_type(tl.int32))
-                    if tl.load(stop, volatile=True) != 0:
-                        tl.store(control + 3, 1)
+                    limit = tl.load(control + 1).to(tl.pointer_type(tl.int64))
+                    if now - began > tl.load(limit, volatile=True):
+                        missing = mask & (seen - turn < 0)
+                        late = tl.min(tl.where(missing, lane, LANES), axis=0)
+                        tl.store(stop, late + 2)
                         waits = waits * 0
-                    elif HAS_TIMER:
-                        limit = tl.load(control + 1).to(tl.pointer_type(tl.int64))
-                        if now - began > tl.load(limit, volatile=True):
-                            missing = mask & (seen - turn < 0)
-                            late = tl.min(tl.where(missing, lane, LANES), axis=0)
-                            tl.store(stop, late + 2)
-                            tl.store(control + 3, 1)
-                            waits = waits * 0
 
 
 @triton.jit
