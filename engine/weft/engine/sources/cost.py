@@ -71,7 +71,9 @@ class LocalLoad(NamedTuple):
     """The work that this engine has already when a remainder comes."""
 
     queued_tokens: int = 0
-    """Queued prompt tokens that are computed before those of the remainder."""
+    """Prompt tokens that are computed before those of the remainder, queued or in steps that have
+    begun.
+    """
     num_running: int = 0
     """Requests that get their next token in each step."""
     step_tokens: int = 1
@@ -204,10 +206,17 @@ class FillCosts:
         remote_s = work_s + _known(self._rests) + _known(self._tails)
         weighed_s = local_s + self._weighed_delay_s(num_local / rate, load)
         is_remote = remote_s < weighed_s
-        may_try_local = may_delay and (num_local <= MAX_TRIED_TOKENS or not load.num_running)
-        if may_try_local if is_remote else to_compute <= MAX_WASTED * num_local:
-            other = self._local if is_remote else self._remote
-            is_remote ^= other.is_due(min(remote_s, weighed_s), abs(remote_s - weighed_s))
+        best_s, cost_s = min(remote_s, weighed_s), abs(remote_s - weighed_s)
+        is_unknown = load.num_running > 0 and not self._beside.tokens_per_s
+        if is_remote and is_unknown and local_s <= MAX_TRIED_FACTOR * remote_s:
+            may_try, cost_s = may_delay, 0.0  # The rate may be so wrong that the cost is, too.
+        elif is_remote:
+            may_try = may_delay and (num_local <= MAX_TRIED_TOKENS or not load.num_running)
+        else:
+            may_try = to_compute <= MAX_WASTED * num_local
+        if may_try:
+            trials = self._local if is_remote else self._remote
+            is_remote ^= trials.is_due(best_s, cost_s)
         return FillDecision(is_remote, remote_s, local_s)
 
     def _rate_beside(self, load: LocalLoad, num_tokens: int, filler_rate: float) -> float:
