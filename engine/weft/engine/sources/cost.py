@@ -136,7 +136,8 @@ class FillCosts:
     room before) and the local rest (what local first tokens took beyond the forecast). While a rate
     is unknown, the engine tries that side to measure it: the remote side first, the local side only
     with remainders that are not too long. For longer ones a share of the filler's rate stands in,
-    until a step about as long as theirs has been measured here.
+    until a step about as long as theirs has been measured here. Until a step with both prompts and
+    decodes has been measured, one is tried now and then, whatever its length.
 
     A local prompt delays the next token of every running request by the time that it adds to their
     steps. This is weighed against the first tokens that wait if it ships: its own, and those of the
@@ -207,7 +208,8 @@ class FillCosts:
         weighed_s = local_s + self._weighed_delay_s(num_local / rate, load)
         is_remote = remote_s < weighed_s
         best_s, cost_s = min(remote_s, weighed_s), abs(remote_s - weighed_s)
-        is_unknown = load.num_running > 0 and not self._beside.tokens_per_s
+        is_measurable = load.num_running > 0 and num_local >= MIN_MEASURED_TOKENS
+        is_unknown = is_measurable and not self._beside.tokens_per_s
         if is_remote and is_unknown and local_s <= MAX_TRIED_FACTOR * remote_s:
             may_try, cost_s = may_delay, 0.0  # The rate may be so wrong that the cost is, too.
         elif is_remote:
