@@ -161,6 +161,25 @@ def test_a_prompt_is_shipped_and_accepted_while_a_step_is_under_way(model_dir: P
         pair.close()
 
 
+def test_prompt_tokens_of_steps_under_way_are_still_to_be_computed(model_dir: Path) -> None:
+    """The forecast of a local prompt counts them; the first of the two steps as half done."""
+    clock = ManualClock()
+    engine = make_engine(model_dir, "decode", clock, overlap="on", prefill_chunk_tokens=2 * PAGE)
+    pair = EnginePair(engine, [], clock)
+    try:
+        LateDevice(engine, random.Random(0), early_chance=0.0, leaves=True)
+        prompt = random_prompt(random.randrange(5 * PAGE, 12 * PAGE))
+        request = pair.submit(prompt, NUM_NEW)
+        pair.run(lambda: engine.pipeline.num_steps == 2)
+        assert engine.costs.local_load().queued_tokens == len(prompt) - PAGE
+        engine.pipeline.leaves = False
+        pair.finish(request)
+        assert engine.costs.local_load().queued_tokens == 0
+        pair.settle()
+    finally:
+        pair.close()
+
+
 def test_stop_tokens_end_texts_where_they_would_without_overlap(model_dir: Path) -> None:
     prompts = [random_prompt(random.randint(1, 5 * PAGE)) for _ in range(12)]
     free = StopCriteria(max_tokens=40, ignore_eos=True)

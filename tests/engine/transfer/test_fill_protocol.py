@@ -90,6 +90,7 @@ def test_shipped_text_equals_local_text(pair: EnginePair) -> None:
     assert pair.finish(request_id) == [expected]
     (fill,) = fills_of(pair, request_id)
     assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+    assert not pair.answers[request_id].num_told_here
     pair.settle()
 
 
@@ -208,6 +209,7 @@ def test_without_a_willing_filler_the_owner_prefills(pair: EnginePair) -> None:
     timeline = pair.answers[request_id].finished[0].timeline
     assert timeline.local_prefill_tokens == len(prompt)
     assert [fill.failure.split()[1] for fill in timeline.fills] == ["draining", "draining"]
+    assert pair.answers[request_id].num_told_here == 1
     pair.settle()
 
 

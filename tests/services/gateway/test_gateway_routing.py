@@ -101,6 +101,34 @@ async def test_load_moves_a_prompt_elsewhere(tmp_path: Path) -> None:
         assert second.queued_tokens >= 1000
 
 
+@pytest.mark.parametrize("is_computed_here", [False, True])
+async def test_a_prompt_waits_where_it_is_computed(tmp_path: Path, is_computed_here: bool) -> None:
+    """Until its first token it is queued at the prefill worker, or at the owner that keeps it."""
+
+    def waiting(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        num_steps = int(is_computed_here)
+        return Script(tokens=[[65]], hang_after=num_steps, is_computed_here=is_computed_here)
+
+    async with gateway(tmp_path, waiting, num_prefill=1, load_interval_s=5.0) as mesh:
+        (owner,), (filler,) = (list(mesh.app.fleet.workers(one)) for one in ("decode", "prefill"))
+        ids = prompt(random.randrange(2, 20) * PAGE_SIZE + 1)
+        before = mesh.workers[0].num_pings
+        call = mesh.typed.Complete(
+            gateway_pb2.CompleteRequest(
+                token_ids=common_pb2.TokenIds(ids=ids),
+                stop=common_pb2.StopCriteria(max_tokens=2),
+            )
+        )
+        at, other = (owner, filler) if is_computed_here else (filler, owner)
+        await mesh.wait(lambda: at.load.queued_tokens == len(ids))
+        await mesh.wait(lambda: mesh.workers[0].num_pings > before + 1)
+        assert (at.load.queued_tokens, other.load.queued_tokens) == (len(ids), 0)
+        assert filler.load.own_requests == (not is_computed_here)
+        call.cancel()
+        await mesh.wait(lambda: owner.load.own_requests == 0)
+        assert (owner.load.queued_tokens, filler.load.queued_tokens) == (0, 0)
+
+
 async def test_a_burst_of_one_prompt_spreads(tmp_path: Path) -> None:
     """What was sent since the last report counts as queued, so that nobody is drowned."""
     async with gateway(tmp_path, filled, num_prefill=2, load_interval_s=5.0) as mesh:

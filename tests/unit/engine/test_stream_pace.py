@@ -35,6 +35,7 @@ FAILED = Failed(request_id="n", attempt=1, failure=Failure(reason="INTERNAL", me
 URGENT: dict[str, Callable[[GatewayBatch], GatewayBatch]] = {
     "first tokens": lambda batch: replace(batch, has_first_tokens=True),
     "accepted": lambda batch: replace(batch, accepted=[Accepted(request_id="n", attempt=1)]),
+    "computed here": lambda batch: replace(batch, computed_here=[("n", 1)]),
     "preempted": lambda batch: replace(
         batch, preempted=[Preempted(request_id="n", attempt=1, sample=0)]
     ),

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from weft.engine.protocol.timeline import FillCandidate, FillRecord, Timeline
 from weft.engine.sources.cost import (
+    MAX_TRIED_FACTOR,
     MAX_TRIES,
     MIN_RESTS,
     NUM_BEHIND,
     TRIED_SHARE,
+    TRY_AGAIN,
     FillCosts,
     FillDecision,
     LocalLoad,
@@ -290,10 +292,26 @@ def test_what_would_be_wasted_is_not_tried() -> None:
 
 def test_long_prompts_are_not_tried_beside_running_requests() -> None:
     costs = known(rest_s=0.0)
+    costs.observe_beside(512, 512 / RATE)
     costs.local_load = lambda: LocalLoad(queued_tokens=200, num_running=1, step_tokens=512)
     assert all(decide(costs, 1_024).is_remote for _ in range(200))
     costs.local_load = lambda: LocalLoad(queued_tokens=200)
     assert not all(decide(costs, 1_024).is_remote for _ in range(200))
+
+
+@pytest.mark.parametrize("is_hopeless", [False, True])
+def test_what_steps_take_beside_running_requests_is_measured(is_hopeless: bool) -> None:
+    """The rate of short steps behind long histories would keep long prompts away for ever."""
+    factor = 2 * MAX_TRIED_FACTOR if is_hopeless else MAX_TRIED_FACTOR // 2
+    costs = known(rest_s=0.01)
+    for _ in range(100):
+        costs.observe_local(500, factor * 500 / RATE)
+    costs.local_load = lambda: LocalLoad(num_running=24, step_tokens=512)
+    decided = [decide(costs, 1_024).is_remote for _ in range(3 * TRY_AGAIN)]
+    assert decided.count(False) == (0 if is_hopeless else 3)
+    costs.observe_beside(512, 512 / RATE)
+    assert all(decide(costs, 1_024).is_remote for _ in range(3 * TRY_AGAIN)), "it is known now"
+    assert not decide(costs, 1_024, queued=6_000).is_remote
 
 
 @dataclass

@@ -124,6 +124,7 @@ def test_every_kind_of_entry_counts() -> None:
     batch = GatewayBatch(
         gateway=1,
         accepted=[Accepted(request_id=key, attempt=attempt) for key, attempt in keys],
+        computed_here=list(keys),
         tokens=[tokens_of(number, 1) for number in range(5_000)],
         preempted=[Preempted(request_id=k, attempt=a, sample=LARGE) for k, a in keys],
         finished=[
@@ -148,7 +149,8 @@ def test_every_kind_of_entry_counts() -> None:
         if event.HasField("pong"):
             assert event.pong.nonce == 2**64 - 1
         whole.MergeFrom(event)
-    for entries in (whole.accepted, whole.preempted, whole.finished, whole.pong.unknown):
+    here = whole.computed_here
+    for entries in (whole.accepted, here, whole.preempted, whole.finished, whole.pong.unknown):
         assert [(entry.request_id, entry.attempt) for entry in entries] == keys
     assert [tokens.ids for tokens in whole.tokens] == [tokens.ids for tokens in batch.tokens]
     assert [entry.request_id for entry in whole.failed] == [key for key, _ in keys[:500]]

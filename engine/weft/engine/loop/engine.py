@@ -128,7 +128,7 @@ class Engine:
             config, parts, self.fills, pages, self._prefill_rate, clock
         )
         self.adapters = parts.adapters
-        events = SchedulerEvents()
+        events = SchedulerEvents(computing=[self._out.computed_here])
         self._prompt_budget = PromptBudget(
             self.costs,
             config.inter_token_target_s,
@@ -317,7 +317,7 @@ class Engine:
         num_running = len(scheduler.running)
         num_waiting = len(scheduler.prefilling) + 1
         return LocalLoad(
-            scheduler.num_prefilling_tokens(),
+            scheduler.num_prefilling_tokens() + self.pipeline.num_chunk_tokens,
             num_running,
             min(self.config.max_step_tokens, self._prompt_budget.tokens(num_running, num_waiting)),
             self.config.prefill_chunk_tokens,

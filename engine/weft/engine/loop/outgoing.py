@@ -80,6 +80,16 @@ class Outgoing:
         event = Accepted(request_id=key.request_id, attempt=key.attempt)
         self.gateway(key.gateway).accepted.append(event)
 
+    def computed_here(self, request: Request) -> None:
+        """Reports that this engine computes a prompt though it could ask a filler, or did so in
+        vain. What lies behind a fill is not worth a message.
+        """
+        key, fills = request.key, request.timeline.fills
+        if not request.awaits_first_token or not (request.candidates or fills):
+            return
+        if not fills or fills[-1].failure or fills[-1].source != "prefill":
+            self.gateway(key.gateway).computed_here.append((key.request_id, key.attempt))
+
     def columns(self, gateway: int, columns: TokenColumns) -> None:
         """Reports one new token for each of many samples of a gateway."""
         self.gateway(gateway).columns.append(columns)

@@ -157,6 +157,15 @@ class StepPipeline:
         """Number of steps that have begun and are not committed."""
         return (self._flying is not None) + (self._behind is not None)
 
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Prompt tokens that the device has still to compute in steps that have begun; the step
+        under way is taken to be half done, as it is on average.
+        """
+        behind = self._behind.plan.num_chunk_tokens if self._behind is not None else 0
+        flying = self._flying.plan.num_chunk_tokens if self._flying is not None else 0
+        return behind + flying // 2
+
     def may_begin(self) -> bool:
         """Whether this turn may begin a step: no step lies behind the one under way, which ends
         soon or at an unknown time.

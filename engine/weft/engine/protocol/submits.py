@@ -206,6 +206,8 @@ class GatewayBatch:
 
     gateway: int
     accepted: list[Accepted] = field(default_factory=list)
+    computed_here: list[tuple[str, int]] = field(default_factory=list)
+    """Requests (id, attempt) whose prompt this engine computes though it could ask a filler."""
     tokens: list[Tokens] = field(default_factory=list)
     """Tokens of samples that may get several in a step, and repeated tokens. They precede the
     tokens that `columns` has for the same sample."""
@@ -223,7 +225,9 @@ class GatewayBatch:
     @property
     def may_wait(self) -> bool:
         """Whether there is nothing but tokens, each of which follows one that was told before."""
-        if self.accepted or self.prompt_logprobs or self.vectors or self.preempted:
+        if self.accepted or self.computed_here or self.preempted:
+            return False
+        if self.prompt_logprobs or self.vectors:
             return False
         return not (self.has_first_tokens or self.finished or self.failed or self.pongs)
 

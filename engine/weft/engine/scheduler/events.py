@@ -22,5 +22,7 @@ class SchedulerEvents:
     """Pages of a request entered the prefix cache, whether computed here or filled."""
     matched: list[OnRequest] = field(default_factory=list)
     """A request was admitted for the first time, with its prefix match."""
+    computing: list[OnRequest] = field(default_factory=list)
+    """This engine computes what a request still lacks of its prompt."""
     leaving: list[OnRequest] = field(default_factory=list)
     """A request of a session ends without an error; it still has its pages."""

@@ -714,6 +714,8 @@ class Scheduler:
     def _enter_prefilling(self, request: Request) -> None:
         """Queues a prompt by its rank in the policy, equals in order of admission."""
         insort(self.prefilling, request, key=self.waiting.rank)
+        for on_computing in self._events.computing:
+            on_computing(request)
 
     def _strip_waiting(self) -> None:
         """Releases the pages of queued requests, when nothing runs and the first candidate does not

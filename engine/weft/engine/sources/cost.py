@@ -71,7 +71,9 @@ class LocalLoad(NamedTuple):
     """The work that this engine has already when a remainder comes."""
 
     queued_tokens: int = 0
-    """Queued prompt tokens that are computed before those of the remainder."""
+    """Prompt tokens that are computed before those of the remainder, queued or in steps that have
+    begun.
+    """
     num_running: int = 0
     """Requests that get their next token in each step."""
     step_tokens: int = 1
@@ -134,7 +136,8 @@ class FillCosts:
     room before) and the local rest (what local first tokens took beyond the forecast). While a rate
     is unknown, the engine tries that side to measure it: the remote side first, the local side only
     with remainders that are not too long. For longer ones a share of the filler's rate stands in,
-    until a step about as long as theirs has been measured here.
+    until a step about as long as theirs has been measured here. Until a step with both prompts and
+    decodes has been measured, one is tried now and then, whatever its length.
 
     A local prompt delays the next token of every running request by the time that it adds to their
     steps. This is weighed against the first tokens that wait if it ships: its own, and those of the
@@ -204,10 +207,18 @@ class FillCosts:
         remote_s = work_s + _known(self._rests) + _known(self._tails)
         weighed_s = local_s + self._weighed_delay_s(num_local / rate, load)
         is_remote = remote_s < weighed_s
-        may_try_local = may_delay and (num_local <= MAX_TRIED_TOKENS or not load.num_running)
-        if may_try_local if is_remote else to_compute <= MAX_WASTED * num_local:
-            other = self._local if is_remote else self._remote
-            is_remote ^= other.is_due(min(remote_s, weighed_s), abs(remote_s - weighed_s))
+        best_s, cost_s = min(remote_s, weighed_s), abs(remote_s - weighed_s)
+        is_measurable = load.num_running > 0 and num_local >= MIN_MEASURED_TOKENS
+        is_unknown = is_measurable and not self._beside.tokens_per_s
+        if is_remote and is_unknown and local_s <= MAX_TRIED_FACTOR * remote_s:
+            may_try, cost_s = may_delay, 0.0  # The rate may be so wrong that the cost is, too.
+        elif is_remote:
+            may_try = may_delay and (num_local <= MAX_TRIED_TOKENS or not load.num_running)
+        else:
+            may_try = to_compute <= MAX_WASTED * num_local
+        if may_try:
+            trials = self._local if is_remote else self._remote
+            is_remote ^= trials.is_due(best_s, cost_s)
         return FillDecision(is_remote, remote_s, local_s)
 
     def _rate_beside(self, load: LocalLoad, num_tokens: int, filler_rate: float) -> float:

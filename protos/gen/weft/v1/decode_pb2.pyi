@@ -849,6 +849,7 @@ class SessionEvent(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     VECTORS_FIELD_NUMBER: _builtins.int
+    COMPUTED_HERE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___SessionEvent.Welcome: ...
     @_builtins.property
@@ -867,6 +868,12 @@ class SessionEvent(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.PromptLogprobs]: ...
     @_builtins.property
     def vectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.Vectors]: ...
+    @_builtins.property
+    def computed_here(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
+        """Attempts that named prefill workers and whose prompt this worker computes itself: no prefill
+        worker has anything to do for them now.
+        """
+
     def __init__(
         self,
         *,
@@ -879,10 +886,11 @@ class SessionEvent(_message.Message):
         failed: _abc.Iterable[Global___SessionEvent.Failed] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___SessionEvent.PromptLogprobs] | None = ...,
         vectors: _abc.Iterable[Global___SessionEvent.Vectors] | None = ...,
+        computed_here: _abc.Iterable[Global___Attempt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "pong", b"pong", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "vectors", b"vectors", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "computed_here", b"computed_here", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "vectors", b"vectors", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pong: _TypeAlias = _typing.Literal["pong"]  # noqa: Y015
     _WhichOneofArgType__pong: _TypeAlias = _typing.Literal["_pong", b"_pong"]  # noqa: Y015

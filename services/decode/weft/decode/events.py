@@ -79,6 +79,7 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
     last: dict[tuple[str, int, int], Tokens] = {}
     for batch in batches:
         merged.accepted += batch.accepted
+        merged.computed_here += batch.computed_here
         merged.prompt_logprobs += batch.prompt_logprobs
         merged.vectors += batch.vectors
         for tokens in batch.all_tokens():
@@ -117,6 +118,8 @@ def batch_to_proto(
         events.room(_KEY_BYTES).accepted.add(
             request_id=accepted.request_id, attempt=accepted.attempt
         )
+    for request_id, attempt in batch.computed_here:
+        events.room(_KEY_BYTES).computed_here.add(request_id=request_id, attempt=attempt)
     for scores in batch.prompt_logprobs:
         for _ in _add_prompt_logprobs(events, scores):
             yield from events.take_full()

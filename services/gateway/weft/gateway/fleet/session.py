@@ -47,6 +47,9 @@ class SessionHandler(Protocol):
     def on_accepted(self) -> None:
         """Called when the worker has queued the request."""
 
+    def on_computed_here(self) -> None:
+        """Called when the worker computes the prompt itself, whatever prefill workers could."""
+
     def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
         """Called with log-probabilities of prompt tokens, before the tokens of the same message."""
 
@@ -238,6 +241,10 @@ class DecodeSession:
             if handler is not None and handler.attempt == accepted.attempt:
                 self._silent.discard(accepted.request_id)
                 handler.on_accepted()
+        for here in event.computed_here:
+            handler = handlers.get(here.request_id)
+            if handler is not None and handler.attempt == here.attempt:
+                handler.on_computed_here()
         for scores in event.prompt_logprobs:
             handler = handlers.get(scores.request_id)
             if handler is not None and handler.attempt == scores.attempt:

@@ -244,6 +244,11 @@ class Generation:
         self._losses.owned()
         self._backoff.reset()
 
+    def on_computed_here(self) -> None:
+        """See `SessionHandler`."""
+        if self._placement is not None:
+            self._placement.stays()
+
     def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
         """See `SessionHandler`."""
         scores = self.prompt_scores

@@ -39,7 +39,7 @@ class Placement:
     candidates: tuple[decode_pb2.PrefillCandidate, ...]
     """Possible fillers, best first."""
     filler: FleetWorker | None
-    """The first of those."""
+    """The first of those; None once the decode worker computes the prompt."""
     num_tokens: int
     """Number of tokens of the prompt."""
     to_compute: int
@@ -55,6 +55,14 @@ class Placement:
             self.filler.breaker.begin()
             self.filler.load.begin(self.num_tokens, self.to_compute)
 
+    def stays(self) -> None:
+        """Moves the prompt from the filler's load to its owner's, which computes it."""
+        if self._is_computed or self.filler is None:
+            return
+        self._leave_filler(self.filler)
+        self.filler = None
+        self.worker.load.stays(self.to_compute)
+
     def computed(self) -> None:
         """Removes the prompt from the loads, since the request has its first token."""
         if self._is_computed:
@@ -63,10 +71,13 @@ class Placement:
         if self.filler is None:
             self.worker.load.computed(self.to_compute)
         else:
-            # `Router.filled` reports the outcome later.
-            self.filler.breaker.abandoned()
-            self.filler.load.computed(self.to_compute)
-            self.filler.load.end(self.num_tokens)
+            self._leave_filler(self.filler)
+
+    def _leave_filler(self, filler: FleetWorker) -> None:
+        # `Router.filled` reports the outcome later.
+        filler.breaker.abandoned()
+        filler.load.computed(self.to_compute)
+        filler.load.end(self.num_tokens)
 
     def end(self, error: WeftError | None, *, is_proven: bool) -> None:
         """Notes that the request has left its owner; see `FleetWorker.judge_request`."""

@@ -182,6 +182,12 @@ class LoadEstimate:
         """
         self._add(1, to_compute, num_tokens)
 
+    def stays(self, to_compute: int) -> None:
+        """Adds the prompt of a request that was begun as one whose prompt another worker computes.
+        Arguments as in `begin`.
+        """
+        self._add(0, to_compute, 0)
+
     def computed(self, to_compute: int) -> None:
         """Removes a request's prompt (arguments as in `begin`), which is computed or never
         will be.

@@ -97,6 +97,8 @@ class Answer:
     finished: list[Finished] = field(default_factory=list)
     num_starts: int = 0
     """Batches with its tokens that were said to have first ones."""
+    num_told_here: int = 0
+    """Times that the owner told that it computes the prompt itself."""
 
 
 class EnginePair:
@@ -220,6 +222,8 @@ class EnginePair:
         for batch in outbox.gateways:
             for failed in batch.failed:
                 raise to_error(failed.failure)
+            for request_id, _ in batch.computed_here:
+                self.answers[request_id].num_told_here += 1
             for tokens in batch.all_tokens():
                 known = self.answers[tokens.request_id].tokens.setdefault(tokens.sample, [])
                 assert tokens.first_index == len(known), "a token came twice or never"

@@ -68,6 +68,8 @@ class Script:
     asked."""
     fill_failure: str = ""
     """Why the fill failed."""
+    is_computed_here: bool = False
+    """Whether the worker tells at its first step that it computes the prompt itself."""
     timelines: Sequence[common_pb2.Timeline] = ()
     """Of each sample, instead of the usual one."""
 
@@ -409,6 +411,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 del runs[request_id]
                 continue
             run.steps += 1
+            if run.script.is_computed_here and run.steps == 1:
+                event.computed_here.add(request_id=request_id, attempt=run.submit.attempt)
+                continue
             if run.submit.HasField("prompt_logprobs") and run.num_scored < len(run.prompt):
                 self._score(run, event)
                 if run.num_scored < len(run.prompt):
