@@ -105,7 +105,7 @@ def test_the_checks_see_a_mutation(
 def test_a_gpu_is_busy_for_a_short_time(programs: int, most_waves: float) -> None:
     q = torch.empty((64, 4, 16))
     parts = make_parts(q, programs, 264)
-    count = 1 if parts is None else parts.count
+    count = 1 if parts is None else parts.number
     assert count <= MAX_PARTS
     assert -(-programs * count // 264) / count <= most_waves
 

@@ -32,12 +32,12 @@ _MERGED_ROWS = 16
 class Parts(NamedTuple):
     """Where programs leave what each part of a context gave."""
 
-    count: int
+    number: int
     """Most parts of a context, 2 to MAX_PARTS."""
     mixed: torch.Tensor
-    """[count, T, Hq, D] float32: values by their weights, not yet divided by the weights' sum."""
+    """[number, T, Hq, D] float32: values by their weights, not yet divided by the weights' sum."""
     sums: torch.Tensor
-    """[count, T, Hq, 2] float32: the largest score and the sum of weights relative to it."""
+    """[number, T, Hq, 2] float32: the largest score and the sum of weights relative to it."""
 
 
 def make_parts(q: torch.Tensor, programs: int, at_once: int) -> Parts | None:
@@ -94,7 +94,7 @@ def merge_parts(
         scale,
         requests,
         tokens,
-        PARTS=parts.count,
+        PARTS=parts.number,
         MIN_ROWS=least_rows,
         ROWS=_MERGED_ROWS,
         DIM=dim,

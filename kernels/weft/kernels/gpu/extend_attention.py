@@ -139,7 +139,7 @@ def extend_attention(
     parts = None
     if window is None and first_position == 0 and not is_chunked:
         parts = parts_of_contexts(q, shape, can_share=is_copied)
-    _extend_kernel[(heads, tiles, parts.count if parts else 1)](
+    _extend_kernel[(heads, tiles, parts.number if parts else 1)](
         out,
         parts.mixed if parts else None,
         parts.sums if parts else None,
@@ -176,7 +176,7 @@ def extend_attention(
         IS_CHUNKED=is_chunked,
         SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
-        PARTS=parts.count if parts else 1,
+        PARTS=parts.number if parts else 1,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **launch_options(q.device),
