@@ -135,8 +135,8 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
     [
         ("attention.h", "if (!sees_row(word, begin + i - t->root))", "if (0)"),
         ("attention_plan.h", "word >> (row < 63 ? row : 63) & 1", "row != 5"),
-        ("attention.h", "position_of(t, row / t->group) + 1 - t->window",
-         "t->first_position + row / t->group + 1 - t->window"),
+        ("attention.h", "at = position_of(t, row / t->group);",
+         "at = t->first_position + row / t->group;"),
         ("attention_plan.h", "if (of_row < position) position = of_row;", ""),
         ("attention_plan.h", "- q_rows - a->earlier_rows", "- q_rows"),
     ],
