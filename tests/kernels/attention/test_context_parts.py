@@ -74,7 +74,8 @@ def test_parts_give_what_whole_contexts_give(
     """Also where some contexts of a step have one part, and where a part has no tile."""
     fresh_seed()
     use_parts(monkeypatch, random.choice((2, 3, 8)), random.choice((16, 40, 100)))
-    case = make_case(Geometry(4, 2, 24, 16), LENGTHS, dtype)
+    # Pages shorter and longer than tiles.
+    case = make_case(Geometry(4, 2, 24, random.choice((16, 128))), LENGTHS, dtype)
     check_extend(case, tmp_path, has_own=has_own, softcap=softmax[0], sinks=softmax[1])
 
 
