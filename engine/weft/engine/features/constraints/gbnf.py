@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from weft.engine.features.constraints.patterns import spell
+
 MAX_DEPTH = 100
 """Most nested groups, and longest chain of rules that name one another."""
 _SPACE = re.compile(r"(?:[ \t]|#[^\n]*)+")
@@ -298,7 +300,7 @@ class _Reader:
         codes = []
         while (code := self._character('"')) is not None:
             codes.append(code)
-        return _Text("".join(map(_spelled, codes)), tuple((code, code) for code in codes[:1]))
+        return _Text("".join(map(spell, codes)), tuple((code, code) for code in codes[:1]))
 
     def _class(self) -> _Text:
         self._at += 1
@@ -316,7 +318,7 @@ class _Reader:
             members.append((first, last))
         if is_negated:
             members = _others(members)
-        spelled = "".join(f"{_spelled(low)}-{_spelled(high)}" for low, high in members)
+        spelled = "".join(f"{spell(low)}-{spell(high)}" for low, high in members)
         # A class without members matches nothing, and so is not empty either.
         return _Text(f"[{spelled}]" if members else _NOTHING, tuple(members) or ((0, 0),))
 
@@ -373,8 +375,3 @@ def _others(members: list[tuple[int, int]]) -> list[tuple[int, int]]:
             found.append((begin, low - 1))
         begin = max(begin, high + 1)
     return [*found, (begin, _LAST)] if begin <= _LAST else found
-
-
-def _spelled(code: int) -> str:
-    character = chr(code)
-    return character if character.isascii() and character.isalnum() else f"\\x{{{code:x}}}"

@@ -136,10 +136,10 @@ class _Converter:
             self._at += 1
         elif character == "\\":
             found = self._escape()
-            atom = found if isinstance(found, str) else _spelled(found)
+            atom = found if isinstance(found, str) else spell(found)
         else:
             self._require(self._take(_REPEATED) is None, "nothing to repeat")
-            atom = _spelled(self._character())
+            atom = spell(self._character())
         return atom + self._repetition()
 
     def _repetition(self) -> str:
@@ -205,7 +205,7 @@ class _Converter:
             first = self._member(sets)
             is_range = self._text[self._at : self._at + 1] == "-"
             if not is_range or self._text[self._at + 1 : self._at + 2] in ("]", ""):
-                members.append(first if isinstance(first, str) else _spelled(first))
+                members.append(first if isinstance(first, str) else spell(first))
                 continue
             self._at += 1
             last = self._member(sets)
@@ -215,7 +215,7 @@ class _Converter:
             )
             assert isinstance(first, int)
             assert isinstance(last, int)
-            members.append(f"{_spelled(first)}-{_spelled(last)}")
+            members.append(f"{spell(first)}-{spell(last)}")
         self._at += 1
         if any(sets[one] in members and sets[one.upper()] in members for one in "dws"):
             return _NOTHING if is_negated else _ANYTHING
@@ -240,7 +240,7 @@ class _Converter:
             raise ValueError(f"at position {self._at}: {message}")
 
 
-def _spelled(code: int) -> str:
+def spell(code: int) -> str:
     """A character as itself, or by its code where it could be taken for something else."""
     character = chr(code)
     return character if character.isascii() and character.isalnum() else f"\\x{{{code:x}}}"

@@ -61,6 +61,11 @@ class Tenant:
         return hashlib.blake2b(session_id.encode(), key=name, digest_size=32).hexdigest()
 
 
+def name_of(tenant: Tenant | None) -> str:
+    """Name of a tenant; empty for a caller without an API key."""
+    return "" if tenant is None else tenant.name
+
+
 class KeyEntry(BaseModel):
     """One key as the file has it."""
 

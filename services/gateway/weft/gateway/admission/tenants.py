@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from weft.engine.base.errors import ConfigError
 from weft.gateway.admission.file_watch import FileWatch
-from weft.gateway.admission.keys import Tenant
+from weft.gateway.admission.keys import Tenant, name_of
 from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S, Targets
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Tenants:
     def of(self, tenant: Tenant | None) -> TenantTerms:
         """Terms of a tenant; None: the gateway asks for no API keys."""
         self._follow()
-        name = "" if tenant is None else tenant.name
+        name = name_of(tenant)
         return self._file.tenants.get(name, self._file.default)
 
     @property

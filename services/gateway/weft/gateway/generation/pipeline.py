@@ -24,7 +24,7 @@ from weft.engine.base.errors import (
 from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.gateway.admission.admission import Admission, shutting_down
-from weft.gateway.admission.keys import Tenant
+from weft.gateway.admission.keys import Tenant, name_of
 from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, RateLimits
 from weft.gateway.admission.slo import AdmissionRequest
 from weft.gateway.admission.tenants import Rates, Tenants
@@ -237,7 +237,7 @@ class RequestPipeline:
         check_request(request, card, self._settings.max_prompts)
         if request.wants is not None or served.task != "generate":
             request = for_model(request, card, served.task)
-        terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
+        terms, tenant = self._tenants.of(request.tenant), name_of(request.tenant)
         if request.tenant is not None:
             request = replace(
                 request,
@@ -301,7 +301,7 @@ class RequestPipeline:
         )
         stream.trace_id = record.trace.trace_id
         stream.model = resolved.name
-        stream.headers = self.limits.headers(_name(request.tenant), loop.time())
+        stream.headers = self.limits.headers(name_of(request.tenant), loop.time())
         record.waiter = None
         timers = [loop.call_at(record.deadline, _expire, record)]
         if request.first_token_timeout_s is not None:
@@ -442,7 +442,7 @@ class RequestPipeline:
             prompts=routing,
             arrival=record.arrival,
             targets=record.targets,
-            tenant=_name(request.tenant),
+            tenant=name_of(request.tenant),
             weight=self._tenants.of(request.tenant).weight,
             max_tokens=sum(prompt.max_tokens for prompt in prompts) * request.sampling.n,
         )
@@ -506,10 +506,6 @@ def _warn(request: GenerateRequest, error: WeftError) -> None:
             "attempt": error.attempt,
         },
     )
-
-
-def _name(tenant: Tenant | None) -> str:
-    return "" if tenant is None else tenant.name
 
 
 def _seed(sampling: Sampling) -> int:

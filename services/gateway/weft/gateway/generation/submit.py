@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from weft.common.durations import duration
 from weft.engine.base.request import Constraint
 from weft.engine.base.tasks import Output
+from weft.gateway.admission.keys import name_of
 from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling, Wants
 from weft.v1 import common_pb2, decode_pb2
 
@@ -76,7 +77,7 @@ def submit_messages(
             traceparent=traceparent,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            tenant="" if request.tenant is None else request.tenant.name,
+            tenant=name_of(request.tenant),
             model=model,
             session_id=request.session_id,
             end_session=request.ends_session,

@@ -11,7 +11,7 @@ from typing import Any
 from google.api.httpbody_pb2 import HttpBody
 from weft.engine.base.errors import WeftError
 from weft.gateway.admission.authenticate import current_tenant
-from weft.gateway.admission.keys import Tenant
+from weft.gateway.admission.keys import Tenant, name_of
 from weft.gateway.api.answer import (
     EVENTS,
     JSON,
@@ -162,7 +162,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     ) -> HttpBody:
         """See dialects.proto."""
         tenant, id_ = current_tenant.get(), request.response_id
-        if not await self._store.delete(_name(tenant), id_):
+        if not await self._store.delete(name_of(tenant), id_):
             raise self._missing(id_, "response_id")
         return json_body({"id": id_, "object": "response", "deleted": True})
 
@@ -192,7 +192,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         return running if running is not None and running.tenant == tenant else None
 
     async def _stored(self, tenant: Tenant | None, id_: str, param: str) -> StoredResponse:
-        stored = await self._store.get(_name(tenant), id_)
+        stored = await self._store.get(name_of(tenant), id_)
         if stored is None:
             raise self._missing(id_, param)
         return stored
@@ -226,7 +226,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             raise invalid("input", f"refers to items of more than {_MAX_REFERRED} responses")
         items: dict[str, Any] = {}
         for maker in makers:
-            stored = await self._store.get(_name(tenant), maker)
+            stored = await self._store.get(name_of(tenant), maker)
             output = [] if stored is None else json.loads(stored.response)["output"]
             items |= {item["id"]: item for item in output}
         return items
@@ -245,11 +245,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             answer.add(ItemBody.model_validate(item), "output")
         messages = [*history, *asked.stored_messages, *answer.messages]
         stored = StoredResponse(to_json(response), to_json(messages))
-        await self._store.put(_name(request.tenant), request.request_id, stored)
-
-
-def _name(tenant: Tenant | None) -> str:
-    return "" if tenant is None else tenant.name
+        await self._store.put(name_of(request.tenant), request.request_id, stored)
 
 
 def _maker(item_id: str) -> str:
