@@ -416,6 +416,7 @@ def _extend_kernel(
                 first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
             )  # fmt: skip
     if PARTS > 1:
+        # A context with one part is complete, and what follows writes it.
         is_shared = parts > 1
         if is_shared:
             leave_part(
