@@ -1,4 +1,4 @@
-"""Contexts of prompts that several programs walk, by Triton's interpreter, against float64."""
+"""Attention to contexts that are cut into parts, by Triton's interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_parts_give_what_whole_contexts_give(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where some contexts of a step have one part, and where a part has no tile."""
+    """In one step some contexts have one part and others several, and some parts have no tile."""
     fresh_seed()
     use_parts(monkeypatch, random.choice((2, 3, 8)), random.choice((16, 40, 100)))
     # Pages shorter and longer than tiles.
@@ -100,7 +100,7 @@ def test_the_checks_see_a_mutation(
 
 @pytest.mark.parametrize(
     ("programs", "most_waves"),
-    # Of an H200, which runs 264 at once: no part more where they fill it, halves where half.
+    # An H200 runs 264 programs at once. Contexts stay whole where these suffice to fill it.
     [(256, 1), (132, 0.5), (33, 0.125), (288, 1.25), (1056, 4), (2000, 8)],
 )
 def test_a_gpu_is_busy_for_a_short_time(programs: int, most_waves: float) -> None:

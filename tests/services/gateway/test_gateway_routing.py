@@ -103,7 +103,7 @@ async def test_load_moves_a_prompt_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_computed_here", [False, True])
 async def test_a_prompt_waits_where_it_is_computed(tmp_path: Path, is_computed_here: bool) -> None:
-    """Until its first token it is queued at the prefill worker, or at the owner that keeps it."""
+    """Until its first token, a prompt counts in the queue of the worker that computes it."""
 
     def waiting(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
         num_steps = int(is_computed_here)

@@ -1,4 +1,4 @@
-"""Prompts that come faster than one worker computes them: both workers share them."""
+"""When prompts come faster than one worker can compute them, two workers share the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPORT_S = 0.2
 
 
 class Burst:
-    """A gateway, a decode worker and a prefill worker of equal rates, in virtual time.
+    """Simulates a gateway, a decode worker and a prefill worker, which compute equally fast.
 
     The gateway hears of a prompt that the decode worker keeps, of first tokens, and of the prefill
     worker's queue every `REPORT_S`.
@@ -61,7 +61,7 @@ class Burst:
                 self.filler.end(self.num_tokens)
 
     def come(self, now: float) -> float:
-        """A prompt comes; when its first token does."""
+        """Takes in a prompt, and returns the time of its first token."""
         self.hear(now)
         candidate = FillCandidate(
             worker_id="prefill-0",
@@ -90,7 +90,7 @@ class Burst:
 
 
 def test_neither_worker_is_idle_while_prompts_wait_for_the_other() -> None:
-    """The queue of a prefill worker does not hold what decode workers compute themselves."""
+    """Prompts that decode workers compute themselves do not count in a prefill worker's queue."""
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     for _ in range(20):

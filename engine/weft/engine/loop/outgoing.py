@@ -81,8 +81,9 @@ class Outgoing:
         self.gateway(key.gateway).accepted.append(event)
 
     def computed_here(self, request: Request) -> None:
-        """Reports that this engine computes a prompt though it could ask a filler, or did so in
-        vain. What lies behind a fill is not worth a message.
+        """Tells the gateway that this engine computes a prompt itself, although prefill workers
+        were named for it. The gateway then no longer counts it in the queue of one of them. After
+        a fill that succeeded nothing is sent: only the few tokens behind it are computed here.
         """
         key, fills = request.key, request.timeline.fills
         if not request.awaits_first_token or not (request.candidates or fills):

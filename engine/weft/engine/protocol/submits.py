@@ -207,7 +207,9 @@ class GatewayBatch:
     gateway: int
     accepted: list[Accepted] = field(default_factory=list)
     computed_here: list[tuple[str, int]] = field(default_factory=list)
-    """Requests (id, attempt) whose prompt this engine computes though it could ask a filler."""
+    """Requests (id, attempt) whose prompt this engine computes itself, although prefill workers
+    were named for it.
+    """
     tokens: list[Tokens] = field(default_factory=list)
     """Tokens of samples that may get several in a step, and repeated tokens. They precede the
     tokens that `columns` has for the same sample."""

@@ -348,8 +348,8 @@ class Scheduler:
         return queue.rank(request) < queue.rank(other) and queue.precedes(request, other)
 
     def _may_go_ahead(self, request: Request) -> bool:
-        """Whether the prompts under way that rank before a waiting request, or level with it, have
-        less than a full step of tokens to compute.
+        """Whether a waiting request would take part in the next step: the admitted prompts that go
+        before it, or rank level with it, have less than a full step of tokens left to compute.
         """
         rank = self.waiting.rank(request)
         before = (other for other in self.prefilling if self.waiting.rank(other) <= rank)

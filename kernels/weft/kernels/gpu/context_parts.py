@@ -1,10 +1,11 @@
-"""Parts of the context of a few prompts, which several programs walk at once.
+"""Cuts contexts into parts, so that several programs attend to one context at the same time.
 
-A program of `extend_attention` walks all positions before its rows. Where a step brings few rows,
-as the next turn of a long chat does, there are fewer programs than a GPU runs at once, or a few
-more, for which it then takes as long as for twice as many. So each context is cut into parts, one
-program walks each, and what the parts found is merged (Dao et al., Flash-Decoding, 2023). The
-device alone knows how long a context is; a short one has one part, which needs no merge.
+A program of `extend_attention` attends to all positions before its rows. The next turn of a long
+chat brings few rows, and so few programs: a part of the GPU is idle, or a few programs are left
+over and the GPU runs them in a second round, alone. Therefore each context is cut into parts, one
+program attends to each part, and `merge_parts` combines their results (Dao et al., Flash-Decoding,
+2023). Only the device knows how long a context is. A short context has one part, and its program
+writes the result itself.
 """
 
 from __future__ import annotations
@@ -15,43 +16,48 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.launch_sizes import cdiv
+from weft.kernels.gpu.launch_sizes import block_dim, cdiv
+from weft.kernels.gpu.request_tiles import request_of_tile
 from weft.kernels.gpu.softmax import with_sink
 
 MAX_PARTS = 8
 MIN_POSITIONS = tl.constexpr(512)
-"""Positions for which one more part pays."""
+"""Least positions of a context for each of its parts."""
 _MOST_BYTES = 64 << 20
-"""Memory for what all parts of a step find."""
+"""Most memory for the results of all parts."""
 _COST = 0.02
-"""Share of the time that one more part costs."""
+"""What one more part costs, as a share of the time that attention takes with one part."""
 _MERGED_ROWS = 16
-"""Rows of a program that merges."""
+"""Rows of a program that combines results."""
 
 
 class Parts(NamedTuple):
-    """Where programs leave what each part of a context gave."""
+    """The number of parts, and memory for the result of each."""
 
     number: int
     """Most parts of a context, 2 to MAX_PARTS."""
     mixed: torch.Tensor
     """[number, T, Hq, D] float32: values by their weights, not yet divided by the weights' sum."""
     sums: torch.Tensor
-    """[number, T, Hq, 2] float32: the largest score and the sum of weights relative to it."""
+    """[number, T, Hq, 2] float32: the largest score, and the sum of weights relative to it."""
 
 
 def make_parts(q: torch.Tensor, programs: int, at_once: int) -> Parts | None:
-    """Memory for the number of parts with which the GPU is busy for the shortest time; None: one.
+    """Chooses the number of parts with which attention ends soonest, and allocates their memory.
 
     Args:
         q: [T, Hq, D], queries.
-        programs: Programs of a part.
-        at_once: Programs that the GPU runs at once.
+        programs: Number of programs if each context is one part.
+        at_once: Number of programs that the GPU runs at the same time.
+
+    Returns:
+        None if attention ends soonest with one part.
     """
     tokens, heads, dim = q.shape
     most = min(MAX_PARTS, _MOST_BYTES // (4 * tokens * heads * dim))
 
     def duration(count: int) -> float:
+        """Rounds of programs, each shorter the more parts there are."""
         return cdiv(programs * count, at_once) / count * (1 + _COST * count)
 
     count = min(range(1, most + 1), key=duration, default=1)
@@ -71,11 +77,11 @@ def merge_parts(
     scale: float,
     least_rows: int,
 ) -> None:
-    """Writes the rows of `out` whose contexts have several parts.
+    """Combines the results of parts, for the rows of `out` whose contexts have several.
 
     Args:
         out: [T, Hq * D].
-        parts: What programs left.
+        parts: The results.
         cu_q_lens: [R + 1] int32.
         kv_lens: [R] int32, new rows included.
         sinks: [Hq] float32, or None.
@@ -98,7 +104,7 @@ def merge_parts(
         MIN_ROWS=least_rows,
         ROWS=_MERGED_ROWS,
         DIM=dim,
-        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DIM=block_dim(dim),
         num_warps=4,
         **launch_options(out.device),
     )
@@ -106,7 +112,7 @@ def merge_parts(
 
 @triton.jit
 def parts_of(cached: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """Parts of a context of so many positions before the step."""
+    """Number of parts of a context that has `cached` positions before the step."""
     return tl.maximum(1, tl.minimum(PARTS, cached // MIN_POSITIONS))
 
 
@@ -126,28 +132,13 @@ def leave_part(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """Stores what a part gave for some rows under a head, as in `Parts`."""
+    """Stores a part's result for some rows under one head; `Parts` describes the memory."""
     column = tl.arange(0, BLOCK_DIM)
     at = (part.to(tl.int64) * tokens + row) * heads + head
     mask = is_row[:, None] & (column < DIM)[None, :]
     tl.store(mixed_of + at[:, None] * DIM + column[None, :], mixed, mask=mask)
     tl.store(sums_of + 2 * at, largest, mask=is_row)
     tl.store(sums_of + 2 * at + 1, total, mask=is_row)
-
-
-@triton.jit
-def request_of_tile(
-    index: tl.tensor, cu_q_lens: tl.tensor, requests: int, ROWS: tl.constexpr
-) -> tl.tensor:
-    """Last request whose first tile, cu_q_lens[r] // ROWS + r, is not after `index`."""
-    low = 0
-    high = requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_after = tl.load(cu_q_lens + middle) // ROWS + middle > index
-        low = tl.where(is_after, low, middle)
-        high = tl.where(is_after, middle, high)
-    return low
 
 
 @triton.jit(do_not_specialize=["requests", "tokens"])
@@ -168,7 +159,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """Merges the parts of a tile of one request's rows under one head."""
+    """Combines the parts' results for up to ROWS rows of one request, under one head."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     head, heads = tl.program_id(0), tl.num_programs(0)
@@ -190,17 +181,17 @@ def _merge_kernel(
     mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     for part in range(0, parts):
         part_at = at + tl.cast(part, tl.int64) * tokens * heads
-        of_part = tl.load(sums_of + 2 * part_at, mask=is_row, other=0.0)
-        total_of_part = tl.load(sums_of + 2 * part_at + 1, mask=is_row, other=0.0)
+        part_largest = tl.load(sums_of + 2 * part_at, mask=is_row, other=0.0)
+        part_total = tl.load(sums_of + 2 * part_at + 1, mask=is_row, other=0.0)
         values = tl.load(mixed_of + part_at[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-        # Parts are cut between pages: with long ones, a part may have nothing.
-        new_largest = tl.maximum(largest, of_part)
+        # Contexts are cut between pages, so with long pages a part may have no positions.
+        new_largest = tl.maximum(largest, part_largest)
         is_first = largest == float("-inf")
         keep = tl.where(is_first, 0.0, tl.exp2((largest - new_largest) * scale))
-        is_empty = of_part == float("-inf")
-        weight = tl.where(is_empty, 0.0, tl.exp2((of_part - new_largest) * scale))
+        is_empty = part_largest == float("-inf")
+        weight = tl.where(is_empty, 0.0, tl.exp2((part_largest - new_largest) * scale))
         largest = new_largest
-        total = total * keep + total_of_part * weight
+        total = total * keep + part_total * weight
         mixed = mixed * keep[:, None] + values * weight[:, None]
     if sinks is not None:
         total = with_sink(total, largest, sinks, head, scale)

@@ -20,7 +20,6 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.extend_attention import block_dim
 from weft.kernels.gpu.kv_entries import (
     LEAST_UNIT,
     SCALE_BYTES,
@@ -29,7 +28,7 @@ from weft.kernels.gpu.kv_entries import (
     weights_in_units,
     widened,
 )
-from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
+from weft.kernels.gpu.launch_sizes import block_dim, cdiv, next_power_of_2
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
 from weft.kernels.scaled_kv import is_scaled

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.context_parts import request_of_tile
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.extend_attention import mix_tile
 from weft.kernels.gpu.launch_sizes import next_power_of_2
+from weft.kernels.gpu.request_tiles import request_of_tile
 
 
 class _Shape(NamedTuple):

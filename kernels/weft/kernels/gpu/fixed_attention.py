@@ -15,18 +15,17 @@ import math
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.context_parts import request_of_tile
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.extend_attention import (
     attend_tile,
-    block_dim,
     k_of_pages,
     launch_shape,
     window_of_rows,
 )
 from weft.kernels.gpu.kv_entries import SCALE_BYTES
-from weft.kernels.gpu.launch_sizes import cdiv
+from weft.kernels.gpu.launch_sizes import block_dim, cdiv
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
+from weft.kernels.gpu.request_tiles import request_of_tile
 from weft.kernels.gpu.softmax import with_sink
 
 SEGMENT = 1024

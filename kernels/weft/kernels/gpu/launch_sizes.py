@@ -9,3 +9,8 @@ def cdiv(number: int, size: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least `number`, which is at least 1."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def block_dim(dim: int) -> int:
+    """Columns of a program that holds heads of `dim` elements: tensor cores take at least 16."""
+    return max(16, next_power_of_2(dim))

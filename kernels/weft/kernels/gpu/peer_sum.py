@@ -10,10 +10,10 @@ Flags say what has come. They count a row's exchanges (`turns`), since a capture
 carry a number of its own. Parts lie in two places in turn: who writes the next but one part of a
 row has seen the other ranks begin the exchange between, and so end the one before.
 
-A program that waits for very long looks for the group's stop word on the host, and sets it when its
-limit has passed. Then results are meaningless; whoever waits for them must look at it as well. It
-does not look sooner, since the reads of thousands of programs queue for tens of milliseconds, while
-what they wait for has come: ranks may come to a sum milliseconds apart.
+A program that has waited for about a tenth of a second reads the group's stop word on the host, and
+sets it when its limit has passed. Then results are meaningless; whoever waits for them must read it
+as well. Programs do not read it sooner, because ranks often come to a sum milliseconds apart: reads
+of thousands of programs queue for tens of milliseconds, long after the late rank has come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOKENS = 256
 """Tokens shared by one program."""
 _ALIGNMENT = 256
 SPINS_TO_LOOK = tl.constexpr(1 << 17)
-"""Looks at a flag, each of about a microsecond, between two looks at the stop word."""
+"""Checks of its flags, each about a microsecond, after which a program reads the stop word."""
 
 
 class PeerMemory(NamedTuple):

@@ -48,7 +48,7 @@ class SessionHandler(Protocol):
         """Called when the worker has queued the request."""
 
     def on_computed_here(self) -> None:
-        """Called when the worker computes the prompt itself, whatever prefill workers could."""
+        """Called when the decode worker computes the prompt itself, not a prefill worker."""
 
     def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
         """Called with log-probabilities of prompt tokens, before the tokens of the same message."""

@@ -56,7 +56,9 @@ class Placement:
             self.filler.load.begin(self.num_tokens, self.to_compute)
 
     def stays(self) -> None:
-        """Moves the prompt from the filler's load to its owner's, which computes it."""
+        """Counts the prompt in the queue of its decode worker, which computes it, and no longer in
+        that of the prefill worker.
+        """
         if self._is_computed or self.filler is None:
             return
         self._leave_filler(self.filler)

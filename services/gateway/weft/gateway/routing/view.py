@@ -183,7 +183,8 @@ class LoadEstimate:
         self._add(1, to_compute, num_tokens)
 
     def stays(self, to_compute: int) -> None:
-        """Adds the prompt of a request that was begun as one whose prompt another worker computes.
+        """Adds a prompt to the queue of this worker, which computes it after all. Its request was
+        counted before, without the prompt, since a prefill worker was expected to compute that.
         Arguments as in `begin`.
         """
         self._add(0, to_compute, 0)
