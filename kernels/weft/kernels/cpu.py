@@ -377,6 +377,8 @@ class NativeCpu:
         """Whether bfloat16 products run on AMX."""
         self.is_amx_refused = amx == -1
         """Whether the CPU has AMX but the system refuses it to this process."""
+        self.takes_int8_rows = bool(declare("weft_takes_int8_rows", integer)())
+        """Whether products take rows in int8 (`rotated.py`): with AMX or AVX512-VNNI."""
         self.max_dim = int(declare("weft_max_dim", integer)())
         """Largest head_dim of attention."""
         self.max_group = int(declare("weft_max_group", integer)())
@@ -398,8 +400,7 @@ def _declare(
 def load_without_amx() -> NativeCpu | None:
     """The native operations as on a CPU without AMX, to compare with; None if it cannot be built.
 
-    It multiplies weights that were packed for AMX, except rotated ones (`rotated.py`): a product of
-    those ends the process.
+    It multiplies weights that were packed for AMX.
     """
     built = _build(NO_AMX).library
     return None if built is None else NativeCpu(built)

@@ -57,11 +57,11 @@ class RotatedChannels:
 
 
 def multiplies_rotated(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
-    """Whether layers of this dtype multiply such matrices as they are: on AMX."""
+    """Whether layers of this dtype multiply such matrices as they are."""
     if dtype != torch.bfloat16 or device.type != "cpu" or columns % BLOCK:
         return False
     native = cpu.native_cpu()
-    return native is not None and native.has_amx and 0 < columns <= MOST_COLUMNS
+    return native is not None and native.takes_int8_rows and 0 < columns <= MOST_COLUMNS
 
 
 def rotate(matrix: torch.Tensor) -> torch.Tensor:

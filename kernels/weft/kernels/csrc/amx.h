@@ -206,6 +206,8 @@ INLINE void amx_tile(const int accumulate, int rows, long bytes, const char *a, 
 
 INLINE int uses_amx(const int is_bf16) { return is_bf16 && amx_is_allowed; }
 
+#define MOST_TILE_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
+
 /* Rows of the largest tile. */
 INLINE int tile_rows(const int is_bf16) { return uses_amx(is_bf16) ? AMX_ROWS : TILE_ROWS; }
 

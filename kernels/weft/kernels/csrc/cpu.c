@@ -36,6 +36,9 @@ int weft_ask_for_amx(void) {
   return ask_for_amx() ? -1 : amx_is_allowed;
 }
 
+/* Whether int8 weights can be packed as rotated.h has them; asked after `weft_ask_for_amx`. */
+int weft_takes_int8_rows(void) { return takes_int8_rows(); }
+
 int weft_max_dim(void) { return MAX_DIM; }
 int weft_max_group(void) { return MAX_ROWS; }
 

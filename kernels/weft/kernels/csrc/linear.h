@@ -271,8 +271,6 @@ static void finish_tile(const Weight *w, const Target *to, const float *tile, lo
   }
 }
 
-#define MOST_TILE_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
-
 /* Rows are cut into blocks of a tile, and these into groups: a unit of work is a group of rows
  * times a panel. A thread's units go through the panels with one group, whose rows stay in its
  * cache, then with the next. */

@@ -1,4 +1,4 @@
-/* Products of int8 weights with rows in int8, on AMX.
+/* Products of int8 weights with rows in int8, on AMX (rotated_amx.h) and AVX512-VNNI (rotated_vnni.h).
  *
  * Both are rotated before they are rounded: each block of 64 numbers along K is multiplied by a
  * Hadamard matrix, which spreads a number that is far larger than its neighbours over all of them
@@ -16,35 +16,32 @@
 #define MOST_ROTATED 32768 /* numbers of a row */
 #define HADAMARD_NORM 8 /* square root of a block */
 
-/* Rows in int8: 16 at a time, or those that are left, in tiles of [rows][64], block after block. */
+#if VL == 16 && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
+#endif
+
+/* Rows in int8: on AMX 16 at a time, or those that are left, in tiles of [rows][64], block after
+ * block; else [rows][n]. */
 typedef struct {
-  int8_t *tiles;
+  int8_t *numbers;
   float *scales; /* [rows] */
+  int32_t *sums; /* [rows], of the numbers; not on AMX */
 } Rotated;
 
 /* Bytes of memory for `rows` rows of n numbers. */
-static long rotated_bytes(long rows, long n) { return rows * (n + 4) + 64; }
+static long rotated_bytes(long rows, long n) { return rows * (n + 8) + 64; }
 
 /* The same, laid out in memory of at least so many bytes. */
 static Rotated rotated_in(void *memory, long rows, long n) {
-  Rotated x = {.tiles = (int8_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63)};
-  x.scales = (float *)(x.tiles + rows * n);
+  Rotated x = {.numbers = (int8_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63)};
+  x.scales = (float *)(x.numbers + rows * n);
+  x.sums = (int32_t *)(x.scales + rows);
   return x;
 }
 
-#if HAS_AMX
-/* Words of tile.h's panels of 32 columns of the matrix, whose numbers are 1 and -1. */
-ALIGNED static uint32_t hadamard[ROTATED_BLOCK / PANEL][ROTATED_BLOCK / 2][PANEL];
-
-static void fill_hadamard(void) {
-  for (int k = 0; k < ROTATED_BLOCK; k += 2)
-    for (int c = 0; c < ROTATED_BLOCK; c++) {
-      const uint32_t first = __builtin_parity(k & c) ? 0xbf80 : 0x3f80;
-      const uint32_t second = __builtin_parity((k + 1) & c) ? 0xbf80 : 0x3f80;
-      hadamard[c / PANEL][k / 2][c % PANEL] = first | second << 16;
-    }
-}
-
+#if HAS_VNNI
 /* Rounds a row's rotated numbers, which are HADAMARD_NORM times too large, to int8, 64 of them
  * every `stride` bytes; returns their scale, which is NaN if one is not finite. */
 static float round_rotated(const float *rotated, long n, int8_t *out, long stride) {
@@ -69,118 +66,45 @@ static float round_rotated(const float *rotated, long n, int8_t *out, long strid
   return scale / HADAMARD_NORM;
 }
 
+#include "rotated_vnni.h"
+#endif
+#if HAS_AMX
+#include "rotated_amx.h"
+#else
+static void fill_hadamard(void) {}
+#endif
+
+/* Whether products take rows in int8. */
+static int takes_int8_rows(void) { return HAS_VNNI || amx_is_allowed; }
+
 /* This thread's rows of x [rows, n], n being a multiple of 64. */
 static void rotated_share(const bf16 *x, const Rotated *to, long rows, long n, const Member *me) {
-  ALIGNED float rotated[MOST_ROTATED];
-  const Rows mine = rows_of(me, rows);
-  const long at_once = n * 16 < MOST_ROTATED / 2 ? 16 : 1, blocks = n / ROTATED_BLOCK;
-  Prefetch none = {{NULL, NULL}, NULL, 0};
-  Amx amx = {0};
-  for (long first = mine.first; first < mine.last; first += at_once) {
-    const long some = at_most(mine.last - first, (int)at_once), count = some * blocks;
-    for (long block = 0; block < count; block += AMX_ROWS) {
-      const char *from = (const char *)(x + first * n + block * ROTATED_BLOCK);
-      float *into = rotated + block * ROTATED_BLOCK;
-      for (int half = 0; half < ROTATED_BLOCK / PANEL; half++)
-        amx_tile(0, at_most(count - block, AMX_ROWS), 2 * ROTATED_BLOCK, from, 2 * ROTATED_BLOCK,
-                 hadamard[half][0], into + half * PANEL, ROTATED_BLOCK, &none, &amx);
-    }
-    complete_writes();
-    for (long row = first; row < first + some; row++) {
-      const long tile = row / AMX_DEPTH * AMX_DEPTH, beside = at_most(rows - tile, AMX_DEPTH);
-      int8_t *out = to->tiles + tile * n + (row - tile) * ROTATED_BLOCK;
-      to->scales[row] =
-          round_rotated(rotated + (row - first) * n, n, out, beside * ROTATED_BLOCK);
-    }
-  }
-  release_amx(&amx);
-}
-
-/* c [32] = the only row times a panel. The instruction takes numbers without a sign, so 128 is
- * added to the row's and what that brings is taken away. */
-static void rotated_row(const Rotated *x, long n, const int8_t *panel, int32_t *c,
-                        Prefetch *ahead) {
-  const __m512i above = _mm512_set1_epi8((char)0x80);
-  const __m512i zero = _mm512_setzero_si512();
-  __m512i sum[2][2] = {{zero, zero}, {zero, zero}}, less[2][2] = {{zero, zero}, {zero, zero}};
-  for (long k = 0; k < n; k += 16, panel += 16 * PANEL) {
-    ask_ahead(ahead, 8);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      int32_t four;
-      memcpy(&four, x->tiles + k + 4 * i, sizeof four);
-      const __m512i row = _mm512_xor_si512(_mm512_set1_epi32(four), above);
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; v++) {
-        const __m512i column = _mm512_loadu_si512(panel + (i * 2 + v) * 64);
-        sum[i % 2][v] = _mm512_dpbusd_epi32(sum[i % 2][v], row, column);
-        less[i % 2][v] = _mm512_dpbusd_epi32(less[i % 2][v], above, column);
-      }
-    }
-  }
-  for (int v = 0; v < 2; v++) {
-    const __m512i all = _mm512_add_epi32(sum[0][v], sum[1][v]);
-    const __m512i rest = _mm512_add_epi32(less[0][v], less[1][v]);
-    _mm512_storeu_si512(c + v * 16, _mm512_sub_epi32(all, rest));
-  }
-}
-
-/* One block along K of up to 16 rows, or of 32. */
-INLINE void rotated_step(const int is_tall, const int8_t *upper, const int8_t *lower,
-                         const int8_t *panel) {
-  _tile_loadd(6, panel, PANEL * 4);
-  _tile_loadd(4, upper, ROTATED_BLOCK);
-  _tile_loadd(7, panel + ROTATED_BLOCK, PANEL * 4);
-  _tile_dpbssd(0, 4, 6);
-  _tile_dpbssd(1, 4, 7);
-  if (!is_tall) return;
-  _tile_loadd(5, lower, ROTATED_BLOCK);
-  _tile_dpbssd(2, 5, 6);
-  _tile_dpbssd(3, 5, 7);
-}
-
-/* c [rows <= AMX_ROWS][32] = rows from `row` on, a multiple of AMX_ROWS, times a panel. */
-static void rotated_tile(int rows, const Rotated *x, long row, long n, const int8_t *panel,
-                         int32_t *c, Prefetch *ahead, Amx *amx) {
-  if (row == 0 && rows == 1) {
-    rotated_row(x, n, panel, c, ahead);
+#if HAS_AMX
+  if (amx_is_allowed) {
+    amx_rotated_share(x, to, rows, n, me);
     return;
   }
-  const int is_tall = rows > AMX_DEPTH;
-  const int8_t *upper = x->tiles + row * n, *lower = upper + AMX_DEPTH * n;
-  const long upper_bytes = at_most(rows, AMX_DEPTH) * ROTATED_BLOCK;
-  const long lower_bytes = is_tall ? (rows - AMX_DEPTH) * ROTATED_BLOCK : 0;
-  set_up_amx(amx, rows);
-  complete_writes();
-  _tile_zero(0);
-  _tile_zero(1);
-  if (is_tall) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (long k = 0; k < n; k += ROTATED_BLOCK) {
-    ask_ahead(ahead, 2 * AMX_DEPTH);
-    if (is_tall)
-      rotated_step(1, upper, lower, panel);
-    else
-      rotated_step(0, upper, lower, panel);
-    upper += upper_bytes, lower += lower_bytes, panel += ROTATED_BLOCK * PANEL;
-  }
-  _tile_stored(0, c, PANEL * 4);
-  _tile_stored(1, c + AMX_DEPTH, PANEL * 4);
-  if (is_tall) {
-    _tile_stored(2, c + AMX_DEPTH * PANEL, PANEL * 4);
-    _tile_stored(3, c + AMX_DEPTH * PANEL + AMX_DEPTH, PANEL * 4);
-  }
-  complete_writes();
+#endif
+#if HAS_VNNI
+  vnni_rotated_share(x, to, rows, n, me);
+#else
+  (void)x, (void)to, (void)rows, (void)n, (void)me;
+  __builtin_trap(); /* Such weights are packed only where `takes_int8_rows`. */
+#endif
 }
 
 /* tile [rows][32] = rows from `row` on times a panel, with all scales; `scales`: of its columns. */
 static void rotated_product(int rows, const Rotated *x, long row, long n, const int8_t *panel,
                             const float *scales, float *tile, Prefetch *ahead, Amx *amx) {
-  ALIGNED int32_t sums[AMX_ROWS * PANEL];
-  flush_subnormals(amx); /* of one row too, which needs no tiles */
-  rotated_tile(rows, x, row, n, panel, sums, ahead, amx);
+#if HAS_VNNI
+  ALIGNED int32_t sums[MOST_TILE_ROWS * PANEL];
+#if HAS_AMX
+  if (amx_is_allowed) {
+    flush_subnormals(amx); /* of one row too, which needs no tiles */
+    amx_rotated_tile(rows, x, row, n, panel, sums, ahead, amx);
+  } else
+#endif
+    vnni_rotated_tile(rows, x, row, n, panel, sums, ahead);
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
     for (int c = 0; c < PANEL; c += 16) {
@@ -188,20 +112,12 @@ static void rotated_product(int rows, const Rotated *x, long row, long n, const 
       const __m512 of_row = _mm512_mul_ps(sum, _mm512_set1_ps(x->scales[row + r]));
       _mm512_storeu_ps(tile + r * PANEL + c, _mm512_mul_ps(of_row, _mm512_loadu_ps(scales + c)));
     }
-}
 #else
-/* Such weights are packed only where there is AMX. */
-static void fill_hadamard(void) {}
-static void rotated_share(const bf16 *x, const Rotated *to, long rows, long n, const Member *me) {
-  (void)x, (void)to, (void)rows, (void)n, (void)me;
-  __builtin_trap();
-}
-static void rotated_product(int rows, const Rotated *x, long row, long n, const int8_t *panel,
-                            const float *scales, float *tile, Prefetch *ahead, Amx *amx) {
   (void)rows, (void)x, (void)row, (void)n, (void)panel;
-  (void)scales, (void)tile, (void)ahead, (void)amx;
+  (void)scales, (void)tile, (void)ahead;
   __builtin_trap();
-}
 #endif
+  (void)amx;
+}
 
 #endif

@@ -68,6 +68,20 @@ INLINE void ask_ahead(Prefetch *ahead, int lines) {
   }
 }
 
+/* How many of `steps` > 0 steps can go on with one piece of memory, asking for 128 bytes of it each.
+ * `from`: where it begins, or null if there is nothing to ask for. */
+INLINE long take_span(Prefetch *ahead, long steps, const char **from) {
+  const long spanned = (ahead->now.end - ahead->now.begin + 127) / 128;
+  const long some = spanned > 0 && spanned < steps ? spanned : steps;
+  *from = spanned > 0 ? ahead->now.begin : NULL;
+  if (spanned > 0) ahead->now.begin += 128 * some;
+  if (some == spanned && ahead->num_later > 0) {
+    ahead->now = *ahead->later++;
+    ahead->num_later--;
+  }
+  return some;
+}
+
 /* sum[rows] += a[rows] * some columns of a panel. */
 INLINE void tile_steps(const int is_bf16, const int rows, const int ask, long steps, const char *a,
                        long a_stride, const uint32_t *b, const char *prefetch,
@@ -106,21 +120,15 @@ INLINE void tile_body(const int is_bf16, const int rows, const int accumulate, l
 #pragma GCC unroll 2
         for (int v = 0; v < TILE_VECTORS; v++) sum[r][v] = (vf){0};
       for (long step = done; step < done + count;) {
-        Span now = ahead->now;
-        long some = done + count - step, spanned = (now.end - now.begin + 127) / 128;
-        if (spanned > 0 && spanned < some) some = spanned;
+        const char *asked;
+        const long some = take_span(ahead, done + count - step, &asked);
         const char *from = a + 4 * step;
         const uint32_t *by = b + step * PANEL;
-        if (spanned > 0)
-          tile_steps(is_bf16, rows, 1, some, from, a_stride, by, now.begin, sum);
+        if (asked != NULL)
+          tile_steps(is_bf16, rows, 1, some, from, a_stride, by, asked, sum);
         else
           tile_steps(is_bf16, rows, 0, some, from, a_stride, by, NULL, sum);
         step += some;
-        if (spanned > 0) ahead->now.begin += 128 * some;
-        if (some == spanned && ahead->num_later > 0) {
-          ahead->now = *ahead->later++;
-          ahead->num_later--;
-        }
       }
       if (odd) {
         for (int r = 0; r < rows; r++) {

@@ -1,0 +1,126 @@
+/* Rotated products (rotated.h) by AVX512-VNNI.
+ *
+ * The instruction multiplies numbers without a sign by numbers with one. So 128 is added to the
+ * weights, and what that brings, 128 times the sum of the row, is taken away at the end. */
+#ifndef WEFT_ROTATED_VNNI_H
+#define WEFT_ROTATED_VNNI_H
+
+/* sum [i ^ distance] + sign [i] * x [i], where the sign is negative for the upper of each two. */
+INLINE __m512 butterfly(__m512 x, __m512i partners, __mmask16 upper) {
+  const __m512 partner = _mm512_permutexvar_ps(partners, x);
+  return _mm512_mask_sub_ps(_mm512_add_ps(partner, x), upper, partner, x);
+}
+
+/* out [64] = x [64] times the Hadamard matrix whose numbers are 1 and -1 (the fast Walsh-Hadamard
+ * transform: Fino and Algazi, 1976). */
+INLINE void rotate_block(const bf16 *x, float *out) {
+  __m512 y[4];
+  for (int v = 0; v < 4; v++) y[v] = (__m512)vf_load_bf16(x + v * 16);
+  const __m512 sums[2] = {_mm512_add_ps(y[0], y[1]), _mm512_add_ps(y[2], y[3])};
+  const __m512 rests[2] = {_mm512_sub_ps(y[0], y[1]), _mm512_sub_ps(y[2], y[3])};
+  y[0] = _mm512_add_ps(sums[0], sums[1]), y[1] = _mm512_add_ps(rests[0], rests[1]);
+  y[2] = _mm512_sub_ps(sums[0], sums[1]), y[3] = _mm512_sub_ps(rests[0], rests[1]);
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __mmask16 uppers[4] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00};
+#pragma GCC unroll 4
+  for (int bit = 0; bit < 4; bit++) {
+    const __m512i partners = _mm512_xor_si512(lanes, _mm512_set1_epi32(1 << bit));
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) y[v] = butterfly(y[v], partners, uppers[bit]);
+  }
+  for (int v = 0; v < 4; v++) _mm512_storeu_ps(out + v * 16, y[v]);
+}
+
+/* Rows [first, first + count) of all `rows`: one tile's, of which `row` is one. */
+typedef struct {
+  long first, count;
+} TileRows;
+
+static TileRows tile_of_row(long rows, long row) {
+  const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  long tile = row * tiles / rows;
+  while (rows * (tile + 1) / tiles <= row) tile++;
+  const long first = rows * tile / tiles;
+  return (TileRows){first, rows * (tile + 1) / tiles - first};
+}
+
+/* This thread's rows of x [rows, n]. */
+static void vnni_rotated_share(const bf16 *x, const Rotated *to, long rows, long n,
+                               const Member *me) {
+  ALIGNED float rotated[MOST_ROTATED];
+  ALIGNED int32_t fours[MOST_ROTATED / 4];
+  const Rows mine = rows_of(me, rows);
+  for (long row = mine.first; row < mine.last; row++) {
+    const TileRows tile = tile_of_row(rows, row);
+    for (long i = 0; i < n; i += ROTATED_BLOCK) rotate_block(x + row * n + i, rotated + i);
+    to->scales[row] = round_rotated(rotated, n, (int8_t *)fours, ROTATED_BLOCK);
+    __m512i sum = _mm512_setzero_si512();
+    for (long i = 0; i < n / 4; i += 16)
+      sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_load_si512(fours + i));
+    to->sums[row] = _mm512_reduce_add_epi32(sum);
+    int32_t *out = (int32_t *)(to->numbers + tile.first * n) + (row - tile.first);
+    for (long i = 0; i < n / 4; i++) out[i * tile.count] = fours[i];
+  }
+}
+
+/* sum [rows] += some fours of the rows times a panel's columns. `asks`: whether `asked`, two cache
+ * lines a four, is asked for. */
+INLINE void vnni_steps(const int rows, const int asks, long steps, const int32_t *fours,
+                       const int8_t *panel, const char *asked, __m512i sum[TILE_ROWS][2]) {
+  const __m512i above = _mm512_set1_epi8((char)0x80);
+  for (long s = 0; s < steps; s++, fours += rows, panel += 4 * PANEL) {
+    if (asks) {
+      __builtin_prefetch(asked + 128 * s, 0, 2);
+      __builtin_prefetch(asked + 128 * s + 64, 0, 2);
+    }
+    const __m512i left = _mm512_xor_si512(_mm512_loadu_si512(panel), above);
+    const __m512i right = _mm512_xor_si512(_mm512_loadu_si512(panel + 64), above);
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+      const __m512i four = _mm512_set1_epi32(fours[r]);
+      sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], left, four);
+      sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], right, four);
+    }
+  }
+}
+
+/* c [rows][32] = rows from `row` on, which are a tile's, times a panel. */
+INLINE void vnni_columns(const int rows, const Rotated *x, long row, long n, const int8_t *panel,
+                         int32_t *c, Prefetch *ahead) {
+  const int32_t *fours = (const int32_t *)(x->numbers + row * n);
+  __m512i sum[TILE_ROWS][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+  for (long left = n / 4; left > 0;) {
+    const char *asked;
+    const long some = take_span(ahead, left, &asked);
+    if (asked != NULL)
+      vnni_steps(rows, 1, some, fours, panel, asked, sum);
+    else
+      vnni_steps(rows, 0, some, fours, panel, NULL, sum);
+    left -= some, fours += some * rows, panel += some * 4 * PANEL;
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++) {
+    const __m512i added = _mm512_set1_epi32(x->sums[row + r] * 128);
+    _mm512_storeu_si512(c + r * PANEL, _mm512_sub_epi32(sum[r][0], added));
+    _mm512_storeu_si512(c + r * PANEL + 16, _mm512_sub_epi32(sum[r][1], added));
+  }
+}
+
+#define VNNI_CASE(N)                                    \
+  case N:                                               \
+    vnni_columns(N, x, row, n, panel, c, ahead);        \
+    break;
+
+/* The same for any number of rows up to TILE_ROWS. */
+static void vnni_rotated_tile(int rows, const Rotated *x, long row, long n, const int8_t *panel,
+                              int32_t *c, Prefetch *ahead) {
+  switch (rows) {
+    VNNI_CASE(1) VNNI_CASE(2) VNNI_CASE(3) VNNI_CASE(4) VNNI_CASE(5) VNNI_CASE(6)
+    VNNI_CASE(7) VNNI_CASE(8) VNNI_CASE(9) VNNI_CASE(10) VNNI_CASE(11) VNNI_CASE(12)
+  }
+}
+#undef VNNI_CASE
+
+#endif
