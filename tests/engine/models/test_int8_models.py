@@ -137,7 +137,7 @@ def test_rotated_weights_give_a_token_what_they_give_it_alone(tmp_path: Path) ->
     native = cpu.native_cpu()
     for part in (model.model.layers[0].mixer.qkv_proj, model.model.layers[0].feed.down_proj):
         if part.native is not None:
-            assert part.native.struct.is_rotated == (native is not None and native.has_amx)
+            assert part.native.struct.is_rotated == (native is not None and native.takes_int8_rows)
     if native is None:
         return
     prompt = [random.randrange(3, 500) for _ in range(41)]
@@ -164,7 +164,7 @@ def test_ranks_have_the_scales_of_whole_rows(width: int) -> None:
         weights = Weights(reader, scheme, dtype, torch.device("cpu"), shard=shard)
         made = scheme.made_linear(whole, spec, weights)
         native = cpu.native_cpu()
-        is_rotated = width == 256 and native is not None and native.has_amx
+        is_rotated = width == 256 and native is not None and native.takes_int8_rows
         assert isinstance(made, RotatedChannels if is_rotated else Int8Channels)
         expected = quantise_rotated(whole) if is_rotated else quantise_channels(whole)
         assert torch.equal(made.scales, expected.scales)
@@ -264,11 +264,11 @@ def test_pages_of_models_with_other_weights_are_never_the_same(
         assert f"{one.dtype}, int8, model digest {one.digest.hex()}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("has_amx", [True, False])
+@pytest.mark.parametrize("takes_int8_rows", [True, False])
 def test_rotated_weights_have_a_fingerprint_of_their_own(
-    has_amx: bool, monkeypatch: pytest.MonkeyPatch
+    takes_int8_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "native_cpu", lambda: SimpleNamespace(has_amx=has_amx))
+    monkeypatch.setattr(cpu, "native_cpu", lambda: SimpleNamespace(takes_int8_rows=takes_int8_rows))
     host, gpu = torch.device("cpu"), torch.device("cuda")
     sources: tuple[Literal["checkpoint", "load"], ...] = ("checkpoint", "load")
     for source in sources:
@@ -276,7 +276,7 @@ def test_rotated_weights_have_a_fingerprint_of_their_own(
         scheme, plain = scheme_of(quantization), quantization.fingerprint()
         assert scheme.fingerprint(torch.float32, host) == plain
         assert scheme.fingerprint(torch.bfloat16, gpu) == plain
-        is_rotated = has_amx and source == "load"
+        is_rotated = takes_int8_rows and source == "load"
         assert (scheme.fingerprint(torch.bfloat16, host) != plain) == is_rotated
 
 

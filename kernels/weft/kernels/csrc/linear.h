@@ -4,6 +4,7 @@
 
 #include "amx.h"
 #include "grouped.h"
+#include "grouped_vnni.h"
 #include "lora_amx.h"
 #include "quantised.h"
 #include "rotated.h"
@@ -275,7 +276,7 @@ static void finish_tile(const Weight *w, const Target *to, const float *tile, lo
  * times a panel. A thread's units go through the panels with one group, whose rows stay in its
  * cache, then with the next. */
 static long blocks_of(const Weight *w, long rows) {
-  return (rows + tile_rows(w->is_bf16) - 1) / tile_rows(w->is_bf16);
+  return uses_amx(w->is_bf16) ? (rows + AMX_ROWS - 1) / AMX_ROWS : tiles_of(rows);
 }
 static long groups_of(const Weight *w, long rows) {
   return (blocks_of(w, rows) + GROUP_BLOCKS - 1) / GROUP_BLOCKS;
@@ -285,7 +286,7 @@ static long linear_units(const Weight *w, long rows) { return panels_of(w) * gro
 /* First row of a block. On AMX all but the last are full, as one takes the same time for few rows
  * and for many; elsewhere they are as equal as they can be. */
 static long block_begin(const Weight *w, long rows, long block) {
-  if (!uses_amx(w->is_bf16)) return rows * block / blocks_of(w, rows);
+  if (!uses_amx(w->is_bf16)) return tile_begin(rows, block);
   return block * AMX_ROWS < rows ? block * AMX_ROWS : rows;
 }
 
@@ -454,6 +455,7 @@ typedef struct {
   const char *rows; /* [m, in_features] */
   const Integers *integers; /* or null */
   const Rotated *rotated; /* or null */
+  const GroupedRows *grouped; /* or null */
   const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
 
@@ -461,7 +463,16 @@ typedef struct {
 typedef struct {
   Integers integers;
   Rotated rotated;
+  GroupedRows grouped;
 } PreparedRows;
+
+/* Where the scales of a panel in groups are. */
+static PanelScales scales_of_panel(const Weight *w, long p) {
+  const long groups = groups_along(w->in_features, w->group), kinds = w->has_offsets ? 2 : 1;
+  const long size = w->is_half ? 2 : 4;
+  return (PanelScales){(const char *)w->group_scales + p * groups * kinds * PANEL * size,
+                       w->is_half, w->has_offsets};
+}
 
 /* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups
  * and are not rounded. */
@@ -535,7 +546,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
   if (unpacks)
     unpacked_product(w, x, m, first_block, last_block, p, prefetch, tiles, amx);
-  else if (w->group > 0)
+  else if (w->group > 0 && input.grouped == NULL)
     grouped_product(w, input, m, first_block, last_block, p, prefetch, tiles, amx);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
@@ -552,6 +563,9 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
     if (w->is_rotated)
       rotated_product(rows, input.rotated, first, w->in_features, (const int8_t *)panel,
                       w->scales + p * PANEL, tile, &ahead, amx);
+    else if (input.grouped != NULL)
+      vnni_grouped_tile(rows, input.grouped, first, w->in_features, panel,
+                        scales_of_panel(w, p), tile, &ahead);
     else if (w->scales == NULL && w->group == 0)
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
@@ -574,13 +588,21 @@ static int needs_integers(const Weight *w) {
   return w->scales != NULL && !w->is_rotated && uses_integers(w->is_bf16);
 }
 
+/* Whether such a product takes its rows in int8, with a scale for each group. */
+static int needs_grouped(const Weight *w) {
+  return HAS_VNNI && w->group > 0 && w->bits == 4 && !w->is_e2m1 && w->is_bf16 && !rounds(w);
+}
+
 /* Whether it needs the sums over its rows' groups. */
-static int needs_sums(const Weight *w) { return w->has_offsets && !rounds(w); }
+static int needs_sums(const Weight *w) {
+  return w->has_offsets && !rounds(w) && !needs_grouped(w);
+}
 
 /* Bytes of memory for what such a product needs to know of its rows beside themselves. */
 static long prepared_bytes(const Weight *w, long rows) {
   if (w->is_rotated) return rotated_bytes(rows, w->in_features);
   if (needs_integers(w)) return integers_bytes(rows, w->in_features);
+  if (needs_grouped(w)) return grouped_rows_bytes(rows, w->in_features, w->group);
   return needs_sums(w) ? rows * groups_along(w->in_features, w->group) * 4 : 0;
 }
 
@@ -597,6 +619,10 @@ static Input prepare_share(const Weight *w, const void *x, void *memory, long ro
     prepared->integers = integers_in(memory, rows, k);
     integers_share(x, &prepared->integers, rows, k, me);
     input.integers = &prepared->integers;
+  } else if (needs_grouped(w)) {
+    prepared->grouped = grouped_rows_in(memory, rows, k, w->group);
+    grouped_rows_share(x, &prepared->grouped, rows, k, me);
+    input.grouped = &prepared->grouped;
   } else if (needs_sums(w)) {
     sums_share(x, w->is_bf16, rows, k, w->group, memory, me);
     input.sums = memory;

@@ -21,8 +21,29 @@
 #define BLOCK_PAIRS 32 /* pairs of numbers with one scale */
 #define UNPACK_PAIRS 144 /* of a panel at a time, at most: 18 KiB of bfloat16 or 36 of float32 */
 
+/* Whether an instruction adds four products of bytes to a word. */
+#if VL == 16 && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
+#endif
+
 typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias));
+
+#if HAS_VNNI
+/* The rows of the tile that one of all rows belongs to. */
+typedef struct {
+  long first, count;
+} TileRows;
+
+static TileRows tile_with(long rows, long row) {
+  long tile = row * tiles_of(rows) / rows;
+  while (tile_begin(rows, tile + 1) <= row) tile++;
+  const long first = tile_begin(rows, tile);
+  return (TileRows){first, tile_begin(rows, tile + 1) - first};
+}
+#endif
 
 /* Whether rows are multiplied as integers. */
 INLINE int uses_integers(const int is_bf16) { return is_bf16 && !uses_amx(is_bf16); }

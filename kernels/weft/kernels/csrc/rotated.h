@@ -16,12 +16,6 @@
 #define MOST_ROTATED 32768 /* numbers of a row */
 #define HADAMARD_NORM 8 /* square root of a block */
 
-#if VL == 16 && defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define HAS_VNNI 1
-#else
-#define HAS_VNNI 0
-#endif
-
 /* Rows in int8: on AMX 16 at a time, or those that are left, in tiles of [rows][64], block after
  * block; else [rows][n]. */
 typedef struct {

@@ -5,7 +5,8 @@
 #ifndef WEFT_ROTATED_VNNI_H
 #define WEFT_ROTATED_VNNI_H
 
-/* sum [i ^ distance] + sign [i] * x [i], where the sign is negative for the upper of each two. */
+/* Of each two numbers of x the lower becomes their sum, the upper the lower one less itself.
+ * `partners`: where the other one of the two is. */
 INLINE __m512 butterfly(__m512 x, __m512i partners, __mmask16 upper) {
   const __m512 partner = _mm512_permutexvar_ps(partners, x);
   return _mm512_mask_sub_ps(_mm512_add_ps(partner, x), upper, partner, x);
@@ -31,19 +32,6 @@ INLINE void rotate_block(const bf16 *x, float *out) {
   for (int v = 0; v < 4; v++) _mm512_storeu_ps(out + v * 16, y[v]);
 }
 
-/* Rows [first, first + count) of all `rows`: one tile's, of which `row` is one. */
-typedef struct {
-  long first, count;
-} TileRows;
-
-static TileRows tile_of_row(long rows, long row) {
-  const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-  long tile = row * tiles / rows;
-  while (rows * (tile + 1) / tiles <= row) tile++;
-  const long first = rows * tile / tiles;
-  return (TileRows){first, rows * (tile + 1) / tiles - first};
-}
-
 /* This thread's rows of x [rows, n]. */
 static void vnni_rotated_share(const bf16 *x, const Rotated *to, long rows, long n,
                                const Member *me) {
@@ -51,7 +39,7 @@ static void vnni_rotated_share(const bf16 *x, const Rotated *to, long rows, long
   ALIGNED int32_t fours[MOST_ROTATED / 4];
   const Rows mine = rows_of(me, rows);
   for (long row = mine.first; row < mine.last; row++) {
-    const TileRows tile = tile_of_row(rows, row);
+    const TileRows tile = tile_with(rows, row);
     for (long i = 0; i < n; i += ROTATED_BLOCK) rotate_block(x + row * n + i, rotated + i);
     to->scales[row] = round_rotated(rotated, n, (int8_t *)fours, ROTATED_BLOCK);
     __m512i sum = _mm512_setzero_si512();

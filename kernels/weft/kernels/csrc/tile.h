@@ -26,6 +26,10 @@
 #define TILE_VECTORS 2
 #endif
 
+/* Rows are cut into tiles that are as equal as they can be. */
+static long tiles_of(long rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+static long tile_begin(long rows, long tile) { return rows * tile / tiles_of(rows); }
+
 /* sum += a * b, one word a lane. */
 INLINE vf multiply_add(int is_bf16, vf sum, vu a, vu b) {
   if (!is_bf16) return vf_fma((vf)a, (vf)b, sum);

@@ -1,0 +1,193 @@
+/* Products of weights of 4 bits in groups with rows in int8, by AVX512-VNNI.
+ *
+ * A row is rounded to int8 group by group, each with its own scale. Sums over a group are exact, and
+ * are added with both scales in float32. What rounding costs is a fraction of what weights of 4 bits
+ * cost: 255 steps beside 16, over the same numbers. */
+#ifndef WEFT_GROUPED_VNNI_H
+#define WEFT_GROUPED_VNNI_H
+
+#include "grouped.h"
+
+/* Scales, and offsets if there are any, of a panel: [groups][1 or 2][32], float32 or float16. */
+typedef struct {
+  const void *scales;
+  int is_half, has_offsets;
+} PanelScales;
+
+/* Rows in int8, tile by tile. The two words of an eight hold the numbers that the lower and the upper
+ * halves of a panel's bytes are multiplied by. */
+typedef struct {
+  int32_t *words; /* of a tile [eights along K][rows][2] */
+  float *scales;  /* of a tile [groups][rows] */
+  float *sums;    /* the same, of the rounded numbers with their scales */
+  long group, groups;
+} GroupedRows;
+
+/* Bytes of memory for `rows` rows of n numbers. */
+static long grouped_rows_bytes(long rows, long n, long group) {
+  return rows * (eights_of(n) * 8 + groups_along(n, group) * 8) + 64;
+}
+
+/* The same, laid out in memory of at least so many bytes. */
+static GroupedRows grouped_rows_in(void *memory, long rows, long n, long group) {
+  GroupedRows x = {.group = group, .groups = groups_along(n, group)};
+  x.words = (int32_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+  x.scales = (float *)(x.words + 2 * rows * eights_of(n));
+  x.sums = x.scales + rows * x.groups;
+  return x;
+}
+
+#if HAS_VNNI
+/* Rounds n <= LARGEST_GROUP numbers to `out`, which has room for all sixteens, each eight in the order in which a
+ * panel has its bytes; returns their sum. `scale` is NaN if one is not finite. */
+static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
+  __m512 values[LARGEST_GROUP / 16];
+  const long vectors = (n + 15) / 16;
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  __m512i highest = _mm512_setzero_si512();
+  for (long i = 0; i < vectors; i++) {
+    values[i] = (__m512)load_some(x, 1, i * 16, at_most(n - i * 16, 16));
+    highest = _mm512_max_epi32(highest, _mm512_and_si512((__m512i)values[i], magnitude));
+  }
+  union { int32_t bits; float value; } largest = {.bits = _mm512_reduce_max_epi32(highest)};
+  *scale = largest.value <= FLT_MAX ? largest.value / 127.0f : NAN;
+  const __m512 factor = _mm512_set1_ps(*scale > FLT_MIN ? 1.0f / *scale : 0.0f);
+  const __m128i order = _mm_set_epi8(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
+  __m512i sum = _mm512_setzero_si512();
+  for (long i = 0; i < vectors; i++) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], factor));
+    const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(whole), order);
+    sum = _mm512_add_epi32(sum, whole);
+    _mm_storeu_si128((__m128i *)(out + 16 * i), bytes);
+  }
+  return _mm512_reduce_add_epi32(sum);
+}
+
+/* This thread's rows of x [rows, n]. */
+static void grouped_rows_share(const bf16 *x, const GroupedRows *to, long rows, long n,
+                               const Member *me) {
+  ALIGNED char eights[LARGEST_GROUP];
+  const Rows mine = rows_of(me, rows);
+  for (long row = mine.first; row < mine.last; row++) {
+    const TileRows tile = tile_with(rows, row);
+    int32_t *out = to->words + 2 * (tile.first * eights_of(n) + row - tile.first);
+    for (long g = 0; g < to->groups; g++) {
+      const long from = g * to->group, numbers = at_most(n - from, (int)to->group);
+      const long at = tile.first * to->groups + g * tile.count + (row - tile.first);
+      const int32_t sum = round_eights(x + row * n + from, numbers, to->scales + at, eights);
+      to->sums[at] = to->scales[at] * (float)sum;
+      for (long i = 0; i < eights_of(numbers); i++)
+        memcpy(out + 2 * (from / 8 + i) * tile.count, eights + 8 * i, 8);
+    }
+  }
+}
+
+/* sum [rows][vectors] += some eights of the rows times those of a panel's columns. `asks`: whether
+ * `asked`, two cache lines an eight, is asked for. */
+INLINE void grouped_steps(const int rows, const int vectors, const int asks, long steps,
+                          const int32_t *words, const uint32_t *panel, const char *asked,
+                          __m512i sum[TILE_ROWS][2]) {
+  const __m512i lower = _mm512_set1_epi8(15);
+  for (long s = 0; s < steps; s++, words += 2 * rows, panel += PANEL) {
+    if (asks) {
+      __builtin_prefetch(asked + 128 * s, 0, 2);
+      __builtin_prefetch(asked + 128 * s + 64, 0, 2);
+    }
+    __m512i first[2], second[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) {
+      const __m512i fours = _mm512_loadu_si512(panel + v * 16);
+      first[v] = _mm512_and_si512(fours, lower);
+      second[v] = _mm512_and_si512(_mm512_srli_epi16(fours, 4), lower);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; v++) {
+        const __m512i one = _mm512_set1_epi32(words[2 * r]);
+        const __m512i other = _mm512_set1_epi32(words[2 * r + 1]);
+        sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], first[v], one);
+        sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], second[v], other);
+      }
+  }
+}
+
+/* c [rows][some columns, from the vector `first` on] = rows from `row` on, which are a tile's, times
+ * a panel. */
+INLINE void grouped_columns(const int rows, const int vectors, int first, const GroupedRows *x,
+                            long row, long n, const uint32_t *panel, PanelScales of, float *c,
+                            Prefetch *ahead) {
+  const int32_t *words = x->words + 2 * row * eights_of(n);
+  const float *row_scales = x->scales + row * x->groups, *row_sums = x->sums + row * x->groups;
+  const long kinds = of.has_offsets ? 2 : 1;
+  panel += first * 16;
+  vf total[TILE_ROWS][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (vf){0};
+  for (long g = 0; g < x->groups; g++) {
+    __m512i sum[TILE_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+    for (long left = eights_of(at_most(n - g * x->group, (int)x->group)); left > 0;) {
+      const char *asked;
+      const long some = take_span(ahead, left, &asked);
+      if (asked != NULL)
+        grouped_steps(rows, vectors, 1, some, words, panel, asked, sum);
+      else
+        grouped_steps(rows, vectors, 0, some, words, panel, NULL, sum);
+      left -= some, words += 2 * some * rows, panel += some * PANEL;
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) {
+      const long at = g * kinds * PANEL + (first + v) * 16;
+      const vf scales = load_scales(of.scales, of.is_half, at);
+      vf offsets = scales * -8.0f;
+      if (of.has_offsets) offsets = load_scales(of.scales, of.is_half, at + PANEL);
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++) {
+        const vf whole = (vf)_mm512_cvtepi32_ps(sum[r][v]) * row_scales[g * rows + r];
+        total[r][v] = vf_fma(vf_splat(row_sums[g * rows + r]), offsets, total[r][v]);
+        total[r][v] = vf_fma(whole, scales, total[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) *(vf *)(c + r * PANEL + (first + v) * 16) = total[r][v];
+}
+
+/* A few rows go through all columns at once, in the order in which they lie. More rows leave no
+ * registers for that. */
+#define GROUPED_CASE(N)                                                                       \
+  case N: {                                                                                   \
+    const int vectors = N <= 4 ? 2 : 1;                                                       \
+    for (int v = 0; v < 2; v += vectors)                                                      \
+      grouped_columns(N, vectors, v, x, row, n, panel, of, tile, ahead);                      \
+    break;                                                                                    \
+  }
+
+/* The same for any number of rows up to TILE_ROWS. */
+static void vnni_grouped_tile(int rows, const GroupedRows *x, long row, long n,
+                              const uint32_t *panel, PanelScales of, float *tile,
+                              Prefetch *ahead) {
+  switch (rows) {
+    GROUPED_CASE(1) GROUPED_CASE(2) GROUPED_CASE(3) GROUPED_CASE(4) GROUPED_CASE(5)
+    GROUPED_CASE(6) GROUPED_CASE(7) GROUPED_CASE(8) GROUPED_CASE(9) GROUPED_CASE(10)
+    GROUPED_CASE(11) GROUPED_CASE(12)
+  }
+}
+#undef GROUPED_CASE
+#else
+static void grouped_rows_share(const bf16 *x, const GroupedRows *to, long rows, long n,
+                               const Member *me) {
+  (void)x, (void)to, (void)rows, (void)n, (void)me;
+}
+static void vnni_grouped_tile(int rows, const GroupedRows *x, long row, long n,
+                              const uint32_t *panel, PanelScales of, float *tile,
+                              Prefetch *ahead) {
+  (void)rows, (void)x, (void)row, (void)n, (void)panel, (void)of, (void)tile, (void)ahead;
+}
+#endif
+
+#endif
