@@ -5,8 +5,8 @@
 #ifndef WEFT_ROTATED_VNNI_H
 #define WEFT_ROTATED_VNNI_H
 
-/* Of each two numbers of x the lower becomes their sum, the upper the lower one less itself.
- * `partners`: where the other one of the two is. */
+/* In each pair of x the lower number becomes the sum of both, and the upper one their difference.
+ * `partners`: the place of each number's partner. */
 INLINE __m512 butterfly(__m512 x, __m512i partners, __mmask16 upper) {
   const __m512 partner = _mm512_permutexvar_ps(partners, x);
   return _mm512_mask_sub_ps(_mm512_add_ps(partner, x), upper, partner, x);
