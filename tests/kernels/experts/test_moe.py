@@ -153,7 +153,7 @@ def test_every_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("cpu.c", "units[2 * experts->experts + 1]", "units[2 * experts->experts + 1] - 1"),
         ("moe.h", "memcpy((char *)m->gathered", "if (r + j > 0) memcpy((char *)m->gathered"),
-        ("moe.h", "j < m->top_k; j++) {", "j < m->top_k - 1; j++) {"),
+        ("moe.h", "vf_splat(m->weights[pair])", "vf_splat(m->weights[r * m->top_k])"),
     ],
 )
 def test_a_mutated_build_is_noticed(

@@ -175,11 +175,15 @@ int weft_moe(const Experts *experts) {
   divide_work(first, threads, experts->units[experts->experts]);
   divide_work(second, threads, experts->units[2 * experts->experts + 1]);
   Barrier barrier = {0};
+  const long width = places_width(experts);
+  char *prepared = width > 0 ? malloc((size_t)(pairs * width)) : NULL;
+  if (width > 0 && prepared == NULL) return OUT_OF_MEMORY;
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Member me = join_team(&barrier);
-    moe_share(experts, first, second, threads, &me);
+    moe_share(experts, prepared, width, first, second, threads, &me);
   }
+  free(prepared);
   return FINE;
 }
 

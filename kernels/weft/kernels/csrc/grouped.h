@@ -22,8 +22,6 @@
 #include "rows.h"
 #include "team.h"
 
-#define LARGEST_GROUP 256
-
 /* What 4 bits stand for. */
 enum { FOURS = 0, FOURS_LESS_8 = 8, FOURS_E2M1 = 16 };
 
@@ -40,32 +38,11 @@ static void sum_groups(const void *x, int is_bf16, long offset, long n, long gro
   }
 }
 
-/* This thread's rows of x [rows, n]. */
-static void sums_share(const void *x, int is_bf16, long rows, long n, long group, float *sums,
-                       const Member *me) {
-  const Rows mine = rows_of(me, rows);
-  for (long row = mine.first; row < mine.last; row++)
+/* The same of rows first .. last - 1 of x [rows, n]. */
+static void sum_rows(const void *x, int is_bf16, long n, long group, float *sums, long first,
+                     long last) {
+  for (long row = first; row < last; row++)
     sum_groups(x, is_bf16, row * n, n, group, sums + row * groups_along(n, group));
-}
-
-/* VL scales or offsets. */
-INLINE vf load_scales(const void *scales, int is_half, long at) {
-  if (!is_half) return *(const vf *)((const float *)scales + at);
-#if VL == 16
-  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)scales + at)));
-#elif VL == 8 && defined(__F16C__)
-  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)scales + at)));
-#else
-  vf out;
-  for (int i = 0; i < VL; i++) { /* Shifted into a float's place, times 2^112, is the same number. */
-    const uint32_t half = ((const uint16_t *)scales)[at + i];
-    union { uint32_t bits; float value; } u = {.bits = (half & 0x7fff) << 13};
-    u.value *= 0x1p112f;
-    u.bits |= (half & 0x8000) << 16;
-    out[i] = u.value;
-  }
-  return out;
-#endif
 }
 
 #if VL == 16 && defined(__AVX512BW__)

@@ -1,18 +1,13 @@
 /* Products of weights of 4 bits in groups with rows in int8, by AVX512-VNNI.
  *
- * A row is rounded to int8 group by group, each with its own scale. Sums over a group are exact, and
- * are added with both scales in float32. What rounding costs is a fraction of what weights of 4 bits
+ * A row is rounded to int8 group by group, each with its own scale. Weights are numbers without a
+ * sign, which a bias makes of those that have one: what it brings is taken away with the row's sum.
+ * Sums over a group are exact, and are added with both scales in float32. What rounding costs is a fraction of what weights of 4 bits
  * cost: 255 steps beside 16, over the same numbers. */
 #ifndef WEFT_GROUPED_VNNI_H
 #define WEFT_GROUPED_VNNI_H
 
 #include "grouped.h"
-
-/* Scales, and offsets if there are any, of a panel: [groups][1 or 2][32], float32 or float16. */
-typedef struct {
-  const void *scales;
-  int is_half, has_offsets;
-} PanelScales;
 
 /* Rows in int8, tile by tile. The two words of an eight hold the numbers that the lower and the upper
  * halves of a panel's bytes are multiplied by. */
@@ -44,6 +39,7 @@ static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
   __m512 values[LARGEST_GROUP / 16];
   const long vectors = (n + 15) / 16;
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512 shift = _mm512_set1_ps(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
   __m512i highest = _mm512_setzero_si512();
   for (long i = 0; i < vectors; i++) {
     values[i] = (__m512)load_some(x, 1, i * 16, at_most(n - i * 16, 16));
@@ -55,7 +51,8 @@ static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
   const __m128i order = _mm_set_epi8(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
   __m512i sum = _mm512_setzero_si512();
   for (long i = 0; i < vectors; i++) {
-    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], factor));
+    const __m512i whole = _mm512_sub_epi32((__m512i)_mm512_fmadd_ps(values[i], factor, shift),
+                                           (__m512i)shift);
     const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(whole), order);
     sum = _mm512_add_epi32(sum, whole);
     _mm_storeu_si128((__m128i *)(out + 16 * i), bytes);
@@ -63,12 +60,11 @@ static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
   return _mm512_reduce_add_epi32(sum);
 }
 
-/* This thread's rows of x [rows, n]. */
-static void grouped_rows_share(const bf16 *x, const GroupedRows *to, long rows, long n,
-                               const Member *me) {
+/* Rows begin .. end - 1 of x [rows, n]. */
+static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, long n, long begin,
+                             long end) {
   ALIGNED char eights[LARGEST_GROUP];
-  const Rows mine = rows_of(me, rows);
-  for (long row = mine.first; row < mine.last; row++) {
+  for (long row = begin; row < end; row++) {
     const TileRows tile = tile_with(rows, row);
     int32_t *out = to->words + 2 * (tile.first * eights_of(n) + row - tile.first);
     for (long g = 0; g < to->groups; g++) {
@@ -82,12 +78,22 @@ static void grouped_rows_share(const bf16 *x, const GroupedRows *to, long rows, 
   }
 }
 
+#define E2M1_BIAS 12
+
+/* Twice what each 4 bits of e2m1 are, with its bias. */
+INLINE __m512i e2m1_table(void) {
+  return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+
+/* What is added to numbers of a kind, so that they have no sign. */
+INLINE float bias_of(int kind) { return kind == FOURS_E2M1 ? E2M1_BIAS : (float)kind; }
+
 /* sum [rows][vectors] += some eights of the rows times those of a panel's columns. `asks`: whether
  * `asked`, two cache lines an eight, is asked for. */
-INLINE void grouped_steps(const int rows, const int vectors, const int asks, long steps,
-                          const int32_t *words, const uint32_t *panel, const char *asked,
-                          __m512i sum[TILE_ROWS][2]) {
-  const __m512i lower = _mm512_set1_epi8(15);
+INLINE void grouped_steps(const int rows, const int vectors, const int is_e2m1, const int asks,
+                          long steps, const int32_t *words, const uint32_t *panel,
+                          const char *asked, __m512i sum[TILE_ROWS][2]) {
+  const __m512i lower = _mm512_set1_epi8(15), table = e2m1_table();
   for (long s = 0; s < steps; s++, words += 2 * rows, panel += PANEL) {
     if (asks) {
       __builtin_prefetch(asked + 128 * s, 0, 2);
@@ -99,6 +105,10 @@ INLINE void grouped_steps(const int rows, const int vectors, const int asks, lon
       const __m512i fours = _mm512_loadu_si512(panel + v * 16);
       first[v] = _mm512_and_si512(fours, lower);
       second[v] = _mm512_and_si512(_mm512_srli_epi16(fours, 4), lower);
+      if (is_e2m1) {
+        first[v] = _mm512_shuffle_epi8(table, first[v]);
+        second[v] = _mm512_shuffle_epi8(table, second[v]);
+      }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -114,12 +124,11 @@ INLINE void grouped_steps(const int rows, const int vectors, const int asks, lon
 
 /* c [rows][some columns, from the vector `first` on] = rows from `row` on, which are a tile's, times
  * a panel. */
-INLINE void grouped_columns(const int rows, const int vectors, int first, const GroupedRows *x,
-                            long row, long n, const uint32_t *panel, PanelScales of, float *c,
-                            Prefetch *ahead) {
+INLINE void grouped_columns(const int rows, const int vectors, const int is_e2m1, int first,
+                            const GroupedRows *x, long row, long n, const uint32_t *panel,
+                            PanelScales of, float bias, float *c, Prefetch *ahead) {
   const int32_t *words = x->words + 2 * row * eights_of(n);
   const float *row_scales = x->scales + row * x->groups, *row_sums = x->sums + row * x->groups;
-  const long kinds = of.has_offsets ? 2 : 1;
   panel += first * 16;
   vf total[TILE_ROWS][2];
 #pragma GCC unroll 12
@@ -132,22 +141,20 @@ INLINE void grouped_columns(const int rows, const int vectors, int first, const 
       const char *asked;
       const long some = take_span(ahead, left, &asked);
       if (asked != NULL)
-        grouped_steps(rows, vectors, 1, some, words, panel, asked, sum);
+        grouped_steps(rows, vectors, is_e2m1, 1, some, words, panel, asked, sum);
       else
-        grouped_steps(rows, vectors, 0, some, words, panel, NULL, sum);
+        grouped_steps(rows, vectors, is_e2m1, 0, some, words, panel, NULL, sum);
       left -= some, words += 2 * some * rows, panel += some * PANEL;
     }
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
-      const long at = g * kinds * PANEL + (first + v) * 16;
-      const vf scales = load_scales(of.scales, of.is_half, at);
-      vf offsets = scales * -8.0f;
-      if (of.has_offsets) offsets = load_scales(of.scales, of.is_half, at + PANEL);
+      const GroupScale group = group_scale(of, g, (first + v) * 16);
+      const vf offsets = vf_fma(group.scales, vf_splat(-bias), group.offsets);
 #pragma GCC unroll 12
       for (int r = 0; r < rows; r++) {
         const vf whole = (vf)_mm512_cvtepi32_ps(sum[r][v]) * row_scales[g * rows + r];
         total[r][v] = vf_fma(vf_splat(row_sums[g * rows + r]), offsets, total[r][v]);
-        total[r][v] = vf_fma(whole, scales, total[r][v]);
+        total[r][v] = vf_fma(whole, group.scales, total[r][v]);
       }
     }
   }
@@ -159,18 +166,17 @@ INLINE void grouped_columns(const int rows, const int vectors, int first, const 
 
 /* A few rows go through all columns at once, in the order in which they lie. More rows leave no
  * registers for that. */
-#define GROUPED_CASE(N)                                                                       \
-  case N: {                                                                                   \
-    const int vectors = N <= 4 ? 2 : 1;                                                       \
-    for (int v = 0; v < 2; v += vectors)                                                      \
-      grouped_columns(N, vectors, v, x, row, n, panel, of, tile, ahead);                      \
-    break;                                                                                    \
+#define GROUPED_CASE(N)                                                                            \
+  case N: {                                                                                        \
+    const int vectors = N <= 4 ? 2 : 1;                                                            \
+    for (int v = 0; v < 2; v += vectors)                                                           \
+      grouped_columns(N, vectors, is_e2m1, v, x, row, n, panel, of, bias, tile, ahead);            \
+    break;                                                                                         \
   }
 
-/* The same for any number of rows up to TILE_ROWS. */
-static void vnni_grouped_tile(int rows, const GroupedRows *x, long row, long n,
-                              const uint32_t *panel, PanelScales of, float *tile,
-                              Prefetch *ahead) {
+INLINE void grouped_tile_of(const int is_e2m1, int rows, const GroupedRows *x, long row, long n,
+                            const uint32_t *panel, PanelScales of, float bias, float *tile,
+                            Prefetch *ahead) {
   switch (rows) {
     GROUPED_CASE(1) GROUPED_CASE(2) GROUPED_CASE(3) GROUPED_CASE(4) GROUPED_CASE(5)
     GROUPED_CASE(6) GROUPED_CASE(7) GROUPED_CASE(8) GROUPED_CASE(9) GROUPED_CASE(10)
@@ -178,15 +184,25 @@ static void vnni_grouped_tile(int rows, const GroupedRows *x, long row, long n,
   }
 }
 #undef GROUPED_CASE
-#else
-static void grouped_rows_share(const bf16 *x, const GroupedRows *to, long rows, long n,
-                               const Member *me) {
-  (void)x, (void)to, (void)rows, (void)n, (void)me;
-}
-static void vnni_grouped_tile(int rows, const GroupedRows *x, long row, long n,
+
+/* tile [rows <= TILE_ROWS][32] = rows from `row` on, which are a tile's, times a panel. */
+static void vnni_grouped_tile(int rows, int kind, const GroupedRows *x, long row, long n,
                               const uint32_t *panel, PanelScales of, float *tile,
                               Prefetch *ahead) {
-  (void)rows, (void)x, (void)row, (void)n, (void)panel, (void)of, (void)tile, (void)ahead;
+  if (kind == FOURS_E2M1)
+    grouped_tile_of(1, rows, x, row, n, panel, of, bias_of(kind), tile, ahead);
+  else
+    grouped_tile_of(0, rows, x, row, n, panel, of, bias_of(kind), tile, ahead);
+}
+#else
+static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, long n, long begin,
+                             long end) {
+  (void)x, (void)to, (void)rows, (void)n, (void)begin, (void)end;
+}
+static void vnni_grouped_tile(int rows, int kind, const GroupedRows *x, long row, long n,
+                              const uint32_t *panel, PanelScales of, float *tile,
+                              Prefetch *ahead) {
+  (void)rows, (void)kind, (void)x, (void)row, (void)n, (void)panel, (void)of, (void)tile, (void)ahead;
 }
 #endif
 

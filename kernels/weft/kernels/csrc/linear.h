@@ -459,15 +459,9 @@ typedef struct {
   const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
 
-/* Room for what `Input` points to. */
-typedef struct {
-  Integers integers;
-  Rotated rotated;
-  GroupedRows grouped;
-} PreparedRows;
-
-/* Where the scales of a panel in groups are. */
+/* Where the scales of a panel in groups are, if it is. */
 static PanelScales scales_of_panel(const Weight *w, long p) {
+  if (w->group == 0) return (PanelScales){NULL, 0, 0};
   const long groups = groups_along(w->in_features, w->group), kinds = w->has_offsets ? 2 : 1;
   const long size = w->is_half ? 2 : 4;
   return (PanelScales){(const char *)w->group_scales + p * groups * kinds * PANEL * size,
@@ -546,7 +540,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
   if (unpacks)
     unpacked_product(w, x, m, first_block, last_block, p, prefetch, tiles, amx);
-  else if (w->group > 0 && input.grouped == NULL)
+  else if (w->group > 0 && input.grouped == NULL && input.integers == NULL)
     grouped_product(w, input, m, first_block, last_block, p, prefetch, tiles, amx);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
@@ -564,16 +558,16 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
       rotated_product(rows, input.rotated, first, w->in_features, (const int8_t *)panel,
                       w->scales + p * PANEL, tile, &ahead, amx);
     else if (input.grouped != NULL)
-      vnni_grouped_tile(rows, input.grouped, first, w->in_features, panel,
+      vnni_grouped_tile(rows, kind_of_fours(w), input.grouped, first, w->in_features, panel,
                         scales_of_panel(w, p), tile, &ahead);
+    else if (input.integers != NULL)
+      integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel,
+                   scales_of_panel(w, p), tile, &ahead);
     else if (w->scales == NULL && w->group == 0)
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
-    else if (w->scales != NULL) {
-      if (!unpacks)
-        integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
+    if (w->scales != NULL && !w->is_rotated)
       scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows, tile);
-    }
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
@@ -582,52 +576,89 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   }
 }
 
-/* Whether a single product or one of a stack of layers multiplies its rows as integers. (Experts and
- * draft heads unpack.) */
+/* Whether a product multiplies its rows as integers of 16 bits. */
 static int needs_integers(const Weight *w) {
-  return w->scales != NULL && !w->is_rotated && uses_integers(w->is_bf16);
+  const int has_bytes = (w->scales != NULL && !w->is_rotated) || (w->group > 0 && w->bits == 8);
+  return has_bytes && uses_integers(w->is_bf16);
 }
 
-/* Whether such a product takes its rows in int8, with a scale for each group. */
+/* Whether it takes its rows in int8, with a scale for each group. */
 static int needs_grouped(const Weight *w) {
-  return HAS_VNNI && w->group > 0 && w->bits == 4 && !w->is_e2m1 && w->is_bf16 && !rounds(w);
+  return HAS_VNNI && w->group > 0 && w->bits == 4 && w->is_bf16 && !rounds(w);
 }
 
 /* Whether it needs the sums over its rows' groups. */
 static int needs_sums(const Weight *w) {
-  return w->has_offsets && !rounds(w) && !needs_grouped(w);
+  return w->has_offsets && !rounds(w) && !needs_grouped(w) && !needs_integers(w);
 }
 
-/* Bytes of memory for what such a product needs to know of its rows beside themselves. */
+/* Numbers of a row in 16 bits that have one scale. */
+static long block_of(const Weight *w) { return w->group > 0 ? w->group : COLUMN_BLOCK; }
+
+/* Bytes of memory for what a product needs to know of its rows beside themselves. Experts and single
+ * products prepare their rows; draft heads do not, so they unpack. */
 static long prepared_bytes(const Weight *w, long rows) {
-  if (w->is_rotated) return rotated_bytes(rows, w->in_features);
-  if (needs_integers(w)) return integers_bytes(rows, w->in_features);
-  if (needs_grouped(w)) return grouped_rows_bytes(rows, w->in_features, w->group);
-  return needs_sums(w) ? rows * groups_along(w->in_features, w->group) * 4 : 0;
+  const long n = w->in_features;
+  if (w->is_rotated) return rotated_bytes(rows, n);
+  if (needs_integers(w)) return integers_bytes(rows, n, block_of(w));
+  if (needs_grouped(w)) return grouped_rows_bytes(rows, n, w->group);
+  return needs_sums(w) ? rows * groups_along(n, w->group) * 4 : 0;
+}
+
+/* What a product's rows are prepared to; one of them, or none. */
+typedef struct {
+  Integers integers;
+  Rotated rotated;
+  GroupedRows grouped;
+  float *sums;
+} PreparedRows;
+
+/* The same in such memory. */
+static PreparedRows prepared_in(const Weight *w, void *memory, long rows) {
+  const long n = w->in_features;
+  PreparedRows to = {.sums = needs_sums(w) ? memory : NULL};
+  if (w->is_rotated)
+    to.rotated = rotated_in(memory, rows, n);
+  else if (needs_integers(w))
+    to.integers = integers_in(memory, rows, n, block_of(w));
+  else if (needs_grouped(w))
+    to.grouped = grouped_rows_in(memory, rows, n, w->group);
+  return to;
+}
+
+/* Prepares rows first .. last - 1 of x [rows, k]. */
+static void prepare_input_rows(const Weight *w, const void *x, const PreparedRows *to, long rows,
+                               long first, long last) {
+  const long n = w->in_features;
+  if (w->is_rotated)
+    rotate_rows(x, &to->rotated, rows, n, first, last);
+  else if (needs_integers(w))
+    round_to_integers(x, &to->integers, n, first, last);
+  else if (needs_grouped(w))
+    round_to_grouped(x, &to->grouped, rows, n, first, last);
+  else if (needs_sums(w))
+    sum_rows(x, w->is_bf16, n, w->group, to->sums, first, last);
+}
+
+/* x [rows, k] with what it is prepared to. */
+static Input input_of(const Weight *w, const void *x, const PreparedRows *prepared) {
+  Input input = {.rows = x, .sums = prepared->sums};
+  if (w->is_rotated)
+    input.rotated = &prepared->rotated;
+  else if (needs_integers(w))
+    input.integers = &prepared->integers;
+  else if (needs_grouped(w))
+    input.grouped = &prepared->grouped;
+  return input;
 }
 
 /* This thread's share of preparing x [rows, k] in such memory; used after the next barrier. */
 static Input prepare_share(const Weight *w, const void *x, void *memory, long rows,
                            PreparedRows *prepared, const Member *me) {
-  const long k = w->in_features;
-  Input input = {.rows = x};
-  if (w->is_rotated) {
-    prepared->rotated = rotated_in(memory, rows, k);
-    rotated_share(x, &prepared->rotated, rows, k, me);
-    input.rotated = &prepared->rotated;
-  } else if (needs_integers(w)) {
-    prepared->integers = integers_in(memory, rows, k);
-    integers_share(x, &prepared->integers, rows, k, me);
-    input.integers = &prepared->integers;
-  } else if (needs_grouped(w)) {
-    prepared->grouped = grouped_rows_in(memory, rows, k, w->group);
-    grouped_rows_share(x, &prepared->grouped, rows, k, me);
-    input.grouped = &prepared->grouped;
-  } else if (needs_sums(w)) {
-    sums_share(x, w->is_bf16, rows, k, w->group, memory, me);
-    input.sums = memory;
-  }
-  return input;
+  const Rows mine = rows_of(me, rows);
+  *prepared = prepared_in(w, memory, rows);
+  prepare_input_rows(w, x, prepared, rows, mine.first, mine.last);
+  return input_of(w, x, prepared);
 }
 
 /* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. What

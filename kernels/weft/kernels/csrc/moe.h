@@ -120,11 +120,42 @@ static void gather_share(const Experts *m, const Member *me) {
     }
 }
 
+static const Weight *const *weights_of(const Experts *m, Group group) {
+  return group == TO_W13 ? m->w13 : m->w2;
+}
+
+/* Bytes a place for what either product needs to know of its rows beside themselves. */
+static long places_width(const Experts *m) {
+  long width = 0;
+  for (Group group = TO_W13; group <= TO_W2; group++)
+    for (long e = 0; e < m->experts; e++) {
+      const long own = prepared_bytes(weights_of(m, group)[e], 1);
+      if (m->begins[e + 1] > m->begins[e] && own > width) width = own;
+    }
+  return width;
+}
+
+/* Prepares this thread's places of x for a product; `prepared`: [places, width]. */
+static void prepare_places(const Experts *m, Group group, const void *x, char *prepared, long width,
+                           const Member *me) {
+  const Rows mine = rows_of(me, m->begins[m->experts]);
+  for (long e = 0; e < m->experts && m->begins[e] < mine.last; e++) {
+    const Weight *w = weights_of(m, group)[e];
+    const long begin = m->begins[e], end = m->begins[e + 1];
+    const long first = mine.first > begin ? mine.first : begin;
+    const long last = mine.last < end ? mine.last : end;
+    if (first >= last) continue;
+    const PreparedRows to = prepared_in(w, prepared + begin * width, end - begin);
+    const char *rows = (const char *)x + begin * w->in_features * (w->is_bf16 ? 2 : 4);
+    prepare_input_rows(w, rows, &to, end - begin, first - begin, last - begin);
+  }
+}
+
 /* This thread's units of one of the two products, over all experts; `ranges` divide them among
  * `threads`, of which the team may have fewer. */
-static void experts_share(const Experts *m, Group group, const void *x, void *out, int out_bf16,
-                          Range *ranges, int threads, const Member *me) {
-  const Weight *const *weights = group == TO_W13 ? m->w13 : m->w2;
+static void experts_share(const Experts *m, Group group, const void *x, char *prepared, long width,
+                          void *out, int out_bf16, Range *ranges, int threads, const Member *me) {
+  const Weight *const *weights = weights_of(m, group);
   const int64_t *units = group == TO_W13 ? m->units : m->units + m->experts + 1;
   Placed placed;
   Amx amx = {0};
@@ -139,7 +170,8 @@ static void experts_share(const Experts *m, Group group, const void *x, void *ou
     const size_t to = (size_t)(first * columns_of(w)) * (out_bf16 ? 2 : 4);
     Target target = {(char *)out + to, NULL, out_bf16};
     place_addition(m, group, first, &placed);
-    const Input input = {.rows = (const char *)x + in};
+    const PreparedRows to_rows = prepared_in(w, prepared + first * width, rows);
+    const Input input = input_of(w, (const char *)x + in, &to_rows);
     linear_unit(w, input, rows, &target, &placed.add, unit - units[e], &amx);
   }
   release_amx(&amx);
@@ -166,22 +198,24 @@ static void combine_share(const Experts *m, const Member *me) {
     }
 }
 
-static void moe_share(const Experts *m, Range *first, Range *second, int threads, Member *me) {
-  const int is_bf16 = m->w13[0]->is_bf16;
+/* One of the two products, x being complete. */
+static void expert_product(const Experts *m, Group group, const void *x, char *prepared, long width,
+                           void *out, int out_bf16, Range *ranges, int threads, Member *me) {
+  if (width > 0) prepare_places(m, group, x, prepared, width, me);
+  if (m->lora != NULL) shrink_places(m, group, x, me);
+  if (width > 0 || m->lora != NULL) wait_for_all(me);
+  experts_share(m, group, x, prepared, width, out, out_bf16, ranges, threads, me);
+  wait_for_all(me);
+}
+
+/* `prepared`: memory of `places_width` bytes for each pair. */
+static void moe_share(const Experts *m, char *prepared, long width, Range *first, Range *second,
+                      int threads, Member *me) {
   gather_share(m, me);
   wait_for_all(me);
-  if (m->lora != NULL) {
-    shrink_places(m, TO_W13, m->gathered, me);
-    wait_for_all(me);
-  }
-  experts_share(m, TO_W13, m->gathered, m->inner, is_bf16, first, threads, me);
-  wait_for_all(me);
-  if (m->lora != NULL) {
-    shrink_places(m, TO_W2, m->inner, me);
-    wait_for_all(me);
-  }
-  experts_share(m, TO_W2, m->inner, m->products, 0, second, threads, me);
-  wait_for_all(me);
+  expert_product(m, TO_W13, m->gathered, prepared, width, m->inner, m->w13[0]->is_bf16, first,
+                 threads, me);
+  expert_product(m, TO_W2, m->inner, prepared, width, m->products, 0, second, threads, me);
   combine_share(m, me);
 }
 

@@ -1,10 +1,11 @@
-/* Weights in int8 with a scale for each column of the product, and the products with them.
+/* Weights in int8, with scales for each column of the product or for groups of it along K, and the
+ * products with them.
  *
  * A panel is [pairs along K][32 columns][2] int8: the numbers of tile.h's bfloat16 words, in half the
  * bytes. There are two ways to multiply; an operation always takes the same for all of its rows.
  *
- * Integers: each row of bfloat16 is rounded once to 16 bits, with one scale for 64 neighbours, which
- * is far finer than bfloat16 itself unless they differ by more than a hundred times, and then still
+ * Integers: each row of bfloat16 is rounded once to 16 bits, with one scale for a group, or where
+ * there are none for 64 neighbours, which is far finer than bfloat16 itself unless they differ by more than a hundred times, and then still
  * 256 times finer than 8 bits. Products of 16 by 8 bits are summed exactly within such a block.
  *
  * Unpacked: a part of a panel becomes words of the rows' type, which holds int8 exactly, for the
@@ -18,7 +19,8 @@
 #include "rows.h"
 #include "team.h"
 
-#define BLOCK_PAIRS 32 /* pairs of numbers with one scale */
+#define COLUMN_BLOCK 64 /* numbers of a row with one scale, where weights have one a column */
+#define LARGEST_GROUP 256
 #define UNPACK_PAIRS 144 /* of a panel at a time, at most: 18 KiB of bfloat16 or 36 of float32 */
 
 /* Whether an instruction adds four products of bytes to a word. */
@@ -71,35 +73,38 @@ static float round_weights(const void *x, int is_bf16, long offset, long n, int8
   return scale;
 }
 
-/* Rows in 16 bits: words of two neighbours, and a scale for each block. */
+/* Rows in 16 bits: words of two neighbours, and scales of blocks. */
 typedef struct {
   uint32_t *words; /* [rows, stride], zeros behind the last number */
   float *scales;   /* [rows, blocks] */
-  long stride, blocks;
+  float *sums;     /* [rows, blocks], of the rounded numbers with their scales */
+  long stride, blocks, block; /* numbers of a block: at most LARGEST_GROUP */
 } Integers;
 
-static long blocks_of_row(long n) { return (n + 2 * BLOCK_PAIRS - 1) / (2 * BLOCK_PAIRS); }
+static long blocks_of_row(long n, long block) { return (n + block - 1) / block; }
 
 /* Bytes of memory for `rows` rows of n numbers. */
-static long integers_bytes(long rows, long n) {
-  return rows * blocks_of_row(n) * (BLOCK_PAIRS * 4 + 4) + 64;
+static long integers_bytes(long rows, long n, long block) {
+  return rows * blocks_of_row(n, block) * (block * 2 + 8) + 64;
 }
 
 /* The same, laid out in memory of at least so many bytes. */
-static Integers integers_in(void *memory, long rows, long n) {
-  Integers x = {.blocks = blocks_of_row(n)};
-  x.stride = x.blocks * BLOCK_PAIRS;
+static Integers integers_in(void *memory, long rows, long n, long block) {
+  Integers x = {.blocks = blocks_of_row(n, block), .block = block};
+  x.stride = x.blocks * (block / 2);
   x.words = (uint32_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
   x.scales = (float *)(x.words + rows * x.stride);
+  x.sums = x.scales + rows * x.blocks;
   return x;
 }
 
-/* One block: `left` > 0 numbers of bfloat16. What is not finite makes the scale NaN. */
-static float round_block(const bf16 *x, long left, uint32_t *words) {
+/* `block` numbers of bfloat16, of which `left` > 0 exist. What is not finite makes the scale NaN. */
+INLINE void round_block(const bf16 *x, long left, const long block, uint32_t *words, float *scale,
+                        float *total) {
   const float most = 32767.0f, shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-  vf values[2 * BLOCK_PAIRS / VL];
+  vf values[LARGEST_GROUP / VL];
   vi highest = {0};
-  for (int i = 0; i < 2 * BLOCK_PAIRS / VL; i++) {
+  for (int i = 0; i < block / VL; i++) {
     const long rest = left - i * VL;
     values[i] = rest > 0 ? load_some(x, 1, i * VL, at_most(rest, VL)) : (vf){0};
     const vi bits = (vi)values[i] & 0x7fffffff; /* of magnitudes: ordered as these are */
@@ -110,23 +115,68 @@ static float round_block(const bf16 *x, long left, uint32_t *words) {
   for (int i = 0; i < VL; i++) largest.bits = highest[i] > largest.bits ? highest[i] : largest.bits;
   const int is_finite = largest.value <= FLT_MAX, is_small = largest.value < FLT_MIN * most;
   const float factor = is_finite && !is_small ? most / largest.value : 0;
-  for (int i = 0; i < 2 * BLOCK_PAIRS / VL; i++) {
-    const vu whole = (vu)(vf_fma(values[i], vf_splat(factor), vf_splat(shift)));
+  vf sum = {0};
+  for (int i = 0; i < block / VL; i++) {
+    const vf rounded = vf_fma(values[i], vf_splat(factor), vf_splat(shift));
+    sum += rounded - vf_splat(shift);
     *(vh *)((uint16_t *)words + i * VL) =
-        __builtin_convertvector(is_finite ? whole : (vu){0}, vh);
+        __builtin_convertvector(is_finite ? (vu)rounded : (vu){0}, vh);
   }
-  return !is_finite ? NAN : is_small ? 0 : largest.value / most;
+  *scale = !is_finite ? NAN : is_small ? 0 : largest.value / most;
+  *total = *scale * vf_sum(sum);
 }
 
-/* This thread's rows of x [rows, n]. */
-static void integers_share(const bf16 *x, const Integers *to, long rows, long n, const Member *me) {
-  const Rows mine = rows_of(me, rows);
-  for (long row = mine.first; row < mine.last; row++)
+/* Rounds rows first .. last - 1 of x [rows, n]. */
+static void round_to_integers(const bf16 *x, const Integers *to, long n, long first, long last) {
+  for (long row = first; row < last; row++)
     for (long block = 0; block < to->blocks; block++) {
-      const long from = block * 2 * BLOCK_PAIRS;
-      to->scales[row * to->blocks + block] = round_block(
-          x + row * n + from, n - from, to->words + row * to->stride + block * BLOCK_PAIRS);
+      const long from = block * to->block, at = row * to->blocks + block;
+      const bf16 *begin = x + row * n + from;
+      uint32_t *words = to->words + row * to->stride + from / 2;
+      if (to->block == COLUMN_BLOCK)
+        round_block(begin, n - from, COLUMN_BLOCK, words, to->scales + at, to->sums + at);
+      else
+        round_block(begin, n - from, to->block, words, to->scales + at, to->sums + at);
     }
+}
+
+/* VL scales or offsets. */
+INLINE vf load_scales(const void *scales, int is_half, long at) {
+  if (!is_half) return *(const vf *)((const float *)scales + at);
+#if VL == 16
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)scales + at)));
+#elif VL == 8 && defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)scales + at)));
+#else
+  vf out;
+  for (int i = 0; i < VL; i++) { /* Shifted into a float's place, times 2^112, is the same number. */
+    const uint32_t half = ((const uint16_t *)scales)[at + i];
+    union { uint32_t bits; float value; } u = {.bits = (half & 0x7fff) << 13};
+    u.value *= 0x1p112f;
+    u.bits |= (half & 0x8000) << 16;
+    out[i] = u.value;
+  }
+  return out;
+#endif
+}
+
+/* Scales, and offsets if there are any, of a panel in groups: [groups][1 or 2][32], float32 or
+ * float16. */
+typedef struct {
+  const void *scales; /* null: no groups */
+  int is_half, has_offsets;
+} PanelScales;
+
+/* Those of a group and VL columns; offsets are 0 where there are none. */
+typedef struct {
+  vf scales, offsets;
+} GroupScale;
+
+INLINE GroupScale group_scale(PanelScales of, long group, long column) {
+  const long at = group * (of.has_offsets ? 2 : 1) * PANEL + column;
+  GroupScale out = {load_scales(of.scales, of.is_half, at), {0}};
+  if (of.has_offsets) out.offsets = load_scales(of.scales, of.is_half, at + PANEL);
+  return out;
 }
 
 /* Pairs of int8 of VL columns. */
@@ -154,12 +204,16 @@ INLINE vi add_pairs(vi sum, vu a, vs b) {
 #endif
 }
 
-/* c[rows][some columns] of a row block times a panel, without the columns' scales. */
-INLINE void integer_columns(const int rows, const int vectors, const Integers *x, long row,
-                            long pairs, const int8_t *panel, float *c, Prefetch *ahead) {
+/* c[rows][some columns, from `first` on] of a row block times a panel; of weights with a scale a
+ * column without these, of weights in groups (`of.scales`) with their scales. */
+INLINE void integer_columns(const int rows, const int vectors, const int is_grouped, int first,
+                            const Integers *x, long row, long pairs, const int8_t *panel,
+                            PanelScales of, float *c, Prefetch *ahead) {
   const uint32_t *words = x->words + row * x->stride;
-  for (long block = 0; block * BLOCK_PAIRS < pairs; block++) {
-    const long begin = block * BLOCK_PAIRS, end = begin + at_most(pairs - begin, BLOCK_PAIRS);
+  const long block_pairs = is_grouped ? x->block / 2 : COLUMN_BLOCK / 2;
+  panel += 2 * first, c += first;
+  for (long block = 0; block * block_pairs < pairs; block++) {
+    const long begin = block * block_pairs, end = begin + at_most(pairs - begin, (int)block_pairs);
     vi sum[TILE_ROWS][PANEL / VL];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -177,13 +231,20 @@ INLINE void integer_columns(const int rows, const int vectors, const Integers *x
         for (int v = 0; v < vectors; v++) sum[r][v] = add_pairs(sum[r][v], word, column[v]);
       }
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-      const vf scale = vf_splat(x->scales[(row + r) * x->blocks + block]);
 #pragma GCC unroll 8
-      for (int v = 0; v < vectors; v++) {
+    for (int v = 0; v < vectors; v++) {
+      GroupScale group = {{0}, {0}};
+      if (is_grouped) group = group_scale(of, block, first + v * VL);
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++) {
+        const long at = (row + r) * x->blocks + block;
         vf *to = (vf *)(c + r * PANEL + v * VL);
-        const vf before = block == 0 ? (vf){0} : *to;
+        vf before = block == 0 ? (vf){0} : *to;
+        vf scale = vf_splat(x->scales[at]);
+        if (is_grouped) {
+          scale *= group.scales;
+          if (of.has_offsets) before = vf_fma(vf_splat(x->sums[at]), group.offsets, before);
+        }
         *to = vf_fma(__builtin_convertvector(sum[r][v], vf), scale, before);
       }
     }
@@ -197,17 +258,16 @@ INLINE void integer_columns(const int rows, const int vectors, const Integers *x
 #endif
 
 /* One row or two go through all columns of a panel at once, in the order in which they lie. */
-#define INTEGER_CASE(N)                                                                   \
-  case N: {                                                                               \
-    const int vectors = N <= 2 ? FEW_ROW_VECTORS : TILE_VECTORS;                          \
-    for (int v = 0; v < PANEL / VL; v += vectors)                                         \
-      integer_columns(N, vectors, x, row, pairs, panel + 2 * v * VL, c + v * VL, ahead);  \
-    break;                                                                                \
+#define INTEGER_CASE(N)                                                                        \
+  case N: {                                                                                    \
+    const int vectors = N <= 2 ? FEW_ROW_VECTORS : TILE_VECTORS;                               \
+    for (int v = 0; v < PANEL; v += vectors * VL)                                              \
+      integer_columns(N, vectors, is_grouped, v, x, row, pairs, panel, of, c, ahead);          \
+    break;                                                                                     \
   }
 
-/* c[rows <= TILE_ROWS][32] = rows from `row` on times a panel, without the columns' scales. */
-static void integer_tile(int rows, const Integers *x, long row, long pairs, const int8_t *panel,
-                         float *c, Prefetch *ahead) {
+INLINE void integer_tile_of(const int is_grouped, int rows, const Integers *x, long row, long pairs,
+                            const int8_t *panel, PanelScales of, float *c, Prefetch *ahead) {
   switch (rows) {
     INTEGER_CASE(1) INTEGER_CASE(2) INTEGER_CASE(3) INTEGER_CASE(4)
 #if TILE_ROWS == 12
@@ -217,6 +277,15 @@ static void integer_tile(int rows, const Integers *x, long row, long pairs, cons
   }
 }
 #undef INTEGER_CASE
+
+/* c[rows <= TILE_ROWS][32] = rows from `row` on times a panel; see `integer_columns`. */
+static void integer_tile(int rows, const Integers *x, long row, long pairs, const int8_t *panel,
+                         PanelScales of, float *c, Prefetch *ahead) {
+  if (of.scales == NULL)
+    integer_tile_of(0, rows, x, row, pairs, panel, of, c, ahead);
+  else
+    integer_tile_of(1, rows, x, row, pairs, panel, of, c, ahead);
+}
 
 #if HAS_AMX
 /* The numbers of 16 columns' pairs, times 65,536: then neither needs a second shift. */

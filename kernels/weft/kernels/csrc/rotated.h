@@ -71,18 +71,18 @@ static void fill_hadamard(void) {}
 /* Whether products take rows in int8. */
 static int takes_int8_rows(void) { return HAS_VNNI || amx_is_allowed; }
 
-/* This thread's rows of x [rows, n], n being a multiple of 64. */
-static void rotated_share(const bf16 *x, const Rotated *to, long rows, long n, const Member *me) {
+/* Rows first .. last - 1 of x [rows, n], n being a multiple of 64. */
+static void rotate_rows(const bf16 *x, const Rotated *to, long rows, long n, long first, long last) {
 #if HAS_AMX
   if (amx_is_allowed) {
-    amx_rotated_share(x, to, rows, n, me);
+    amx_rotate_rows(x, to, rows, n, first, last);
     return;
   }
 #endif
 #if HAS_VNNI
-  vnni_rotated_share(x, to, rows, n, me);
+  vnni_rotate_rows(x, to, rows, n, first, last);
 #else
-  (void)x, (void)to, (void)rows, (void)n, (void)me;
+  (void)x, (void)to, (void)rows, (void)n, (void)first, (void)last;
   __builtin_trap(); /* Such weights are packed only where `takes_int8_rows`. */
 #endif
 }

@@ -14,16 +14,15 @@ static void fill_hadamard(void) {
     }
 }
 
-/* This thread's rows of x [rows, n], n being a multiple of 64. */
-static void amx_rotated_share(const bf16 *x, const Rotated *to, long rows, long n,
-                              const Member *me) {
+/* Rows begin .. end - 1 of x [rows, n], n being a multiple of 64. */
+static void amx_rotate_rows(const bf16 *x, const Rotated *to, long rows, long n, long begin,
+                            long end) {
   ALIGNED float rotated[MOST_ROTATED];
-  const Rows mine = rows_of(me, rows);
   const long at_once = n * 16 < MOST_ROTATED / 2 ? 16 : 1, blocks = n / ROTATED_BLOCK;
   Prefetch none = {{NULL, NULL}, NULL, 0};
   Amx amx = {0};
-  for (long first = mine.first; first < mine.last; first += at_once) {
-    const long some = at_most(mine.last - first, (int)at_once), count = some * blocks;
+  for (long first = begin; first < end; first += at_once) {
+    const long some = at_most(end - first, (int)at_once), count = some * blocks;
     for (long block = 0; block < count; block += AMX_ROWS) {
       const char *from = (const char *)(x + first * n + block * ROTATED_BLOCK);
       float *into = rotated + block * ROTATED_BLOCK;

@@ -32,13 +32,12 @@ INLINE void rotate_block(const bf16 *x, float *out) {
   for (int v = 0; v < 4; v++) _mm512_storeu_ps(out + v * 16, y[v]);
 }
 
-/* This thread's rows of x [rows, n]. */
-static void vnni_rotated_share(const bf16 *x, const Rotated *to, long rows, long n,
-                               const Member *me) {
+/* Rows begin .. end - 1 of x [rows, n]. */
+static void vnni_rotate_rows(const bf16 *x, const Rotated *to, long rows, long n, long begin,
+                             long end) {
   ALIGNED float rotated[MOST_ROTATED];
   ALIGNED int32_t fours[MOST_ROTATED / 4];
-  const Rows mine = rows_of(me, rows);
-  for (long row = mine.first; row < mine.last; row++) {
+  for (long row = begin; row < end; row++) {
     const TileRows tile = tile_with(rows, row);
     for (long i = 0; i < n; i += ROTATED_BLOCK) rotate_block(x + row * n + i, rotated + i);
     to->scales[row] = round_rotated(rotated, n, (int8_t *)fours, ROTATED_BLOCK);
