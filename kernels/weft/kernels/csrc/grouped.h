@@ -11,9 +11,11 @@
  * nearest, ties away from zero. Rows share a part of a panel that is unpacked once, a single row
  * rounds in registers, and all sum in the order of amx.h.
  *
- * Elsewhere, and in float32, each group is multiplied by itself in the rows' type, by the kernels of
- * tile.h, and added with its scales in float32. The rows' sums over the group come in with the
- * offsets. */
+ * Elsewhere rows of bfloat16 are rounded group by group: to 16 bits for weights of 8 bits
+ * (quantised.h), and to 8 bits for weights of 4 bits where there is AVX512-VNNI (grouped_vnni.h).
+ *
+ * All others are multiplied here: each group by itself in the rows' type, by the kernels of tile.h,
+ * and added with its scales in float32. The rows' sums over the group come in with the offsets. */
 #ifndef WEFT_GROUPED_H
 #define WEFT_GROUPED_H
 

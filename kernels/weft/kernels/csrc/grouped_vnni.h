@@ -2,15 +2,15 @@
  *
  * A row is rounded to int8 group by group, each with its own scale. Weights are numbers without a
  * sign, which a bias makes of those that have one: what it brings is taken away with the row's sum.
- * Sums over a group are exact, and are added with both scales in float32. What rounding costs is a fraction of what weights of 4 bits
- * cost: 255 steps beside 16, over the same numbers. */
+ * Sums over a group are exact, and are added with both scales in float32. What rounding costs is a
+ * fraction of what weights of 4 bits cost: 255 steps beside 16, over the same numbers. */
 #ifndef WEFT_GROUPED_VNNI_H
 #define WEFT_GROUPED_VNNI_H
 
 #include "grouped.h"
 
-/* Rows in int8, tile by tile. The two words of an eight hold the numbers that the lower and the upper
- * halves of a panel's bytes are multiplied by. */
+/* Rows in int8, tile by tile. The two words of an eight hold the numbers that the lower and the
+ * upper halves of a panel's bytes are multiplied by. */
 typedef struct {
   int32_t *words; /* of a tile [eights along K][rows][2] */
   float *scales;  /* of a tile [groups][rows] */
@@ -33,8 +33,9 @@ static GroupedRows grouped_rows_in(void *memory, long rows, long n, long group) 
 }
 
 #if HAS_VNNI
-/* Rounds n <= LARGEST_GROUP numbers to `out`, which has room for all sixteens, each eight in the order in which a
- * panel has its bytes; returns their sum. `scale` is NaN if one is not finite. */
+/* Rounds n <= LARGEST_GROUP numbers to `out`, each eight in the order in which a panel has its
+ * bytes; returns their sum. `out` has room for whole sixteens. `scale` is NaN if a number is not
+ * finite. */
 static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
   __m512 values[LARGEST_GROUP / 16];
   const long vectors = (n + 15) / 16;
@@ -82,7 +83,8 @@ static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, lo
 
 /* Twice what each 4 bits of e2m1 are, with its bias. */
 INLINE __m512i e2m1_table(void) {
-  return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  return _mm512_broadcast_i32x4(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
 
 /* What is added to numbers of a kind, so that they have no sign. */

@@ -1,12 +1,13 @@
-/* Weights in int8, with scales for each column of the product or for groups of it along K, and the
+/* Weights in int8, with scales for each column of the product or for groups of it along K; and the
  * products with them.
  *
  * A panel is [pairs along K][32 columns][2] int8: the numbers of tile.h's bfloat16 words, in half the
  * bytes. There are two ways to multiply; an operation always takes the same for all of its rows.
  *
- * Integers: each row of bfloat16 is rounded once to 16 bits, with one scale for a group, or where
- * there are none for 64 neighbours, which is far finer than bfloat16 itself unless they differ by more than a hundred times, and then still
- * 256 times finer than 8 bits. Products of 16 by 8 bits are summed exactly within such a block.
+ * Integers: each row of bfloat16 is rounded once to 16 bits, with one scale for a group or, where
+ * there are no groups, for 64 neighbours. That is far finer than bfloat16 itself unless they differ
+ * by more than a hundred times, and then still 256 times finer than 8 bits. Products of 16 by 8 bits
+ * are summed exactly within such a block.
  *
  * Unpacked: a part of a panel becomes words of the rows' type, which holds int8 exactly, for the
  * kernels of tile.h and amx.h. So float32 loses nothing, and AMX keeps its speed. */

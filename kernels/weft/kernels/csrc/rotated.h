@@ -16,8 +16,8 @@
 #define MOST_ROTATED 32768 /* numbers of a row */
 #define HADAMARD_NORM 8 /* square root of a block */
 
-/* Rows in int8: on AMX 16 at a time, or those that are left, in tiles of [rows][64], block after
- * block; else [rows][n]. */
+/* Rows in int8. On AMX they lie in tiles of 16 rows, or those that are left, block after block:
+ * [rows][64]. Else they lie in tiles of tile.h: [fours along K][rows][4]. */
 typedef struct {
   int8_t *numbers;
   float *scales; /* [rows] */
