@@ -112,9 +112,10 @@ class LateDevice:
             fill_free = partial(self._fill_free, group, memory._set_free)
             memory._set_free = fill_free  # type: ignore[method-assign]
         evict, self._evicting = engine.memory._evict, False
+        self._tiers = engine.tiers
 
         def noted_evict() -> Any:
-            self._evicting = engine.tiers is not None
+            self._evicting = self._tiers is not None
             try:
                 return evict()
             finally:
@@ -236,10 +237,16 @@ class LateDevice:
 
     def _fill_free(self, group: int, set_free: Callable[[int], None], page: int) -> None:
         set_free(page)
-        if self._evicting and group == 0:
+        if group == 0 and (self._evicting or self._is_given_up(page)):
             self._kept.add(page)
             return
         if group == 0:
             self._kept.discard(page)
         for pool in self._pools[group]:
             pool[page] = float("nan")
+
+    def _is_given_up(self, page: int) -> bool:
+        """Whether a page's earlier content is still to be copied down: a request that got the page
+        and lost it within the same turn has not written to it.
+        """
+        return self._tiers is not None and any(one.page == page for one in self._tiers._reclaimed)
