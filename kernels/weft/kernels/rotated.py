@@ -57,7 +57,10 @@ class RotatedChannels:
 
 
 def multiplies_rotated(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
-    """Whether layers of this dtype multiply such matrices as they are."""
+    """Whether this machine multiplies a `RotatedChannels` of so many columns in int8.
+
+    It needs AMX or AVX512-VNNI, and rows in bfloat16. Elsewhere the matrix becomes floats at load.
+    """
     if dtype != torch.bfloat16 or device.type != "cpu" or columns % BLOCK:
         return False
     native = cpu.native_cpu()

@@ -23,6 +23,6 @@ class SchedulerEvents:
     matched: list[OnRequest] = field(default_factory=list)
     """A request was admitted for the first time, with its prefix match."""
     computing: list[OnRequest] = field(default_factory=list)
-    """A request's prompt, or what is left of it, is from now on computed by this engine."""
+    """From now on this engine computes a request's prompt, or what is left of it."""
     leaving: list[OnRequest] = field(default_factory=list)
     """A request of a session ends without an error; it still has its pages."""

@@ -40,7 +40,7 @@ static void sum_groups(const void *x, int is_bf16, long offset, long n, long gro
   }
 }
 
-/* The same of rows first .. last - 1 of x [rows, n]. */
+/* The sums over the groups of rows first .. last - 1 of x [rows, n]. */
 static void sum_rows(const void *x, int is_bf16, long n, long group, float *sums, long first,
                      long last) {
   for (long row = first; row < last; row++)

@@ -1,7 +1,8 @@
 /* Products of weights of 4 bits in groups with rows in int8, by AVX512-VNNI.
  *
- * A row is rounded to int8 group by group, each with its own scale. Weights are numbers without a
- * sign, which a bias makes of those that have one: what it brings is taken away with the row's sum.
+ * A row is rounded to int8 group by group, each with its own scale. The instruction takes weights
+ * without a sign. So a bias is added to weights that have one, and the bias times the sum of the row
+ * is taken away at the end.
  * Sums over a group are exact, and are added with both scales in float32. What rounding costs is a
  * fraction of what weights of 4 bits cost: 255 steps beside 16, over the same numbers. */
 #ifndef WEFT_GROUPED_VNNI_H
@@ -23,7 +24,7 @@ static long grouped_rows_bytes(long rows, long n, long group) {
   return rows * (eights_of(n) * 8 + groups_along(n, group) * 8) + 64;
 }
 
-/* The same, laid out in memory of at least so many bytes. */
+/* Lays such rows out in memory of `grouped_rows_bytes`. */
 static GroupedRows grouped_rows_in(void *memory, long rows, long n, long group) {
   GroupedRows x = {.group = group, .groups = groups_along(n, group)};
   x.words = (int32_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
@@ -61,7 +62,7 @@ static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
   return _mm512_reduce_add_epi32(sum);
 }
 
-/* Rows begin .. end - 1 of x [rows, n]. */
+/* Rounds rows begin .. end - 1 of x [rows, n] to int8. */
 static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, long n, long begin,
                              long end) {
   ALIGNED char eights[LARGEST_GROUP];
@@ -81,7 +82,7 @@ static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, lo
 
 #define E2M1_BIAS 12
 
-/* Twice what each 4 bits of e2m1 are, with its bias. */
+/* For each 4 bits of e2m1 twice their value, plus the bias. */
 INLINE __m512i e2m1_table(void) {
   return _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));

@@ -459,7 +459,7 @@ typedef struct {
   const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
 
-/* Where the scales of a panel in groups are, if it is. */
+/* The scales of panel p; none if its weights do not lie in groups. */
 static PanelScales scales_of_panel(const Weight *w, long p) {
   if (w->group == 0) return (PanelScales){NULL, 0, 0};
   const long groups = groups_along(w->in_features, w->group), kinds = w->has_offsets ? 2 : 1;
@@ -605,7 +605,7 @@ static long prepared_bytes(const Weight *w, long rows) {
   return needs_sums(w) ? rows * groups_along(n, w->group) * 4 : 0;
 }
 
-/* What a product's rows are prepared to; one of them, or none. */
+/* The prepared rows of a product. At most one of these is used, as its weights need it. */
 typedef struct {
   Integers integers;
   Rotated rotated;
@@ -613,7 +613,7 @@ typedef struct {
   float *sums;
 } PreparedRows;
 
-/* The same in such memory. */
+/* Lays prepared rows out in memory of `prepared_bytes`. */
 static PreparedRows prepared_in(const Weight *w, void *memory, long rows) {
   const long n = w->in_features;
   PreparedRows to = {.sums = needs_sums(w) ? memory : NULL};
@@ -640,7 +640,7 @@ static void prepare_input_rows(const Weight *w, const void *x, const PreparedRow
     sum_rows(x, w->is_bf16, n, w->group, to->sums, first, last);
 }
 
-/* x [rows, k] with what it is prepared to. */
+/* What a product reads of x [rows, k]: the rows as they are, and as they were prepared. */
 static Input input_of(const Weight *w, const void *x, const PreparedRows *prepared) {
   Input input = {.rows = x, .sums = prepared->sums};
   if (w->is_rotated)

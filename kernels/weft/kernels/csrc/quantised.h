@@ -168,7 +168,7 @@ typedef struct {
   int is_half, has_offsets;
 } PanelScales;
 
-/* Those of a group and VL columns; offsets are 0 where there are none. */
+/* The scales and offsets of one group and VL columns; offsets are 0 where there are none. */
 typedef struct {
   vf scales, offsets;
 } GroupScale;

@@ -71,7 +71,7 @@ static void fill_hadamard(void) {}
 /* Whether products take rows in int8. */
 static int takes_int8_rows(void) { return HAS_VNNI || amx_is_allowed; }
 
-/* Rows first .. last - 1 of x [rows, n], n being a multiple of 64. */
+/* Rotates and rounds rows first .. last - 1 of x [rows, n], n being a multiple of 64. */
 static void rotate_rows(const bf16 *x, const Rotated *to, long rows, long n, long first, long last) {
 #if HAS_AMX
   if (amx_is_allowed) {

@@ -14,7 +14,7 @@ static void fill_hadamard(void) {
     }
 }
 
-/* Rows begin .. end - 1 of x [rows, n], n being a multiple of 64. */
+/* Rotates and rounds rows begin .. end - 1 of x [rows, n], n being a multiple of 64. */
 static void amx_rotate_rows(const bf16 *x, const Rotated *to, long rows, long n, long begin,
                             long end) {
   ALIGNED float rotated[MOST_ROTATED];

@@ -32,7 +32,7 @@ INLINE void rotate_block(const bf16 *x, float *out) {
   for (int v = 0; v < 4; v++) _mm512_storeu_ps(out + v * 16, y[v]);
 }
 
-/* Rows begin .. end - 1 of x [rows, n]. */
+/* Rotates and rounds rows begin .. end - 1 of x [rows, n]. */
 static void vnni_rotate_rows(const bf16 *x, const Rotated *to, long rows, long n, long begin,
                              long end) {
   ALIGNED float rotated[MOST_ROTATED];

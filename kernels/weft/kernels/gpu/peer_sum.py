@@ -35,7 +35,9 @@ _TOKENS = 256
 """Tokens shared by one program."""
 _ALIGNMENT = 256
 SPINS_TO_LOOK = tl.constexpr(1 << 17)
-"""Checks of its flags, each about a microsecond, after which a program reads the stop word."""
+"""A waiting program checks its flags so many times, about a microsecond each, before it reads the
+host's stop word.
+"""
 
 
 class PeerMemory(NamedTuple):
