@@ -1,11 +1,15 @@
-"""Products of 3 to 128 rows with weights of 4 bits in groups of 128, on tensor cores of compute
-capability 9.0.
+"""Products of 3 to 128 rows with weights of 4 bits in groups, on tensor cores of compute capability
+9.0.
 
 Bytes of the weight pass through shared memory, and each thread takes from them the numbers that
 tensor cores want of it: the weight is the first operand and stays in registers. Numbers are exact
 in bfloat16; scales and offsets are applied to a group's sums in float32. Few rows are multiplied
 warp by warp (mma), more by four warps at once (wgmma). It is written in Gluon, since Triton would
 pass the numbers in floats through shared memory.
+
+A program takes 128 columns of x at a time. They are one block of the weight, or two where groups
+are shorter than 128 (`packed_groups`). A block's lower and upper numbers are two operands, which
+belong to the same group unless groups have 32 columns.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class TensorShape(NamedTuple):
     """Of a gated pair, of each; 16 a warp at least."""
     warps: int
     stages: int
-    """Groups of x and of the weight that are being loaded."""
+    """Times 128 columns of x and of the weight that are being loaded."""
     splits: int = 1
     """Programs that share K; a further launch sums their parts. Not where gated."""
 
@@ -56,14 +60,19 @@ class TensorShape(NamedTuple):
         return self.rows > _MAX_NARROW_ROWS
 
 
-def tensor_shape(rows: int, columns: int, k: int, *, is_gated: bool) -> TensorShape:
-    """The launch shape of a product (measured on an H100, K of 4,096 and 14,336)."""
+def tensor_shape(
+    rows: int, columns: int, k: int, *, is_gated: bool, unit: int = LONG_UNIT
+) -> TensorShape:
+    """The launch shape of a product with groups of `unit` columns (measured on an H100, groups of
+    128, K of 4,096 and 14,336).
+    """
     if rows <= _MAX_NARROW_ROWS:
         few = 8 if rows <= 8 else 16
         if is_gated:
             return TensorShape(few, 32, 2, 6)
         return TensorShape(few, 64, 4, 6, _splits(512, triton.cdiv(columns, 64), k))
-    few = 32 if rows <= 32 else 64
+    # Two products of each of two groups at once leave no registers for more rows.
+    few = 32 if rows <= 32 or (is_gated and unit == 32) else 64
     if is_gated:
         return TensorShape(few, 64, 4, 4)
     tile = 128 if columns * k > _LARGE_WEIGHT else 64
@@ -82,7 +91,6 @@ def can_multiply(x: torch.Tensor, weight: PackedGroups) -> bool:
         2 < x.shape[0] <= MAX_ROWS
         and x.shape[1] % 8 == 0
         and x.dtype == torch.bfloat16
-        and weight.unit == LONG_UNIT
         and not weight.is_e2m1
         and has_kernel(x.device)
     )
@@ -119,7 +127,7 @@ def multiply_wide(
         options: Launch options; None: those of the device.
     """
     (rows, k), columns = x.shape, out.shape[1]
-    shape = shape or tensor_shape(rows, columns, k, is_gated=is_gated)
+    shape = shape or tensor_shape(rows, columns, k, is_gated=is_gated, unit=weight.unit)
     is_split, target = shape.splits > 1, out
     if is_split:
         target = torch.empty((shape.splits, rows, columns), dtype=torch.float32, device=x.device)
@@ -144,6 +152,8 @@ def multiply_wide(
         WARPS=shape.warps,
         STAGES=shape.stages,
         SPLITS=shape.splits,
+        UNIT=weight.unit,
+        HALF=weight.half,
         num_warps=shape.warps,
         **options,
     )
@@ -194,30 +204,31 @@ def _sums_layout(is_wide: bool, rows: int, warps: int) -> gl.NVMMADistributedLay
 
 
 @gluon.constexpr_function
-def _x_layout(is_wide: bool) -> gl.NVMMASharedLayout | gl.SwizzledSharedLayout:
-    """Of rows of x in shared memory."""
+def _x_layout(is_wide: bool, half: int) -> gl.NVMMASharedLayout | gl.SwizzledSharedLayout:
+    """Of rows of x in shared memory, of which operands take `half` columns each."""
     if is_wide:
-        return gl.NVMMASharedLayout(128, 16, rank=2)
-    return gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+        return gl.NVMMASharedLayout(2 * half, 16, rank=2)
+    return gl.SwizzledSharedLayout(8, 64 // half, half // 8, order=[1, 0])
 
 
 @gluon.constexpr_function
-def _words_layout(columns: int, warps: int) -> gl.DistributedLinearLayout:
-    """Of words [columns, 16] for all four threads of a row."""
+def _words_layout(columns: int, words: int, warps: int) -> gl.DistributedLinearLayout:
+    """Of a block's words [columns, words] for all four threads of a row."""
     rows = [[8, 0], *_powers(columns // 16 // warps, 2, 0, 16 * warps)]
     lanes = [[0, 0], [0, 0], *_powers(8, 2, 0)]
     return gl.DistributedLinearLayout(
-        [*_powers(16, 2, 1), *rows], lanes, _powers(warps, 2, 0, 16), [], [columns, 16]
+        [*_powers(words, 2, 1), *rows], lanes, _powers(warps, 2, 0, 16), [], [columns, words]
     )
 
 
 @gluon.constexpr_function
-def _numbers_layout(columns: int, warps: int) -> gl.DistributedLinearLayout:
+def _numbers_layout(columns: int, words: int, warps: int) -> gl.DistributedLinearLayout:
     """Of numbers [columns, 16 bytes, word or number, thread of a row]."""
     rows = [[8, 0, 0, 0], *_powers(columns // 16 // warps, 4, 0, 16 * warps)]
     lanes = [*_powers(4, 4, 3), *_powers(8, 4, 0)]
-    own = [*_powers(4, 4, 2), *_powers(4, 4, 1), *rows]
-    return gl.DistributedLinearLayout(own, lanes, _powers(warps, 4, 0, 16), [], [columns, 4, 4, 4])
+    own = [*_powers(4, 4, 2), *_powers(words // 4, 4, 1), *rows]
+    shape = [columns, words // 4, 4, 4]
+    return gl.DistributedLinearLayout(own, lanes, _powers(warps, 4, 0, 16), [], shape)
 
 
 @gluon.jit
@@ -225,96 +236,170 @@ def _operands(
     words: gl.tensor,
     select: gl.tensor,
     COLUMNS: gl.constexpr,
+    HALF: gl.constexpr,
     by: gl.constexpr,
     layout: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Words [COLUMNS, 16] of a group as two operands, [COLUMNS, 64] each: numbers less 8."""
-    apart = gl.reshape(words, [COLUMNS, 4, 4])
+    """Words [COLUMNS, HALF / 4] of a block as two operands, [COLUMNS, HALF] each: numbers less 8."""
+    apart = gl.reshape(words, [COLUMNS, HALF // 16, 4])
     apart = gl.convert_layout(apart, gl.SliceLayout(3, by), assert_trivial=True)
     lower, upper = gl.inline_asm_elementwise(
         _PAIRS, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [apart[:, :, :, None], select],
         dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
-    return _operand(lower, COLUMNS, layout), _operand(upper, COLUMNS, layout)
+    return _operand(lower, COLUMNS, HALF, layout), _operand(upper, COLUMNS, HALF, layout)
 
 
 @gluon.jit
-def _operand(numbers: gl.tensor, COLUMNS: gl.constexpr, layout: gl.constexpr) -> gl.tensor:
+def _operand(
+    numbers: gl.tensor, COLUMNS: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr
+) -> gl.tensor:
     # Column, 16 bytes, half of them, which of two numbers, thread.
-    apart = gl.permute(gl.reshape(numbers, [COLUMNS, 4, 2, 2, 4]), (0, 1, 2, 4, 3))
-    return gl.convert_layout(gl.reshape(apart, [COLUMNS, 64]), layout, assert_trivial=True)
+    apart = gl.permute(gl.reshape(numbers, [COLUMNS, HALF // 16, 2, 2, 4]), (0, 1, 2, 4, 3))
+    return gl.convert_layout(gl.reshape(apart, [COLUMNS, HALF]), layout, assert_trivial=True)
 
 
 @gluon.jit
 def _multiply(
-    lower: gl.tensor,
-    upper: gl.tensor,
-    taken: gl.shared_memory_descriptor,
+    operand: gl.tensor,
+    columns: gl.shared_memory_descriptor,
+    part: gl.tensor,
+    IS_FIRST: gl.constexpr,
     IS_WIDE: gl.constexpr,
     second_of: gl.constexpr,
-    zeros: gl.tensor,
 ) -> gl.tensor:
-    """A group's product with its columns of x in shared memory, [ROWS, 128]; wide: its beginning,
-    in two parts of which each counts for `_finished`.
+    """`part` plus an operand's product with its columns of x, [HALF, ROWS] in shared memory; wide:
+    the beginning of it. Of the first product `part` is zeros.
     """
-    first = taken.slice(0, 64, dim=1).permute((1, 0))
-    second = taken.slice(64, 64, dim=1).permute((1, 0))
     if IS_WIDE:
-        part = warpgroup_mma(lower, first, zeros, use_acc=False, is_async=True)
-        part = warpgroup_mma(upper, second, part, is_async=True)
+        part = warpgroup_mma(operand, columns, part, use_acc=not IS_FIRST, is_async=True)
     else:
-        part = mma_v2(lower, first.load(second_of), zeros)
-        part = mma_v2(upper, second.load(second_of), part)
+        part = mma_v2(operand, columns.load(second_of), part)
     return part
+
+
+@gluon.jit
+def _begun(
+    operands: gl.tuple,
+    columns: gl.tuple,
+    zeros: gl.tensor,
+    UNIT: gl.constexpr,
+    IS_WIDE: gl.constexpr,
+    second_of: gl.constexpr,
+) -> gl.tuple:
+    """The products of a block's operands, one a group; wide: their beginnings, of which each
+    operand's counts for `_finished`.
+    """
+    first = _multiply(operands[0], columns[0], zeros, True, IS_WIDE, second_of)
+    if UNIT == 32:
+        parts = (first, _multiply(operands[1], columns[1], zeros, True, IS_WIDE, second_of))
+    else:
+        parts = (_multiply(operands[1], columns[1], first, False, IS_WIDE, second_of),)
+    return parts
 
 
 @gluon.jit
 def _finished(
-    part: gl.tensor,
-    lower: gl.tensor,
-    upper: gl.tensor,
-    LATER: gl.constexpr,
-    IS_WIDE: gl.constexpr,
+    part: gl.tensor, operands: gl.tuple, LATER: gl.constexpr, IS_WIDE: gl.constexpr
 ) -> gl.tensor:
     """A product once it is complete, of which the operands stay in registers until then; `LATER`
-    parts of others may still be multiplied.
+    products of operands may still be under way.
     """
     if IS_WIDE:
-        part, lower, upper = warpgroup_mma_wait(LATER, deps=[part, lower, upper])
+        part, _, _ = warpgroup_mma_wait(LATER, deps=[part, operands[0], operands[1]])
     return part
 
 
 @gluon.jit
-def _are_in(
-    is_row: gl.tensor, place: gl.tensor, group: gl.tensor, end: gl.tensor, K: gl.constexpr
-) -> gl.tensor:
-    """Whether values of x exist in a group."""
-    if K % 128 == 0:
-        are_in = is_row & (place < 128)[None, :]
+def _columns_of(
+    ring: gl.shared_memory_descriptor, stage: int, block: gl.constexpr, HALF: gl.constexpr
+) -> gl.tuple:
+    """The columns of x for a block's two operands, [HALF, ROWS] each."""
+    if HALF == 64:
+        taken = ring.index(stage)
+        first, second = taken.slice(0, 64, dim=1), taken.slice(64, 64, dim=1)
     else:
-        are_in = is_row & (place + group * 128 < K)[None, :]
-    return are_in & (group < end)
+        first = ring.index(stage * 4 + 2 * block)
+        second = ring.index(stage * 4 + 2 * block + 1)
+    return first.permute((1, 0)), second.permute((1, 0))
 
 
 @gluon.jit
-def _given(scales: gl.tensor, offsets: gl.tensor, at: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
-    """Scales and offsets as they are kept; where there are none, another stands for them."""
-    scale = gl.load(scales + at)
-    offset = scale
-    if offsets is not None:
-        offset = gl.load(offsets + at)
-    return scale, offset
+def _copy_columns(
+    ring: gl.shared_memory_descriptor,
+    stage: int,
+    from_x: gl.tensor,
+    place: gl.tensor,
+    is_row: gl.tensor,
+    step: gl.tensor,
+    end: gl.tensor,
+    K: gl.constexpr,
+    HALF: gl.constexpr,
+) -> None:
+    """Copies 128 columns of x; what does not exist becomes zeros."""
+    PIECES: gl.constexpr = 1 if HALF == 64 else 4
+    for piece in gl.static_range(PIECES):
+        begin = step * 128 + piece * HALF
+        are_in = is_row & (place + begin < K)[None, :] & (step < end)
+        _copy(ring.index(stage * PIECES + piece), from_x + begin, mask=are_in)
+
+
+@gluon.jit
+def _copy_words(
+    bank: gl.shared_memory_descriptor,
+    stage: int,
+    from_data: gl.tensor,
+    is_word: gl.tensor,
+    step: gl.tensor,
+    end: gl.tensor,
+    WIDTH: gl.constexpr,
+    HALF: gl.constexpr,
+) -> None:
+    """Copies the words of 128 columns, of WIDTH words that a row of the weight has."""
+    BLOCKS: gl.constexpr = 64 // HALF
+    for block in gl.static_range(BLOCKS):
+        begin = step * 16 + block * (HALF // 4)
+        exists = is_word & (begin < WIDTH) & (step < end)
+        _copy(bank.index(stage * BLOCKS + block), from_data + begin, mask=exists)
+
+
+@gluon.jit
+def _given(
+    scales: gl.tensor,
+    offsets: gl.tensor,
+    at: gl.tensor,
+    step: gl.tensor,
+    width: int,
+    GROUPS: gl.constexpr,
+    PER_STEP: gl.constexpr,
+) -> gl.tuple:
+    """Scales and offsets of 128 columns, as they are kept: first one group's, then the next one's.
+    Where there are no offsets, scales stand for them; groups that do not exist have the last one's.
+    """
+    given = ()
+    for i in gl.static_range(PER_STEP):
+        own = at + gl.minimum(step * PER_STEP + i, GROUPS - 1) * width
+        scale = gl.load(scales + own)
+        offset = scale
+        if offsets is not None:
+            offset = gl.load(offsets + own)
+        given += (scale, offset)
+    return given
 
 
 @gluon.jit
 def _scaled(
-    part: gl.tensor, sums: gl.tensor, given: gl.tuple, HAS_OFFSETS: gl.constexpr
+    part: gl.tensor,
+    sums: gl.tensor,
+    scale: gl.tensor,
+    offset: gl.tensor,
+    HAS_OFFSETS: gl.constexpr,
 ) -> gl.tensor:
     """A group's sums with scales; an offset belongs to each number, which is 8 less than stored."""
-    scale = given[0].to(gl.float32)
+    scale = scale.to(gl.float32)
     total = part * scale[:, None]
     if HAS_OFFSETS:
-        total += sums * (given[1].to(gl.float32) + 8.0 * scale)[:, None]
+        total += sums * (offset.to(gl.float32) + 8.0 * scale)[:, None]
     return total
 
 
@@ -339,6 +424,8 @@ def _tensor_cores_kernel(
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
+    UNIT: gl.constexpr,
+    HALF: gl.constexpr,
 ) -> None:
     """Parts of a split product are written as they are, [SPLITS, rows, columns] float32."""
     if IS_DEPENDENT:
@@ -346,63 +433,72 @@ def _tensor_cores_kernel(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
+    HAS_OFFSETS: gl.constexpr = offsets is not None
+    BLOCKS: gl.constexpr = 64 // HALF
+    PER_STEP: gl.constexpr = 128 // UNIT
+    PER_BLOCK: gl.constexpr = PER_STEP // BLOCKS
+    WORDS: gl.constexpr = HALF // 4
+    STEPS: gl.constexpr = (K + 127) // 128
+    WIDTH: gl.constexpr = (K + 2 * HALF - 1) // (2 * HALF) * WORDS
+    GROUPS: gl.constexpr = WIDTH * 8 // UNIT
+    OWN: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     sums_of: gl.constexpr = _sums_layout(IS_WIDE, ROWS, WARPS)
-    x_shared: gl.constexpr = _x_layout(IS_WIDE)
     first_of: gl.constexpr = gl.DotOperandLayout(0, sums_of, 2)
     second_of: gl.constexpr = gl.DotOperandLayout(1, sums_of, 2)
     by_column: gl.constexpr = gl.SliceLayout(1, sums_of)
-    words_of: gl.constexpr = _words_layout(COLUMNS, WARPS)
-    numbers_of: gl.constexpr = _numbers_layout(COLUMNS, WARPS)
-    GROUPS: gl.constexpr = (K + 127) // 128
-    OWN: gl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
+    words_of: gl.constexpr = _words_layout(COLUMNS, WORDS, WARPS)
+    numbers_of: gl.constexpr = _numbers_layout(COLUMNS, WORDS, WARPS)
     tile = gl.program_id(1)
     split = gl.program_id(2)
     begin = split * OWN
-    end = gl.minimum(begin + OWN, GROUPS)
+    end = gl.minimum(begin + OWN, STEPS)
 
     # Columns that do not exist read what belongs to the last.
-    copied: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    copied: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [WARPS, 1], [1, 0])
     column = tile * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, copied))
-    word = gl.arange(0, 16, layout=gl.SliceLayout(0, copied))
-    at = data + (gl.minimum(column, columns - 1) * (GROUPS * 16))[:, None] + word[None, :]
-    to_up = columns * (GROUPS * 16)
-    is_word = (column >= 0)[:, None] & (word < 16)[None, :]
-    words_shared: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 4, order=[1, 0])
-    bank = gl.allocate_shared_memory(gl.int32, [STAGES, COLUMNS, 16], words_shared)
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, copied))
+    at = data + (gl.minimum(column, columns - 1) * WIDTH)[:, None] + word[None, :]
+    at_up = at + columns * WIDTH
+    is_word = (column >= 0)[:, None] & (word < WORDS)[None, :]
+    words_shared: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // WORDS, WORDS // 4, order=[1, 0])
+    bank = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, COLUMNS, WORDS], words_shared)
     bank_up = bank
     if IS_GATED:
-        bank_up = gl.allocate_shared_memory(gl.int32, [STAGES, COLUMNS, 16], words_shared)
+        bank_up = gl.allocate_shared_memory(
+            gl.int32, [STAGES * BLOCKS, COLUMNS, WORDS], words_shared
+        )
     for i in gl.static_range(STAGES - 1):
-        exists = is_word & (begin + i < end)
-        _copy(bank.index(i), at + (begin + i) * 16, mask=exists)
+        _copy_words(bank, i, at, is_word, begin + i, end, WIDTH, HALF)
         if IS_GATED:
-            _copy(bank_up.index(i), at + (to_up + (begin + i) * 16), mask=exists)
+            _copy_words(bank_up, i, at_up, is_word, begin + i, end, WIDTH, HALF)
     own = gl.minimum(tile * COLUMNS + gl.arange(0, COLUMNS, layout=by_column), columns - 1)
-    # A program without groups reads scales of others, and multiplies none.
-    current = gl.minimum(begin, GROUPS - 1) * width
-    following = gl.minimum(begin + 1, GROUPS - 1) * width
-    given = _given(scales, offsets, own + current)
-    given_next = _given(scales, offsets, own + following)
+    given = _given(scales, offsets, own, begin, width, GROUPS, PER_STEP)
+    given_next = _given(scales, offsets, own, begin + 1, width, GROUPS, PER_STEP)
     given_up = given
     given_up_next = given_next
     if IS_GATED:
-        given_up = _given(scales, offsets, own + (current + columns))
-        given_up_next = _given(scales, offsets, own + (following + columns))
+        given_up = _given(scales, offsets, own + columns, begin, width, GROUPS, PER_STEP)
+        given_up_next = _given(scales, offsets, own + columns, begin + 1, width, GROUPS, PER_STEP)
     if IS_DEPENDENT:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
 
-    ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, ROWS, 128], x_shared)
-    x_copied: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    PIECES: gl.constexpr = 1 if HALF == 64 else 4
+    TAKEN: gl.constexpr = 128 // PIECES
+    ring = gl.allocate_shared_memory(
+        x.dtype.element_ty, [STAGES * PIECES, ROWS, TAKEN], _x_layout(IS_WIDE, HALF)
+    )
+    x_copied: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // TAKEN, TAKEN // 8], [WARPS, 1], [1, 0]
+    )
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x_copied))
-    place = gl.arange(0, 128, layout=gl.SliceLayout(0, x_copied))
+    place = gl.arange(0, TAKEN, layout=gl.SliceLayout(0, x_copied))
     from_x = x + (row * K)[:, None] + place[None, :]
-    is_row = (row < rows)[:, None]
+    is_row = (row < rows)[:, None] & (place < TAKEN)[None, :]
     # The first words are counted with the first columns of x.
     for i in gl.static_range(STAGES - 1):
-        is_in = _are_in(is_row, place, begin + i, end, K)
-        _copy(ring.index(i), from_x + (begin + i) * 128, mask=is_in)
+        _copy_columns(ring, i, from_x, place, is_row, begin + i, end, K, HALF)
         async_copy.commit_group()
 
     thread = gl.arange(
@@ -410,51 +506,69 @@ def _tensor_cores_kernel(
     )
     select = (0x1100 + 0x2222 * thread)[None, None, None, :]
     zeros = gl.zeros([COLUMNS, ROWS], gl.float32, sums_of)
-    ones = gl.full([COLUMNS, 64], 1.0, gl.bfloat16, first_of)
+    ones = gl.full([COLUMNS, HALF], 1.0, gl.bfloat16, first_of)
     total = zeros
     up = zeros
-    sums = zeros
     stage = 0
-    for group in range(begin, end):
+    for step in range(begin, end):
         async_copy.wait_group(STAGES - 2)
         if IS_WIDE:
             fence_async_shared()
         _barrier()
-        ahead = group + STAGES - 1
+        ahead = step + STAGES - 1
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
-        is_in = _are_in(is_row, place, ahead, end, K)
-        _copy(ring.index(free), from_x + ahead * 128, mask=is_in)
-        exists = is_word & (ahead < end)
-        _copy(bank.index(free), at + ahead * 16, mask=exists)
+        _copy_columns(ring, free, from_x, place, is_row, ahead, end, K, HALF)
+        _copy_words(bank, free, at, is_word, ahead, end, WIDTH, HALF)
         if IS_GATED:
-            _copy(bank_up.index(free), at + (to_up + ahead * 16), mask=exists)
+            _copy_words(bank_up, free, at_up, is_word, ahead, end, WIDTH, HALF)
         async_copy.commit_group()
-        following = gl.minimum(group + 2, GROUPS - 1) * width
-        taken = ring.index(stage)
-        if offsets is not None:
-            begun = _multiply(ones, ones, taken, IS_WIDE, second_of, zeros)
-            sums = _finished(begun, ones, ones, 0, IS_WIDE)
-        lower, upper = _operands(
-            bank.index(stage).load(words_of), select, COLUMNS, numbers_of, first_of
-        )
-        part = _multiply(lower, upper, taken, IS_WIDE, second_of, zeros)
-        if IS_GATED:
-            # The other operands are made while these are multiplied.
-            lower_up, upper_up = _operands(
-                bank_up.index(stage).load(words_of), select, COLUMNS, numbers_of, first_of
-            )
-            part_up = _multiply(lower_up, upper_up, taken, IS_WIDE, second_of, zeros)
-            part = _finished(part, lower, upper, 2, IS_WIDE)
-            total += _scaled(part, sums, given, offsets is not None)
-            part_up = _finished(part_up, lower_up, upper_up, 0, IS_WIDE)
-            up += _scaled(part_up, sums, given_up, offsets is not None)
-            given_up = given_up_next
-            given_up_next = _given(scales, offsets, own + (following + columns))
-        else:
-            part = _finished(part, lower, upper, 0, IS_WIDE)
-            total += _scaled(part, sums, given, offsets is not None)
+        for block in gl.static_range(BLOCKS):
+            taken = _columns_of(ring, stage, block, HALF)
+            summed = (zeros, zeros)
+            if HAS_OFFSETS:
+                begun = _begun((ones, ones), taken, zeros, UNIT, IS_WIDE, second_of)
+                summed = (_finished(begun[0], (ones, ones), 0, IS_WIDE),) + begun[1:]
+                if PER_BLOCK == 2:
+                    summed = (summed[0], _finished(begun[1], (ones, ones), 0, IS_WIDE))
+            words = bank.index(stage * BLOCKS + block).load(words_of)
+            operands = _operands(words, select, COLUMNS, HALF, numbers_of, first_of)
+            begun = _begun(operands, taken, zeros, UNIT, IS_WIDE, second_of)
+            operands_up = operands
+            begun_up = begun
+            if IS_GATED:
+                # The other operands are made while these are multiplied.
+                words_up = bank_up.index(stage * BLOCKS + block).load(words_of)
+                operands_up = _operands(words_up, select, COLUMNS, HALF, numbers_of, first_of)
+                begun_up = _begun(operands_up, taken, zeros, UNIT, IS_WIDE, second_of)
+            for i in gl.static_range(PER_BLOCK):
+                # A tuple's place is a constant only if it is written where it is used.
+                part = _finished(
+                    begun[i], operands, PER_BLOCK - 1 - i + (2 if IS_GATED else 0), IS_WIDE
+                )
+                total += _scaled(
+                    part,
+                    summed[i],
+                    given[2 * (block * PER_BLOCK + i)],
+                    given[2 * (block * PER_BLOCK + i) + 1],
+                    HAS_OFFSETS,
+                )
+            if IS_GATED:
+                for i in gl.static_range(PER_BLOCK):
+                    part = _finished(begun_up[i], operands_up, PER_BLOCK - 1 - i, IS_WIDE)
+                    up += _scaled(
+                        part,
+                        summed[i],
+                        given_up[2 * (block * PER_BLOCK + i)],
+                        given_up[2 * (block * PER_BLOCK + i) + 1],
+                        HAS_OFFSETS,
+                    )
         given = given_next
-        given_next = _given(scales, offsets, own + following)
+        given_next = _given(scales, offsets, own, step + 2, width, GROUPS, PER_STEP)
+        if IS_GATED:
+            given_up = given_up_next
+            given_up_next = _given(
+                scales, offsets, own + columns, step + 2, width, GROUPS, PER_STEP
+            )
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     async_copy.wait_group(0)
     if bias is not None:
