@@ -324,8 +324,6 @@ def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> Non
     folder = make_model("llama", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match=r"query heads.*tp = 1, 2, 4, 8"):
         LLM(folder, tp=3)
-    with pytest.raises(ConfigError, match="deterministic"):
-        LLM(folder, tp=2, deterministic=True, device="cuda")
     with pytest.raises(ConfigError, match=r"check_ranks.*off with tp = 1"):
         LLM(folder, check_ranks=True)
     with pytest.raises(ConfigError, match=r"check_ranks.*off on GPUs"):

@@ -442,11 +442,6 @@ class EngineConfig:
                 "1 with lora_whole_matrices, which are not sent to other ranks",
             ),
             ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
-            (
-                "tp",
-                not (self.deterministic and self.is_on_gpu),
-                "1 with deterministic on GPUs, which no test covers",
-            ),
             ("tp", self.drafter != "model", "1 with drafter = model, which is not divided"),
             ("tp", self.draft_width == 1, "1 with draft_width > 1: ranks draft chains alone"),
         ]

@@ -240,7 +240,7 @@ def _operands(
     by: gl.constexpr,
     layout: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Words [COLUMNS, HALF / 4] of a block as two operands, [COLUMNS, HALF] each: numbers less 8."""
+    """Words [COLUMNS, HALF / 4] of a block as operands, [COLUMNS, HALF] each: numbers less 8."""
     apart = gl.reshape(words, [COLUMNS, HALF // 16, 4])
     apart = gl.convert_layout(apart, gl.SliceLayout(3, by), assert_trivial=True)
     lower, upper = gl.inline_asm_elementwise(
@@ -292,10 +292,9 @@ def _begun(
     """
     first = _multiply(operands[0], columns[0], zeros, True, IS_WIDE, second_of)
     if UNIT == 32:
-        parts = (first, _multiply(operands[1], columns[1], zeros, True, IS_WIDE, second_of))
+        return first, _multiply(operands[1], columns[1], zeros, True, IS_WIDE, second_of)
     else:
-        parts = (_multiply(operands[1], columns[1], first, False, IS_WIDE, second_of),)
-    return parts
+        return (_multiply(operands[1], columns[1], first, False, IS_WIDE, second_of),)
 
 
 @gluon.jit
@@ -373,18 +372,31 @@ def _given(
     GROUPS: gl.constexpr,
     PER_STEP: gl.constexpr,
 ) -> gl.tuple:
-    """Scales and offsets of 128 columns, as they are kept: first one group's, then the next one's.
-    Where there are no offsets, scales stand for them; groups that do not exist have the last one's.
-    """
-    given = ()
-    for i in gl.static_range(PER_STEP):
-        own = at + gl.minimum(step * PER_STEP + i, GROUPS - 1) * width
-        scale = gl.load(scales + own)
-        offset = scale
-        if offsets is not None:
-            offset = gl.load(offsets + own)
-        given += (scale, offset)
+    """Scales and offsets of 128 columns: first one group's, then the next one's."""
+    given = _given_of_group(scales, offsets, at, step * PER_STEP, width, GROUPS)
+    for i in gl.static_range(1, PER_STEP):
+        given += _given_of_group(scales, offsets, at, step * PER_STEP + i, width, GROUPS)
     return given
+
+
+@gluon.jit
+def _given_of_group(
+    scales: gl.tensor,
+    offsets: gl.tensor,
+    at: gl.tensor,
+    group: gl.tensor,
+    width: int,
+    GROUPS: gl.constexpr,
+) -> gl.tuple:
+    """A scale and an offset as they are kept. Where there are no offsets, the scale stands for one;
+    groups that do not exist have the last one's.
+    """
+    own = at + gl.minimum(group, GROUPS - 1) * width
+    scale = gl.load(scales + own)
+    offset = scale
+    if offsets is not None:
+        offset = gl.load(offsets + own)
+    return scale, offset
 
 
 @gluon.jit
@@ -527,9 +539,10 @@ def _tensor_cores_kernel(
             summed = (zeros, zeros)
             if HAS_OFFSETS:
                 begun = _begun((ones, ones), taken, zeros, UNIT, IS_WIDE, second_of)
-                summed = (_finished(begun[0], (ones, ones), 0, IS_WIDE),) + begun[1:]
+                first = _finished(begun[0], (ones, ones), 0, IS_WIDE)
+                summed = (first, first)
                 if PER_BLOCK == 2:
-                    summed = (summed[0], _finished(begun[1], (ones, ones), 0, IS_WIDE))
+                    summed = (first, _finished(begun[1], (ones, ones), 0, IS_WIDE))
             words = bank.index(stage * BLOCKS + block).load(words_of)
             operands = _operands(words, select, COLUMNS, HALF, numbers_of, first_of)
             begun = _begun(operands, taken, zeros, UNIT, IS_WIDE, second_of)

@@ -1,6 +1,6 @@
 """An engine with ranks in a process of its own, since a process can have one on GPUs.
 
-    python -m weft.testing.engine.ranked_texts texts|greedy|adapted|drafted|killed|stopped \
+    python -m weft.testing.engine.ranked_texts texts|greedy|company|adapted|drafted|killed|stopped \
         MODEL_DIR SETTINGS PROMPTS ADAPTERS
 
 Settings, prompts and folders of adapters are JSON, as are the results on standard output.
@@ -80,6 +80,12 @@ def greedy_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
     ]
 
 
+def company_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Greedy texts of the prompts together, then of each alone."""
+    alone = [greedy_texts(llm, [prompt])[0] for prompt in prompts]
+    return greedy_texts(llm, prompts) + alone
+
+
 def adapted_texts(
     llm: LLM, prompts: list[list[int]], adapters: Sequence[Path | str]
 ) -> list[list[int]]:
@@ -155,9 +161,9 @@ def main(argv: list[str]) -> None:
     if "draft_dir" in chosen:
         chosen["draft_dir"] = Path(chosen["draft_dir"])
     with make_llm(Path(folder), **chosen) as llm:
-        if what in ("texts", "greedy"):
-            make = texts_of if what == "texts" else greedy_texts
-            found["texts"] = make(llm, json.loads(prompts))
+        makers = {"texts": texts_of, "greedy": greedy_texts, "company": company_texts}
+        if what in makers:
+            found["texts"] = makers[what](llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
             found["counters"] = llm.engine.counters()
         elif what == "drafted":
