@@ -53,7 +53,7 @@ def linear(
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for weights in groups on a GPU."""
     matrix = _matrix_of(x, w, None)
-    is_short = matrix.half != LONG_HALF or can_multiply(x, matrix)
+    is_short = matrix.half != LONG_HALF or can_multiply(x, matrix, is_gated=True)
     most = MAX_OWN_ROWS if is_short else MAX_GATED_ROWS
     if lora is not None or w.is_fixed or not 0 < x.shape[0] <= most:
         return silu_and_mul(linear(x, w, lora=lora))
@@ -98,7 +98,7 @@ def _multiply(
 ) -> None:
     if can_take(x) and not w.is_fixed:
         multiply_few(out, x, matrix, bias=w.bias, residual=residual, is_gated=is_gated)
-    elif can_multiply(x, matrix) and not w.is_fixed:
+    elif can_multiply(x, matrix, is_gated=is_gated) and not w.is_fixed:
         multiply_wide(out, x, matrix, bias=w.bias, residual=residual, is_gated=is_gated)
     else:
         shape = product_shape(
