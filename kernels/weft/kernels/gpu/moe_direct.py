@@ -39,10 +39,12 @@ _OUT_COLUMNS = 2
 """Columns of the second product that a program takes."""
 _OUT_TILE = 1024
 """Elements of its K that are taken at once where a program does not take all."""
-_OUT_BYTES_PER_WARP = 512
-"""Of a column of the second product: what a warp's threads load at once, 16 bytes each. More warps
-share no column well: on an H200, 384 elements of K take 20.6 us with 4 warps and 11.7 with 2.
+_OUT_ELEMENTS_PER_WARP = 256
+"""Of a column of the second product. More warps share no column well: on an H200, experts of 384
+elements of K take 20.6 us with 4 warps and 11.7 with 2.
 """
+_LOOPED_COLUMNS = 4
+"""Columns of the second product where its experts are taken one after the other."""
 _MAX_AT_ONCE = 1 << 13
 """Experts of a row times elements of K up to which all of a program's columns are loaded at once.
 """
@@ -101,11 +103,12 @@ def direct_moe(
     tile, at_once = next_power_of_2(width), next_power_of_2(top_k + (num_shared > 0))
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
     data, scaling = _scaled(w2)
-    warps = min(4, max(1, tile * data.itemsize // _OUT_BYTES_PER_WARP))
-    _direct_out_kernel[(rows, cdiv(hidden, _OUT_COLUMNS))](
+    warps = min(4, max(1, tile // _OUT_ELEMENTS_PER_WARP))
+    columns = _OUT_COLUMNS if is_whole else _LOOPED_COLUMNS
+    _direct_out_kernel[(rows, cdiv(hidden, columns))](
         out, inner, x, data, down, gate, ids, shares, residual, more.down_bias, hidden, experts,
         pairs, K=width, TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once if is_whole else 1,
-        COLUMNS=_OUT_COLUMNS, TILE=tile if is_whole else min(_OUT_TILE, tile),
+        COLUMNS=columns, TILE=tile if is_whole else min(_OUT_TILE, tile),
         BLOCK_HIDDEN=next_power_of_2(hidden), num_warps=warps, **scaling, **options,
     )  # fmt: skip
     if lora is not None:
