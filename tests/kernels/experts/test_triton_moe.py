@@ -48,8 +48,9 @@ def moe_copies(
     with ExitStack() as stack:
         copies = {
             each: stack.enter_context(kernel_module(each, folder, change if each == name else None))
-            for each in ("moe_direct", "moe_products", "moe_combine", "moe")
+            for each in ("moe_listed", "moe_direct", "moe_products", "moe_combine", "moe")
         }
+        copies["moe_direct"].listed_down = copies["moe_listed"].listed_down
         for operation in ("direct_moe", "multiply_sorted", "combine"):
             made = next(c for c in copies.values() if operation in vars(c))
             setattr(copies["moe"], operation, getattr(made, operation))
@@ -328,7 +329,7 @@ WALK = "for start in range(0, K, TILE):\n        at = (start"
 @pytest.mark.parametrize(
     ("shape", "name", "original", "replacement"),
     [
-        ((2, 40, 24, 6, 3), "moe_direct", f"{LOOP}    pair", f"{SHORT}    pair"),
+        ((2, 40, 24, 6, 3), "moe_listed", "for step in range(end):", "for step in range(end - 1):"),
         ((2, 40, 24, 6, 3), "moe_direct", "later = column + step", "later = column + 1"),
         ((2, 40, 24, 6, 3), "moe_direct", "range(begin, width, step):\n            gate_sum",
          "range(begin, width - 1, step):\n            gate_sum"),

@@ -6,22 +6,20 @@ streams its part of their weights; nothing is sorted.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.fp8_weights import (
-    data_of,
-    scaled,
-    scaled_experts,
-    scales_of_expert,
-    summed_row,
-)
+from weft.kernels.gpu.fp8_weights import scaled, scaled_experts, scales_of_expert, summed_row
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
+from weft.kernels.gpu.moe_listed import (
+    MAX_LISTED_PAIRS,
+    listed_down,
+    listed_gate_up,
+    scaled_data,
+)
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
-from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, gated
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, once, store_inner
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.quantised import Fp8Experts
@@ -37,16 +35,13 @@ _PART = 2048
 """Elements of longer columns that are taken at once."""
 _OUT_COLUMNS = 2
 """Columns of the second product that a program takes."""
-_OUT_TILE = 1024
-"""Elements of its K that are taken at once where a program does not take all."""
 _OUT_ELEMENTS_PER_WARP = 256
 """Of a column of the second product. More warps share no column well: on an H200, experts of 384
 elements of K take 20.6 us with 4 warps and 11.7 with 2.
 """
-_LOOPED_COLUMNS = 4
-"""Columns of the second product where its experts are taken one after the other."""
 _MAX_AT_ONCE = 1 << 13
-"""Experts of a row times elements of K up to which all of a program's columns are loaded at once.
+"""Experts of a row times elements of K up to which all of a program's columns are loaded at once;
+experts beyond it are taken one after the other (`moe_listed`).
 """
 
 _MAX_JOINED_ROWS = 2
@@ -86,39 +81,38 @@ def direct_moe(
     options, added = launch_options(x.device), None
     if lora is not None:
         added = gate_up_additions(x, ids, width, experts, lora, options, is_share=is_share)
-    tile, parts, warps = _PART, width, 4
+    tile, parts, warps, is_listed = _PART, width, 4, False
     if hidden <= _MAX_TILE:
         tile = next_power_of_2(hidden)
         warps = max(2, tile // _ELEMENTS_PER_WARP)
         programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
+        is_listed = is_share and shared is None and pairs <= MAX_LISTED_PAIRS
         # Of pairs whose experts are here, on average.
         own_pairs = max(1, pairs * experts // more.num_routed(experts))
         parts = min(width, max(1, programs // (own_pairs + num_shared)))
-    data, scaling = _scaled(w13)
-    _direct_inner_kernel[(pairs + num_shared, parts)](
-        inner, x, data, gate_up, ids, added, more.gate_up_bias, width, experts, pairs, K=hidden,
-        TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(),
-        **scaling, **options,
-    )  # fmt: skip
+    if is_listed:
+        listed_gate_up(inner, x, ids, w13, added, more, programs, warps, options)
+    else:
+        data, scaling = scaled_data(w13)
+        _direct_inner_kernel[(pairs + num_shared, parts)](
+            inner, x, data, gate_up, ids, added, more.gate_up_bias, width, experts, pairs, K=hidden,
+            TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(),
+            **scaling, **options,
+        )  # fmt: skip
     tile, at_once = next_power_of_2(width), next_power_of_2(top_k + (num_shared > 0))
-    is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
-    data, scaling = _scaled(w2)
-    warps = min(4, max(1, tile // _OUT_ELEMENTS_PER_WARP))
-    columns = _OUT_COLUMNS if is_whole else _LOOPED_COLUMNS
-    _direct_out_kernel[(rows, cdiv(hidden, columns))](
-        out, inner, x, data, down, gate, ids, shares, residual, more.down_bias, hidden, experts,
-        pairs, K=width, TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once if is_whole else 1,
-        COLUMNS=columns, TILE=tile if is_whole else min(_OUT_TILE, tile),
-        BLOCK_HIDDEN=next_power_of_2(hidden), num_warps=warps, **scaling, **options,
-    )  # fmt: skip
+    if x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE:
+        data, scaling = scaled_data(w2)
+        _direct_out_kernel[(rows, cdiv(hidden, _OUT_COLUMNS))](
+            out, inner, x, data, down, gate, ids, shares, residual, more.down_bias, hidden, experts,
+            pairs, K=width, TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once, COLUMNS=_OUT_COLUMNS,
+            TILE=tile, BLOCK_HIDDEN=next_power_of_2(hidden),
+            num_warps=min(4, max(1, tile // _OUT_ELEMENTS_PER_WARP)), **scaling, **options,
+        )  # fmt: skip
+    else:
+        listed_down(out, inner, ids, shares, w2, residual, more, options)
     if lora is not None:
         down_additions(inner, ids, shares, hidden, experts, lora, options, out, is_share=is_share)
     return out
-
-
-def _scaled(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[str, Any]]:
-    data, scaling = data_of(weight)
-    return data, {name: scaling[name] for name in ("scales", "SCALE_ROWS")}
 
 
 @triton.jit
@@ -178,17 +172,17 @@ def _direct_inner_kernel(
     step = tl.num_programs(1)
     if TILE >= K:
         values = tl.load(row + part, mask=part < K, other=0.0).to(tl.float32)
-        gate = _once(gate_at + begin * K + part, part < K)
-        up = _once(up_at + begin * K + part, part < K)
+        gate = once(gate_at + begin * K + part, part < K)
+        up = once(up_at + begin * K + part, part < K)
         for column in range(begin, width, step):
             gate_sum = summed_row(gate, values, of_expert, column, K, SCALE_ROWS)
             up_sum = summed_row(up, values, of_expert, column + width, K, SCALE_ROWS)
             later = column + step
             # No row of the last column's next one.
             is_next = part < tl.minimum(K, (width - later) * K)
-            gate = _once(gate_at + later * K + part, is_next)
-            up = _once(up_at + later * K + part, is_next)
-            _store_inner(
+            gate = once(gate_at + later * K + part, is_next)
+            up = once(up_at + later * K + part, is_next)
+            store_inner(
                 inner,
                 gate_sum,
                 up_sum,
@@ -210,12 +204,12 @@ def _direct_inner_kernel(
             for start in tl.static_range(0, K, TILE):
                 at = start + part
                 values = tl.load(row + at, mask=at < K, other=0.0).to(tl.float32)
-                gate = _once(gate_at + column * K + at, at < K)
-                up = _once(up_at + column * K + at, at < K)
+                gate = once(gate_at + column * K + at, at < K)
+                up = once(up_at + column * K + at, at < K)
                 gate_total += values * scaled(gate, of_expert, column, at, K, SCALE_ROWS)
                 up_total += values * scaled(up, of_expert, column + width, at, K, SCALE_ROWS)
             gate_sum, up_sum = tl.sum(gate_total, axis=0), tl.sum(up_total, axis=0)
-            _store_inner(
+            store_inner(
                 inner,
                 gate_sum,
                 up_sum,
@@ -230,39 +224,6 @@ def _direct_inner_kernel(
                 GATE_LIMIT,
                 CUBIC,
             )
-
-
-@triton.jit
-def _once(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Elements that are not read again."""
-    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _store_inner(
-    inner: tl.tensor,
-    gate: tl.tensor,
-    up: tl.tensor,
-    added: tl.tensor,
-    bias: tl.tensor,
-    pair: tl.tensor,
-    column: tl.tensor,
-    width: int,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
-) -> None:
-    if bias is not None:
-        gate += tl.load(bias + column).to(tl.float32)
-        up += tl.load(bias + width + column).to(tl.float32)
-    if added is not None:
-        added_at = added + pair * 2 * width + column
-        gate += tl.load(added_at).to(tl.float32)
-        up += tl.load(added_at + width).to(tl.float32)
-    product = gated(gate, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
-    tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))
 
 
 @triton.jit
@@ -291,66 +252,47 @@ def _direct_out_kernel(
     BLOCK_HIDDEN: tl.constexpr,
     IS_SHARE: tl.constexpr,
 ) -> None:
-    """out[row] = residual[row] + share * down of inner, over the row's experts; BLOCK_K of them at
-    a time, all of whose weights are then on their way before `inner` is there.
+    """out[row] = residual[row] + share * down of inner, over the row's experts. All their weights
+    are on their way before `inner` is there.
     """
     release_next(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     last = tl.minimum(column, hidden - 1)
     part = tl.arange(0, TILE)
-    if BLOCK_K > 1:
-        number = tl.arange(0, BLOCK_K)
-        pair = row * TOP_K + number
-        expert = tl.load(ids + pair, mask=number < TOP_K, other=0).to(tl.int64)
-        share = tl.load(shares + pair, mask=number < TOP_K, other=0.0)
-        is_pair = number < TOP_K
-        if shared is not None:
-            is_shared, is_pair = number == TOP_K, number <= TOP_K
-            pair = tl.where(is_shared, pairs + row, pair)
-        mask = (is_pair[:, None] & (part < K)[None, :])[:, None, :]
-        if IS_SHARE:
-            is_here = expert < experts
-            mask = mask & is_here[:, None, None]
-            expert = tl.where(is_here, expert, 0)
-        begin = w2 + (expert[:, None] * hidden + last[None, :]) * K
-        if shared is not None:
-            of_shared = shared + last[None, :] * K + expert[:, None] * 0
-            begin = tl.where(is_shared[:, None], of_shared, begin)
-        tiles = _once(begin[:, :, None] + part[None, None, :], mask)
-        if shared is not None:
-            # As ids and shares, rows were there before `_direct_inner_kernel` released this one.
-            element = tl.arange(0, BLOCK_HIDDEN)
-            is_there = element < hidden
-            given = tl.load(x + row * hidden + element, mask=is_there, other=0.0).to(tl.float32)
-            given *= tl.load(shared_gate + element, mask=is_there, other=0.0).to(tl.float32)
-            share = tl.where(is_shared, tl.sigmoid(tl.sum(given, axis=0)), share)
-        wait_for_last(IS_DEPENDENT)
-        at = (pair[:, None] * K + part[None, :])[:, None, :]
-        values = tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)
-        products = tiles.to(tl.float32) * (values * share[:, None, None])
-        if scales is not None:
-            of_expert = scales_of_expert(scales, expert, hidden, K, SCALE_ROWS)
-            products = scaled_experts(products, of_expert, last, K, SCALE_ROWS)
-        total = tl.sum(products, axis=0)
-    else:
-        wait_for_last(IS_DEPENDENT)
-        total = tl.zeros([COLUMNS, TILE], tl.float32)
-        for number in range(TOP_K):
-            pair = row * TOP_K + number
-            expert = tl.load(ids + pair).to(tl.int64)
-            share = tl.load(shares + pair)
-            begin = w2 + (expert * hidden + last) * K
-            of_expert = scales_of_expert(scales, expert, hidden, K, SCALE_ROWS)
-            end = K
-            if IS_SHARE:
-                end = tl.where(expert < experts, K, 0)
-            for start in range(0, end, TILE):
-                at = start + part
-                values = tl.load(inner + pair * K + at, mask=at < K, other=0.0).to(tl.float32)
-                tile = _once(begin[:, None] + at[None, :], (at < K)[None, :])
-                wide = scaled(tile, of_expert, last[:, None], at[None, :], K, SCALE_ROWS)
-                total += (values * share)[None, :] * wide
+    number = tl.arange(0, BLOCK_K)
+    pair = row * TOP_K + number
+    expert = tl.load(ids + pair, mask=number < TOP_K, other=0).to(tl.int64)
+    share = tl.load(shares + pair, mask=number < TOP_K, other=0.0)
+    is_pair = number < TOP_K
+    if shared is not None:
+        is_shared, is_pair = number == TOP_K, number <= TOP_K
+        pair = tl.where(is_shared, pairs + row, pair)
+    mask = (is_pair[:, None] & (part < K)[None, :])[:, None, :]
+    if IS_SHARE:
+        is_here = expert < experts
+        mask = mask & is_here[:, None, None]
+        expert = tl.where(is_here, expert, 0)
+    begin = w2 + (expert[:, None] * hidden + last[None, :]) * K
+    if shared is not None:
+        of_shared = shared + last[None, :] * K + expert[:, None] * 0
+        begin = tl.where(is_shared[:, None], of_shared, begin)
+    tiles = once(begin[:, :, None] + part[None, None, :], mask)
+    if shared is not None:
+        # As ids and shares, rows were there before `_direct_inner_kernel` released this one.
+        element = tl.arange(0, BLOCK_HIDDEN)
+        is_there = element < hidden
+        given = tl.load(x + row * hidden + element, mask=is_there, other=0.0).to(tl.float32)
+        given *= tl.load(shared_gate + element, mask=is_there, other=0.0).to(tl.float32)
+        share = tl.where(is_shared, tl.sigmoid(tl.sum(given, axis=0)), share)
+    wait_for_last(IS_DEPENDENT)
+    at = (pair[:, None] * K + part[None, :])[:, None, :]
+    values = tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)
+    products = tiles.to(tl.float32) * (values * share[:, None, None])
+    if scales is not None:
+        of_expert = scales_of_expert(scales, expert, hidden, K, SCALE_ROWS)
+        products = scaled_experts(products, of_expert, last, K, SCALE_ROWS)
+    total = tl.sum(products, axis=0)
     result = tl.sum(total, axis=1)
     mask = column < hidden
     if bias is not None:

@@ -91,3 +91,37 @@ def gated(
     if ALPHA == 1.0:
         return gate / (1.0 + tl.exp(-gate)) * up
     return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+
+
+@triton.jit
+def once(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Elements that are not read again."""
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def store_inner(
+    inner: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    added: tl.tensor,
+    bias: tl.tensor,
+    pair: tl.tensor,
+    column: tl.tensor,
+    width: int,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
+) -> None:
+    """Writes gate and up of a pair's column, made one, with what biases and adapters add."""
+    if bias is not None:
+        gate += tl.load(bias + column).to(tl.float32)
+        up += tl.load(bias + width + column).to(tl.float32)
+    if added is not None:
+        added_at = added + pair * 2 * width + column
+        gate += tl.load(added_at).to(tl.float32)
+        up += tl.load(added_at + width).to(tl.float32)
+    product = gated(gate, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
+    tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))

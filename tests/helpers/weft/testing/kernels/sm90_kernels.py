@@ -225,7 +225,7 @@ def compile_experts(is_full: bool) -> None:
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, shared=shared)
     # Of 16 experts the 8 are a share; of four and of sixteen a row.
     share = more._replace(placement=torch.zeros(16, dtype=torch.int32))
-    for rows, top_k in ((1, 4), (1, 16), (12, 4), (2000, 4)) if is_full else ():
+    for rows, top_k in ((1, 16), (1, 4), (12, 4), (2000, 4)) if is_full else ((1, 16),):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 16)
         routed_moe(x, logits, top_k, w13, w2, None, renormalise=True, more=share)
 
