@@ -11,8 +11,8 @@ are loaded and those of lower `--turn` have measured. Of those that load beside 
 card at most one may have ranks: processes take a card in turns, and a sum then waits for the turns
 of all ranks.
 
-`--long 128` adds a decode step of 128 requests with 1,536 tokens behind each, as in the middle of
-answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
+`--long 128` adds a decode step of 128 requests with some 1,500 tokens behind each, as in the middle
+of answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
 second and card.
 
 `--parts` adds where a step's time goes. On the device a kernel counts from the end of what ran
@@ -70,7 +70,9 @@ from weft.kernels.norm import Norm
 
 CARD, H200 = Rates(3.35e12, 989e12), Rates(4.8e12, 989e12)
 PROMPT_TOKENS, NEW_TOKENS = 256, 96
-LONG_TOKENS, ANSWER_TOKENS = 1_488, 1_024
+LONG_TOKENS, ANSWER_TOKENS = 1_408, 1_024
+STEP_TOKENS = 8_192
+"""Most tokens of a step."""
 TRACED_STEPS = 10
 WIDTH, PER_GRAPH = 4096, 64
 SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -162,9 +164,16 @@ def pages_of(case: Case) -> int:
     """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
     prompts = case.prompts * 4_096 // 16
     rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
-    long = case.long * (LONG_TOKENS + NEW_TOKENS) // 16
+    long = case.long * (LONG_TOKENS + long_new_tokens(case.long)) // 16
     pages = 640 + max(prompts, rows, long) // 16 * 16
     return min(pages, 2_048) if case.is_quick else pages
+
+
+def long_new_tokens(requests: int) -> int:
+    """New tokens of long requests: NEW_TOKENS after the last prompt was computed, and those that
+    the first request has by then.
+    """
+    return NEW_TOKENS + 2 * requests * LONG_TOKENS // STEP_TOKENS
 
 
 def engine_case(case: Case, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -183,7 +192,7 @@ def engine_case(case: Case, keep: Callable[[dict[str, Any]], None]) -> None:
             "num_pages": pages_of(case),
             "max_context_tokens": 8_448,
             "max_running_requests": max(64, case.long, *case.batches),
-            "max_step_tokens": 8192,
+            "max_step_tokens": STEP_TOKENS,
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
             "inter_token_target_s": 1.0,
@@ -230,6 +239,7 @@ def decode(
     rates: Rates,
     sizes: WeightBytes,
     is_quick: bool,
+    new_tokens: int = NEW_TOKENS,
 ) -> dict[str, float]:
     """Steady decode at one batch size behind prompts of one length, the better of two runs."""
     run_batch(llm, batch, 32, 8)
@@ -237,10 +247,10 @@ def decode(
         run_batch(llm, min(batch, 64), prompt_tokens, 4)
         return {}
     tries = 2 if batch < 128 else 1
-    runs = [run_batch(llm, batch, prompt_tokens, NEW_TOKENS) for _ in range(tries)]
+    runs = [run_batch(llm, batch, prompt_tokens, new_tokens) for _ in range(tries)]
     run = min(runs, key=lambda run: run.seconds / run.num_steps)
     step_s = run.seconds / run.num_steps
-    context = prompt_tokens + NEW_TOKENS - run.num_steps / 2
+    context = prompt_tokens + new_tokens - run.num_steps / 2
     roof_s = decode_work(config, batch, context, sizes).seconds(rates)
     host_s = sorted(second for run in runs for second in run.host_s)
     host_ms, host_p10_ms = (1e3 * host_s[len(host_s) * part // 10] for part in (5, 1))
@@ -285,7 +295,8 @@ def long_answers(
     found: dict[str, Any],
 ) -> None:
     """Output tokens a second and card of prompts and answers of 1,024 tokens, by arithmetic."""
-    row = decode(llm, config, case.long, LONG_TOKENS, rates, sizes, is_quick=False)
+    new_tokens = long_new_tokens(case.long)
+    row = decode(llm, config, case.long, LONG_TOKENS, rates, sizes, False, new_tokens)
     answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / case.long
     prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.prompts else 0.0
     rate = ANSWER_TOKENS / (answer_s + prompt_s) / case.tp
