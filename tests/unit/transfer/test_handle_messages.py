@@ -49,7 +49,13 @@ def test_a_handle_survives_the_wire() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("priority", 1_000_001), ("priority", -1_000_001), ("tenant", "t" * 65), ("lease_id", b"x")],
+    [
+        ("priority", 1_000_001),
+        ("priority", -1_000_001),
+        ("tenant", "t" * 65),
+        ("lease_id", b"x"),
+        ("token_words", bytes(4 * 48 - 1)),
+    ],
 )
 def test_what_is_out_of_bounds_is_refused(field: str, value: object) -> None:
     message = start_to_proto(HANDLE).start.handle
@@ -57,3 +63,13 @@ def test_what_is_out_of_bounds_is_refused(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         handle_from_proto(message)
     assert caught.value.param == field
+
+
+def test_tokens_come_in_either_form_and_not_in_both() -> None:
+    message = start_to_proto(HANDLE).start.handle
+    message.tokens.ids.extend(HANDLE.tokens)
+    with pytest.raises(InvalidRequest) as caught:
+        handle_from_proto(message)
+    assert caught.value.param == "token_words"
+    message.token_words = b""
+    assert handle_from_proto(message) == HANDLE

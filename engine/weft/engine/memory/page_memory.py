@@ -158,13 +158,15 @@ class PageMemory:
         This may take cached pages that were promised to others. If `num_available_pages` is
         negative afterwards, the caller must release the pages again.
         """
+        refs, unused = self._num_refs, []
         for page in pages:
-            if self._num_refs[page] == 0:
-                assert self._index is not None
-                assert self._index.has_page(page), f"page {page} is nobody's"
-                self._index.mark_used(page)
-                self._num_used += 1
-            self._num_refs[page] += 1
+            if not refs[page]:
+                unused.append(page)
+            refs[page] += 1
+        if unused:
+            assert self._index is not None, f"pages {unused} are nobody's"
+            self._index.mark_used(unused)
+            self._num_used += len(unused)
 
     def release(self, pages: Sequence[int]) -> None:
         """Drops one reference of each page; without references it becomes cached or free.

@@ -35,8 +35,12 @@ class PageIndex(Protocol):
         """Marks an indexed page as unused: it may be evicted."""
         ...
 
-    def mark_used(self, page: int) -> None:
-        """Marks an indexed page as used: it may not be evicted."""
+    def mark_used(self, pages: Sequence[int]) -> None:
+        """Marks unused indexed pages, each named once, as used: they may not be evicted.
+
+        Raises:
+            KeyError: A page is not indexed.
+        """
         ...
 
     def evict(self) -> Evicted | None:
@@ -200,12 +204,13 @@ class PageKeyCache:
         self._num_unused += 1
         self._offer(entry)
 
-    def mark_used(self, page: int) -> None:
+    def mark_used(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_used`."""
-        entry = self._by_page[page]
-        entry.is_used = True
-        entry.ticket = 0
-        self._num_unused -= 1
+        for page in pages:
+            entry = self._by_page[page]
+            entry.is_used = True
+            entry.ticket = 0
+            self._num_unused -= 1
 
     def keep_age(self, page: int) -> None:
         """Marks the current use as a copy to another tier, which does not refresh the page."""

@@ -121,10 +121,11 @@ class StateIndex:
         self.num_unused_pages += 1
         self._offer(kept)
 
-    def mark_used(self, page: int) -> None:
+    def mark_used(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_used`."""
-        self._of_block[page].ticket = 0
-        self.num_unused_pages -= 1
+        for page in pages:
+            self._of_block[page].ticket = 0
+        self.num_unused_pages -= len(pages)
 
     def evict(self) -> Evicted | None:
         """See `PageIndex.evict`."""

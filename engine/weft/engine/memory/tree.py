@@ -93,6 +93,10 @@ class PrefixTree:
         """Parent of the page evicted last; the eviction made it a leaf."""
         self._num_tickets = 0
         self._time = 0
+        self._found: tuple[bytes, bytes, Match] | None = None
+        """What the last lookup wanted and found; None: pages have come or gone since. A request is
+        looked up to decide where it is computed, and again when it is admitted.
+        """
         self.num_unused_pages = 0
         """See `PageIndex.num_unused_pages`."""
         self.num_evictable_pages = 0
@@ -118,6 +122,8 @@ class PrefixTree:
             namespace: 32 bytes.
             data: The prompt, as `token_bytes` packs it.
         """
+        if self._found is not None and self._found[:2] == (namespace, data):
+            return self._found[2]
         path: list[Node] = []
         node = self._roots.get(namespace)
         if node is None:
@@ -130,7 +136,9 @@ class PrefixTree:
             path.append(child)
             node = child
             start += width
-        return Match(path, *_closest_child(node, data[start : start + width]))
+        match = Match(path, *_closest_child(node, data[start : start + width]))
+        self._found = (namespace, data, match)
+        return match
 
     def touch(self, leaf: Node, priority: int) -> None:
         """Notes that a request uses a match.
@@ -213,6 +221,7 @@ class PrefixTree:
             found = children.get(tokens)
             return found or self._add(leaf, (tokens,), (key,), (page,), priority)[0]
         self._time += 1
+        self._found = None
         node = Node(tokens, key, page, leaf, self._time, self._time, priority)
         self._node_by_page[page] = node
         leaf.children = {tokens: node}
@@ -229,6 +238,7 @@ class PrefixTree:
     ) -> list[Node]:
         """Adds a chain of pages in use below a node that has no such child."""
         self._time += 1
+        self._found = None
         if parent.children is None:
             parent.children = {}
         elif parent.order is not None:
@@ -255,13 +265,17 @@ class PrefixTree:
         """See `PageIndex.has_page`."""
         return page in self._node_by_page
 
-    def mark_used(self, page: int) -> None:
-        """See `PageIndex.mark_used`."""
-        node = self._node_by_page[page]
-        node.is_used = True
-        self.num_unused_pages -= 1
-        if node.num_held == 0:
-            self._hold(node)
+    def mark_used(self, pages: Sequence[int]) -> None:
+        """See `PageIndex.mark_used`. Of a prompt's pages, which come in order, each is held by
+        itself alone: its ancestors are used already.
+        """
+        nodes = self._node_by_page
+        self.num_unused_pages -= len(pages)
+        for page in pages:
+            node = nodes[page]
+            node.is_used = True
+            if not node.num_held:
+                self._hold(node)
 
     def mark_unused(self, page: int) -> None:
         """See `PageIndex.mark_unused`."""
@@ -362,6 +376,7 @@ class PrefixTree:
         return key, node.ticket, node
 
     def _remove(self, node: Node) -> None:
+        self._found = None
         parent = node.parent
         assert parent is not None
         assert parent.children is not None

@@ -91,9 +91,10 @@ class WindowIndex:
         """See `PageIndex.mark_unused`."""
         self._unused[page] = None
 
-    def mark_used(self, page: int) -> None:
+    def mark_used(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_used`."""
-        self._drop_unused(page)
+        for page in pages:
+            self._drop_unused(page)
 
     def evict(self) -> Evicted | None:
         """See `PageIndex.evict`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.common.durations import duration
 from weft.engine.base.errors import InvalidRequest
 from weft.engine.base.request import MAX_PRIORITY, MAX_TENANT_BYTES
-from weft.engine.base.token_ids import extend_ids, token_ids
+from weft.engine.base.token_ids import TokenIds, extend_ids, unpacked_ids
 from weft.engine.protocol.handle import (
     ADAPTER_DIGEST_BYTES,
     LEASE_ID_BYTES,
@@ -62,9 +62,7 @@ def page_runs(pages: list[int]) -> list[kv_pb2.PageRun]:
 
 
 def start_to_proto(handle: KvHandle) -> kv_pb2.FillControl:
-    """The message that starts a fill. Its fields are set in place: a copy of a long prompt takes as
-    long as parsing it.
-    """
+    """The message that starts a fill."""
     control = kv_pb2.FillControl()
     message = control.start.handle
     message.owner_id = handle.owner_id
@@ -75,7 +73,7 @@ def start_to_proto(handle: KvHandle) -> kv_pb2.FillControl:
     message.cache_salt = handle.cache_salt
     message.planes.append("target")
     message.page_size = handle.page_size
-    message.tokens.ids.extend(handle.tokens)
+    message.token_words = handle.tokens.tobytes()
     message.start_token = handle.start_token
     message.end_token = handle.end_token
     message.page_runs.extend(page_runs(handle.pages))
@@ -101,8 +99,9 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
         raise InvalidRequest(f"lease_id has {len(message.lease_id)} bytes", param="lease_id")
     if list(message.planes) != ["target"]:
         raise InvalidRequest(f"planes {list(message.planes)}: only target", param="planes")
+    tokens = _tokens_of(message)
     num_pages = sum(run.num_pages for run in message.page_runs)
-    if num_pages > min(MAX_PAGES, len(message.tokens.ids) + MAX_BLOCK_PAGES):
+    if num_pages > min(MAX_PAGES, len(tokens) + MAX_BLOCK_PAGES):
         raise InvalidRequest(f"{num_pages} pages", param="page_runs")
     if abs(message.priority) > MAX_PRIORITY:
         raise InvalidRequest(f"priority {message.priority}", param="priority")
@@ -111,8 +110,6 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
     if message.HasField("adapter") and len(message.adapter.digest) != ADAPTER_DIGEST_BYTES:
         raise InvalidRequest(f"a digest has {ADAPTER_DIGEST_BYTES} bytes", param="adapter")
     pages = [run.first_page + i for run in message.page_runs for i in range(run.num_pages)]
-    tokens = token_ids()
-    extend_ids(tokens, message.tokens.ids)
     return KvHandle(
         owner_id=message.owner_id,
         owner_epoch=message.owner_epoch,
@@ -132,6 +129,18 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
         adapter=message.adapter.digest,
         block_pages=message.block_pages,
     )
+
+
+def _tokens_of(message: kv_pb2.KvHandle) -> TokenIds:
+    """The tokens of a handle, in whichever of two forms it has them."""
+    if message.token_words and message.tokens.ids:
+        raise InvalidRequest("tokens and token_words are given", param="token_words")
+    try:
+        tokens = unpacked_ids(message.token_words)
+    except ValueError as error:
+        raise InvalidRequest(f"token_words: {error}", param="token_words") from error
+    extend_ids(tokens, message.tokens.ids)
+    return tokens
 
 
 def target_to_proto(target: NixlTargetInfo) -> kv_pb2.NixlTarget:
