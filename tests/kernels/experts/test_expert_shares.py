@@ -150,15 +150,15 @@ def test_the_sum_of_shares_on_a_gpu(
 @pytest.mark.parametrize(
     "change",
     [
-        ("later = item + step", "later = item + step + 1"),
-        ("place = _places(expert_of < experts)\n    end", "place = _places(number < 1)\n    end"),
-        ("next_pair // TOP_K * K", "next_pair * 0 * K"),
+        ("is_here = is_here & (expert_of < experts)", "is_here = is_here & (number < 2)"),
+        ("place == step // STEPS, share_of", "place == 0, share_of"),
+        ("later % STEPS * TILE + part", "0 * later + part"),
     ],
 )
-def test_a_mutated_list_of_pairs_is_noticed(
+def test_a_mutated_list_of_experts_is_noticed(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, _ = routed_case(4, 40, 24, 6, 3)
+    case, _ = routed_case(3, 24, 600, 6, 3)
     exact, eager = case.compute(torch.float64), case.compute(torch.float32)
     more = ExpertParts(placement=torch.arange(6, dtype=torch.int32))
 
@@ -167,7 +167,7 @@ def test_a_mutated_list_of_pairs_is_noticed(
 
     assert_as_exact(run(), eager, exact)
     with kernel_module("moe_listed", tmp_path, change) as changed:
-        monkeypatch.setattr(moe_direct, "listed_gate_up", changed.listed_gate_up)
+        monkeypatch.setattr(moe_direct, "listed_down", changed.listed_down)
         with pytest.raises(AssertionError):
             assert_as_exact(run(), eager, exact)
 

@@ -12,12 +12,7 @@ import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import scaled, scaled_experts, scales_of_expert, summed_row
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
-from weft.kernels.gpu.moe_listed import (
-    MAX_LISTED_PAIRS,
-    listed_down,
-    listed_gate_up,
-    scaled_data,
-)
+from weft.kernels.gpu.moe_listed import listed_down, scaled_data
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, once, store_inner
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
@@ -81,24 +76,20 @@ def direct_moe(
     options, added = launch_options(x.device), None
     if lora is not None:
         added = gate_up_additions(x, ids, width, experts, lora, options, is_share=is_share)
-    tile, parts, warps, is_listed = _PART, width, 4, False
+    tile, parts, warps = _PART, width, 4
     if hidden <= _MAX_TILE:
         tile = next_power_of_2(hidden)
         warps = max(2, tile // _ELEMENTS_PER_WARP)
         programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
-        is_listed = is_share and shared is None and pairs <= MAX_LISTED_PAIRS
         # Of pairs whose experts are here, on average.
         own_pairs = max(1, pairs * experts // more.num_routed(experts))
         parts = min(width, max(1, programs // (own_pairs + num_shared)))
-    if is_listed:
-        listed_gate_up(inner, x, ids, w13, added, more, programs, warps, options)
-    else:
-        data, scaling = scaled_data(w13)
-        _direct_inner_kernel[(pairs + num_shared, parts)](
-            inner, x, data, gate_up, ids, added, more.gate_up_bias, width, experts, pairs, K=hidden,
-            TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(),
-            **scaling, **options,
-        )  # fmt: skip
+    data, scaling = scaled_data(w13)
+    _direct_inner_kernel[(pairs + num_shared, parts)](
+        inner, x, data, gate_up, ids, added, more.gate_up_bias, width, experts, pairs, K=hidden,
+        TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(),
+        **scaling, **options,
+    )  # fmt: skip
     tile, at_once = next_power_of_2(width), next_power_of_2(top_k + (num_shared > 0))
     if x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE:
         data, scaling = scaled_data(w2)
