@@ -64,6 +64,10 @@ cost more than they bring.
 FEW_REQUESTS = 8
 """Request bound of the smaller graphs for ragged steps: prompts without a large batch beside them.
 """
+MAX_LONE_ROWS = MAX_TREE_ROWS
+"""Most rows of ragged graphs for one request, such as the last rows of a shipped prompt. Attention
+of so few rows divides a long context among more programs if no other request can be beside it.
+"""
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, in all, what in words) while a worker loads and captures."""
@@ -214,12 +218,16 @@ def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -
 
 
 def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> list[GraphBucket]:
-    """Lists the ragged steps to capture, smallest first: for few requests, and for any number."""
+    """Lists the ragged steps to capture, smallest first: of few rows for one request, then for few
+    requests, and for any number.
+    """
     max_tokens = min(max_tokens, MAX_RAGGED_TOKENS)
     sizes = [*(size for size in _RAGGED_SIZES if size < max_tokens), max_tokens]
-    bounds = sorted({min(FEW_REQUESTS, max_requests), max_requests})
+    bounds = {min(FEW_REQUESTS, max_requests), max_requests}
     return [
-        GraphBucket(size, bound, "ragged", drafts=max_drafts) for size in sizes for bound in bounds
+        GraphBucket(size, bound, "ragged", drafts=max_drafts)
+        for size in sizes
+        for bound in sorted(bounds | {1} if size <= MAX_LONE_ROWS else bounds)
     ]
 
 
