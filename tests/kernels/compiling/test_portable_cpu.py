@@ -26,6 +26,7 @@ from weft.kernels.selective_scan import selective_scan, selective_scan_reference
 from weft.kernels.sequences import Sequences
 from weft.kernels.short_conv import short_conv, short_conv_reference
 from weft.testing.kernels.attention_cases import in_parts
+from weft.testing.kernels.group_cases import rows_as_multiplied
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,
@@ -154,7 +155,7 @@ def test_weights_in_groups(bits: Literal[4, 8], has_offsets: bool, dtype: torch.
     packed, wide = pack_linear(matrix, dtype=dtype), matrix.dequantised(torch.float32)
     x = torch.randn(30, 201).to(dtype)
     whole = linear(x, packed)
-    assert_near(whole, F.linear(x.float(), wide).to(dtype))
+    assert_near(whole, F.linear(rows_as_multiplied(x, matrix).float(), wide).to(dtype))
     for rows in (1, 2, 3, 4, 9):
         assert torch.equal(linear(x[:rows], packed), whole[:rows])
 

@@ -18,6 +18,7 @@ from weft.kernels.int_groups import (
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
 from weft.kernels.lora import LoraAddition
 from weft.kernels.moe import moe, pack_experts, route
+from weft.testing.kernels.group_cases import rows_as_multiplied
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,
@@ -75,25 +76,6 @@ def as_multiplied(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if native is None or not native.has_amx or dtype != torch.bfloat16:
         return wide
     return (wide.view(torch.int32) + 0x8000 & -0x10000).view(torch.float32)
-
-
-def rows_as_multiplied(x: torch.Tensor, matrix: IntGroups) -> torch.Tensor:
-    """The rows that a matrix is multiplied by: without AMX those of bfloat16 are rounded group by
-    group, with AVX512-VNNI to 255 numbers where the matrix has 4 bits, and where it has 8 to
-    65,535.
-    """
-    native = cpu.native_cpu()
-    if x.dtype != torch.bfloat16 or native is None or native.has_amx:
-        return x
-    if matrix.bits == 4 and not native.takes_int8_rows:
-        return x
-    k, most = x.shape[1], 127 if matrix.bits == 4 else 32767
-    groups = F.pad(x.float(), (0, -k % matrix.group)).unflatten(1, (-1, matrix.group))
-    largest = groups.abs().amax(2, keepdim=True)
-    steps = largest / most
-    factor = 1 / steps if matrix.bits == 4 else most / largest
-    numbers = (groups.double() * factor.double()).round().float()
-    return (numbers * steps).flatten(1)[:, :k]
 
 
 @pytest.mark.usefixtures("path")

@@ -1,10 +1,12 @@
-"""Weights of 4 bits in groups for tests."""
+"""Weights in groups for tests, and the rows that they are multiplied by."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
+from weft.kernels import cpu
 from weft.kernels.int_groups import IntGroups, mxfp4_groups, pack_int_groups
 
 Kind = Literal["plain", "offsets", "wide", "e2m1"]
@@ -25,3 +27,22 @@ def draw_groups(rows: int, columns: int, group: int, kind: Kind, device: str = "
     scales = scales if kind == "wide" else scales.half()
     offsets = -scales * torch.randint(0, 16, size, device=device) if has_offsets else None
     return pack_int_groups(numbers, scales, offsets, group)
+
+
+def rows_as_multiplied(x: torch.Tensor, matrix: IntGroups) -> torch.Tensor:
+    """The rows that a matrix is multiplied by: without AMX those of bfloat16 are rounded group by
+    group, with AVX512-VNNI to 255 numbers where the matrix has 4 bits, and where it has 8 to
+    65,535.
+    """
+    native = cpu.native_cpu()
+    if x.dtype != torch.bfloat16 or native is None or native.has_amx:
+        return x
+    if matrix.bits == 4 and not native.takes_int8_rows:
+        return x
+    k, most = x.shape[1], 127 if matrix.bits == 4 else 32767
+    groups = F.pad(x.float(), (0, -k % matrix.group)).unflatten(1, (-1, matrix.group))
+    largest = groups.abs().amax(2, keepdim=True)
+    steps = largest / most
+    factor = 1 / steps if matrix.bits == 4 else most / largest
+    numbers = (groups.double() * factor.double()).round().float()
+    return (numbers * steps).flatten(1)[:, :k]
