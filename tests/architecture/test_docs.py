@@ -190,6 +190,12 @@ def test_plots_are_of_the_results() -> None:
     subprocess.run([sys.executable, str(script), "--check"], check=True, timeout=60)
 
 
+def test_results_name_no_folders_of_the_machine() -> None:
+    folder = re.compile(r"(?<![\w.])/(tmp|root|home|work|mnt|Users)/[\w.-]+")
+    for path in (ROOT / "bench" / "results").iterdir():
+        assert not folder.search(path.read_text()), path.name
+
+
 def test_the_edge_has_the_flags_that_its_page_names() -> None:
     page = (ROOT / "services" / "rest" / "README.md").read_text()
     programs = "".join(path.read_text() for path in (ROOT / "services/rest/cmd").rglob("*.go"))
