@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from sys import byteorder
 
 import numpy as np
 
 HASH_VERSION = 2
 """Version of keys and digests: workers of different versions exchange no pages."""
+_MAX_RECENT = 256
+"""Most prompts of `RecentPages`."""
 ROOT_KEY = bytes(32)
 """Parent key of a prompt's first page."""
 TOKEN_BYTES = 4
@@ -108,6 +112,50 @@ def short_keys(keys: Sequence[bytes]) -> list[int]:
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HashedPages:
+    """The first pages of a prompt and their keys."""
+
+    group: tuple[bytes, int]
+    """Namespace and page size."""
+    data: bytes
+    """The tokens of the pages, as `token_bytes` packs them."""
+    short_keys: list[int]
+    """Of the pages; not to be changed."""
+    last_key: bytes
+    """Key of the last page."""
+
+
+class RecentPages:
+    """Prompts that were hashed lately: the next turn of a chat hashes its new pages alone.
+
+    Args:
+        max_bytes: Most bytes of their tokens; keys take about as many more.
+    """
+
+    def __init__(self, max_bytes: int = 16 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._known: deque[HashedPages] = deque()
+        """The newest last."""
+
+    def longest(self, group: tuple[bytes, int], data: bytes) -> HashedPages | None:
+        """The longest prompt that a prompt of `data` begins with; None: there is none."""
+        found = (each for each in self._known if each.group == group)
+        fitting = (each for each in found if data.startswith(each.data))
+        return max(fitting, key=lambda each: len(each.data), default=None)
+
+    def replace(self, before: HashedPages | None, new: HashedPages) -> None:
+        """Remembers a prompt, and forgets the one that it continues, if any."""
+        if before is not None and before in self._known:
+            self._known.remove(before)
+            self._num_bytes -= len(before.data)
+        self._known.append(new)
+        self._num_bytes += len(new.data)
+        while self._num_bytes > self._max_bytes or len(self._known) > _MAX_RECENT:
+            self._num_bytes -= len(self._known.popleft().data)
+
+
 class ShortKeys:
     """Short keys of a prompt's full pages, computed on demand.
 
@@ -115,16 +163,25 @@ class ShortKeys:
         tokens: The prompt; must not change.
         page_size: Token positions a page.
         namespace: 32 bytes.
+        recent: Prompts that it may continue, to which it is added; None: it is hashed by itself.
     """
 
-    __slots__ = ("_keys", "_namespace", "_page_size", "_parent", "_tokens")
+    __slots__ = ("_data", "_group", "_keys", "_known", "_parent", "_recent", "_tokens")
 
-    def __init__(self, tokens: Sequence[int], page_size: int, namespace: bytes) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        page_size: int,
+        namespace: bytes,
+        recent: RecentPages | None = None,
+    ) -> None:
         self._tokens = tokens
-        self._page_size = page_size
-        self._namespace = namespace
+        self._group = (namespace, page_size)
         self._parent = ROOT_KEY
         self._keys: list[int] = []
+        self._recent = recent
+        self._known: HashedPages | None = None
+        self._data = b""
 
     def upto(self, num_pages: int) -> list[int]:
         """Keys of at least the first `num_pages` pages, which must be full.
@@ -132,16 +189,31 @@ class ShortKeys:
         The caller must not change the returned list, which later calls extend.
         """
         keys = self._keys
+        if not self._data and num_pages:
+            self._begin()
         if len(keys) < num_pages:
-            size, key, namespace, whole = self._page_size, self._parent, self._namespace, []
-            data = token_bytes(self._tokens[len(keys) * size : num_pages * size])
+            (namespace, size), key, whole, data = self._group, self._parent, [], self._data
             width = size * TOKEN_BYTES
-            for start in range(0, len(data), width):
+            for start in range(len(keys) * width, num_pages * width, width):
                 key = _page_digest(key, namespace, data[start : start + width])
                 whole.append(key)
             keys += short_keys(whole)
             self._parent = key
+            if self._recent is not None:
+                before = self._known
+                known = HashedPages(self._group, data[: num_pages * width], keys[:], key)
+                self._recent.replace(before, known)
+                self._known = known
         return keys
+
+    def _begin(self) -> None:
+        """Packs the prompt, and takes the keys of what it has in common with a recent one."""
+        self._data = token_bytes(self._tokens)
+        if self._recent is not None:
+            self._known = self._recent.longest(self._group, self._data)
+        if self._known is not None:
+            self._keys += self._known.short_keys
+            self._parent = self._known.last_key
 
 
 class PageKeys:

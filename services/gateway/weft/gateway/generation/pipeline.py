@@ -23,6 +23,7 @@ from weft.engine.base.errors import (
 )
 from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.checkpoint.pooling import PoolingConfig
+from weft.engine.memory.keys import RecentPages
 from weft.gateway.admission.admission import Admission, shutting_down
 from weft.gateway.admission.keys import Tenant, name_of
 from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, RateLimits
@@ -104,6 +105,8 @@ class RequestPipeline:
         self._open: dict[str, RequestRecord] = {}
         """Requests that wait or run, by their ids, oldest first."""
         self._has_ended = False
+        self._recent = RecentPages()
+        """Prompts of earlier requests."""
         self._num_scores = 0
         """Log-probabilities of prompts that requests have room for."""
 
@@ -292,7 +295,8 @@ class RequestPipeline:
         await self._find_worker(served, request.adapter, record.first_token_deadline)
         assert record.charge is not None, "a request is charged before it is admitted"
         self.limits.reserve(record.charge, _most_tokens(request, prompts), loop.time())
-        routing = _routing(request, prompts, self._named_worker(served, request), card.pooling)
+        worker_id = self._named_worker(served, request)
+        routing = _routing(request, prompts, worker_id, card.pooling, self._recent)
         await self._pass_gate(record, served, prompts, routing)
         if self._has_ended:
             raise shutting_down("admit")
@@ -556,6 +560,7 @@ def _routing(
     prompts: list[PreparedPrompt],
     worker_id: str,
     pooling: PoolingConfig,
+    recent: RecentPages,
 ) -> list[RoutingRequest]:
     """Each prompt as policies see it, with its name on Sessions."""
     base = request.request_id
@@ -572,6 +577,7 @@ def _routing(
             is_computed_anew=(
                 request.prompt_logprobs is not None or _is_computed_anew(request.wants, pooling)
             ),
+            recent=recent,
         )
         for number, prompt in enumerate(prompts)
     ]

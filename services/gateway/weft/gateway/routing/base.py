@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.memory.keys import ShortKeys, namespace_digest
+from weft.engine.memory.keys import RecentPages, ShortKeys, namespace_digest
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, WorkerView
 
@@ -77,6 +77,8 @@ class RoutingRequest:
     """
     is_computed_anew: bool = False
     """Whether the owner computes the whole prompt, no matter who holds or could fill it."""
+    recent: RecentPages | None = field(default=None, repr=False, compare=False)
+    """Prompts of earlier requests, which need not be hashed again; None: nothing is remembered."""
     _keys: dict[tuple[bytes, str, int], ShortKeys] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -93,7 +95,7 @@ class RoutingRequest:
             namespace = _namespace(
                 worker.model_digest, worker.kv_layout, self.adapter, self.cache_salt
             )
-            keys = ShortKeys(self.prompt_ids, worker.page_size, namespace)
+            keys = ShortKeys(self.prompt_ids, worker.page_size, namespace, self.recent)
             self._keys[worker.naming] = keys
         return keys
 
