@@ -170,8 +170,9 @@ def pages_of(case: Case) -> int:
 
 
 def long_new_tokens(requests: int) -> int:
-    """New tokens of long requests: NEW_TOKENS after the last prompt was computed, and those that
-    the first request has by then.
+    """New tokens of each long request, so that all requests decode together for NEW_TOKENS steps:
+    the first request also generates while the other prompts are computed, which takes up to
+    2 * requests * LONG_TOKENS / STEP_TOKENS steps.
     """
     return NEW_TOKENS + 2 * requests * LONG_TOKENS // STEP_TOKENS
 
@@ -296,7 +297,9 @@ def long_answers(
 ) -> None:
     """Output tokens a second and card of prompts and answers of 1,024 tokens, by arithmetic."""
     new_tokens = long_new_tokens(case.long)
-    row = decode(llm, config, case.long, LONG_TOKENS, rates, sizes, False, new_tokens)
+    row = decode(
+        llm, config, case.long, LONG_TOKENS, rates, sizes, is_quick=False, new_tokens=new_tokens
+    )
     answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / case.long
     prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.prompts else 0.0
     rate = ANSWER_TOKENS / (answer_s + prompt_s) / case.tp

@@ -127,7 +127,9 @@ class Fp8Experts:
     scales: torch.Tensor
     """[E, N] float32 of channels, or [E, N / rows, K / FP8_GROUP] of blocks."""
     rows: int
-    """Rows of a block; 0: scales are of channels."""
+    """Rows of a block; 0: scales are of channels. Where gate and up are one matrix, no block has
+    rows of both.
+    """
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -146,6 +146,21 @@ def test_every_step_up_to_the_largest_has_a_bucket() -> None:
         assert max(waste, default=1) <= 2
 
 
+def test_few_rows_of_one_request_have_graphs_of_their_own(tmp_path: Path) -> None:
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    sizes = step_buckets(config, torch.bfloat16, 64, 128, has_lora=True)
+    buckets = GraphBuckets(config, sizes)
+    table = np.zeros((3, PAGES_EACH), np.int32)
+    for q_lens, bound in (([2], 1), ([32], 1), ([33], 8), ([16, 16], 8)):
+        arrays = make_arrays(table, q_lens, [4 + rows for rows in q_lens])
+        for slots in (None, np.zeros(sum(q_lens), np.int32)):
+            arrays.adapter_slots = slots
+            bucket = buckets.of(arrays)
+            assert bucket in sizes
+            assert bucket is not None
+            assert (bucket.requests, bucket.has_lora) == (bound, slots is not None)
+
+
 @pytest.mark.parametrize(
     ("kind", "window", "is_cold"),
     [("mistral", 3072, True), ("mistral", 3071, False), ("qwen2", 3071, True)],

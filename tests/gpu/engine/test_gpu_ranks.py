@@ -82,14 +82,23 @@ def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -
     ties_of(folder, prompts, greedy).check(is_moe=False)
 
 
-@pytest.mark.parametrize(("kind", "ep"), [("llama", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(
+    ("kind", "size", "ep"),
+    [
+        ("llama", 2, 1),
+        ("qwen3_moe", 2, 1),
+        ("qwen3_moe", 2, 2),
+        ("llama", 4, 1),
+        ("qwen3_moe", 4, 4),
+    ],
+)
 def test_deterministic_results_are_the_same_bits_in_any_company(
-    kind: str, ep: int, tmp_path: Path
+    kind: str, size: int, ep: int, tmp_path: Path
 ) -> None:
     folder = make_model(kind, tmp_path / "model")
     prompts = random_prompts((1, 30, 150, 64, 9, 200))
     settings = {"drafter": "none", "prefix_cache": False, "deterministic": True}
-    found = ranked("company", folder, prompts, tp=2, ep=ep, dtype="bfloat16", **settings)
+    found = ranked("company", folder, prompts, tp=size, ep=ep, dtype="bfloat16", **settings)
     assert found["texts"][: len(prompts)] == found["texts"][len(prompts) :]
 
 

@@ -18,7 +18,8 @@ from weft.testing.kernels.moe_cases import moe_case
 pytestmark = pytest.mark.needs("cuda")
 
 KINDS: list[tuple[int, Kind]] = [
-    (32, "plain"), (32, "offsets"), (64, "plain"), (128, "plain"), (128, "offsets"), (32, "e2m1"),
+    (32, "plain"), (32, "offsets"), (64, "plain"), (64, "offsets"), (128, "plain"),
+    (128, "offsets"), (32, "e2m1"),
     (128, "wide"), (256, "plain"), (256, "offsets"),
 ]  # fmt: skip
 BF16 = torch.bfloat16

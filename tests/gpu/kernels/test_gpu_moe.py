@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from weft.testing.kernels.lora_cases import poison_new_memory
 from weft.testing.kernels.moe_cases import (
     Adapters,
     MoECase,
+    experts_of,
     make_adapters,
     moe_case,
+    share_of,
     share_of_adapters,
     shared_case,
 )
@@ -277,6 +280,33 @@ def test_few_rows_and_none(dtype: torch.dtype) -> None:
         case = whole._replace(x=x, ids=ids, shares=shares, residual=whole.residual[:rows].clone())
         out = moe(x, Routing(ids, shares), packed, case.residual)
         assert_as_exact(out, compute(case, dtype), compute(case, torch.float64))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_experts_that_are_too_large_to_be_loaded_at_once(is_fp8: bool, rows: int) -> None:
+    """Whole, and the sum of two shares."""
+    fresh_seed()
+    case = make_case(rows, 1024, 1536, 16, 8, torch.bfloat16)
+    weights: list[Any] = [case.w13, case.w2]
+    if is_fp8:
+        drawn = [experts_of("fp8", *each.shape) for each in weights]
+        weights = [
+            replace(each, data=each.data.to(CUDA), scales=each.scales.to(CUDA)) for each, _ in drawn
+        ]
+        w13, w2 = (wide.to(CUDA) for _, wide in drawn)
+        case = case._replace(w13=w13, w2=w2)
+    peer, exact = compute(case, torch.bfloat16), compute(case, torch.float64)
+    whole = gpu_moe.moe(case.x, case.ids, case.shares, *weights, case.residual)
+    assert_as_exact(whole, peer, exact)
+    total = case.residual.float()
+    for own in torch.randperm(16, device=CUDA).split((5, 11)):
+        placement = torch.full((16,), len(own), dtype=torch.int32, device=CUDA)
+        placement[own] = torch.arange(len(own), dtype=torch.int32, device=CUDA)
+        parts = [share_of(each, own) for each in weights]
+        ids, more = placement[case.ids], ExpertParts(placement=placement)
+        total += gpu_moe.moe(case.x, ids, case.shares, *parts, None, None, more).float()
+    assert_as_exact(total.bfloat16(), peer, exact, 4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])

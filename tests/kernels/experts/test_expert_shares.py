@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,17 @@ from weft.kernels.gpu import moe as gpu
 from weft.kernels.gpu import moe_direct
 from weft.kernels.gpu.moe_parts import ExpertParts
 from weft.kernels.moe import Routing, moe, moe_reference, pack_experts, route, route_reference
-from weft.kernels.packed_groups import PackedExperts, pack_groups
-from weft.kernels.quantised import Fp8Experts
-from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.gpu_kernels import kernel_module
-from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
-from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case, share_of_adapters
+from weft.testing.kernels.moe_cases import (
+    MoECase,
+    experts_of,
+    make_adapters,
+    moe_case,
+    share_of,
+    share_of_adapters,
+)
 from weft.testing.kernels.near_ties import clear_logits
 
 SHARES = 2
@@ -79,21 +81,6 @@ def test_a_share_refuses_numbers_beyond_its_experts() -> None:
         moe(case.x, Routing(ids, case.routing.weights), packed)
 
 
-def of_format(name: str, count: int, rows: int, columns: int) -> tuple[Any, torch.Tensor]:
-    """Matrices of experts in a format, and in float32."""
-    if name == "fp8":
-        blocks = [draw_matrix(rows, columns, 16) for _ in range(count)]
-        stacked = Fp8Experts.empty(count, blocks[0])
-        for index, matrix in enumerate(blocks):
-            stacked.put(index, matrix)
-        return stacked, torch.stack([matrix.dequantised(torch.float32) for matrix in blocks])
-    groups = [draw_groups(rows, columns, 32, "e2m1") for _ in range(count)]
-    packed = PackedExperts.empty(count, pack_groups(groups[0]))
-    for index, one in enumerate(groups):
-        packed = packed.put(index, pack_groups(one))
-    return packed, torch.stack([one.dequantised(torch.float32) for one in groups])
-
-
 # Rows, hidden, inner, experts, experts a row: direct (all of a row's experts at once, and one by
 # one), sorted with the router, and sorted in several chunks.
 DIRECT, LONG, AT_ONCE, CHUNKS = (
@@ -111,6 +98,7 @@ DIRECT, LONG, AT_ONCE, CHUNKS = (
         pytest.param(DIRECT, "float16", marks=pytest.mark.full),
         pytest.param(CHUNKS, "floats", marks=pytest.mark.full),
         ((2, 48, 144, 4, 2), "fp8"),
+        ((2, 40, 1104, 4, 2), "fp8"),
         pytest.param((12, 48, 144, 4, 2), "fp8", marks=pytest.mark.full),
         pytest.param((2, 160, 64, 4, 2), "mxfp4", marks=pytest.mark.full),
     ],
@@ -125,8 +113,8 @@ def test_the_sum_of_shares_on_a_gpu(
     case, logits = routed_case(*shape, dtype=dtype)
     if name in ("fp8", "mxfp4"):
         (w13, wide13), (w2, wide2) = (
-            of_format(name, experts, 2 * inner, hidden),
-            of_format(name, experts, hidden, inner),
+            experts_of(name, experts, 2 * inner, hidden),
+            experts_of(name, experts, hidden, inner),
         )
         case = replace(case, w13=wide13, w2=wide2)
     else:
@@ -203,15 +191,3 @@ def test_the_sum_of_adapted_shares_on_a_gpu(
         )  # fmt: skip
     eager, exact = (case.compute(into, adapters) for into in (torch.float32, torch.float64))
     assert_as_exact(total, eager, exact, 4, slack=1e-5)
-
-
-def share_of(weight: Any, own: torch.Tensor) -> Any:
-    """The matrices of some experts."""
-    if isinstance(weight, torch.Tensor):
-        return weight[own].contiguous()
-    parts = {
-        name: getattr(weight, name)[own].contiguous()
-        for name in ("data", "scales", "offsets")
-        if getattr(weight, name, None) is not None
-    }
-    return replace(weight, **parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import fp8_linear
-from weft.kernels.gpu.fp8_few_rows import FewRows
+from weft.kernels.gpu.fp8_few_rows import FewRows, can_take_norm, spread_shape
 from weft.kernels.gpu.fp8_rows import Fp8Rows
 from weft.kernels.gpu.fp8_tiles import TileShape
 from weft.kernels.gpu.lora_rows import NormOfRows
@@ -23,6 +24,13 @@ from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import make_lora, poison_new_memory, segments_of
 
 pytestmark = pytest.mark.needs("triton-interpreter")
+
+
+def test_rows_that_take_a_norm_are_whole_in_a_program() -> None:
+    for k, rows in itertools.product(range(16, 2048, 16), (1, 2)):
+        for is_gated, is_blocks in itertools.product((False, True), repeat=2):
+            shape = spread_shape(3072, k, is_gated=is_gated, is_blocks=is_blocks)
+            assert not can_take_norm(rows, k) or k <= shape.groups * FP8_GROUP
 
 
 def empty(*shape: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.engine.base.config import EvictionName
 from weft.engine.base.pages import PageCopy
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.keys import ROOT_KEY, page_key, token_bytes
+from weft.engine.memory.keys import ROOT_KEY, PageKeys, page_key, token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.pages import RequestPages
@@ -349,6 +349,30 @@ def test_matches_end_inside_the_page_with_the_longest_common_start() -> None:
         assert longest <= max(len_common(tuple(tokens), tuple(one)) for one in cached)
         brute = max(len_common(tuple(tokens), one) for one in full_prefixes(bench.cache))
         assert longest == brute
+
+
+def test_a_lookup_sees_what_came_and_went_since_the_same_one() -> None:
+    bench = Bench(16, size=SIZE)
+    for _ in range(300):
+        tokens = [random.randrange(2) for _ in range(random.randrange(1, 12))]
+        wanted = token_bytes(tokens)
+        for _ in range(2):
+            found = bench.cache.find(bytes(32), wanted)
+            longest = len(found.path) * SIZE + found.num_partial_tokens
+            known = (len_common(tuple(tokens), one) for one in full_prefixes(bench.cache))
+            assert longest == max(known, default=0)
+            bench.run([random.randrange(2) for _ in range(random.randrange(1, 12))])
+
+
+def test_a_lookup_sees_a_page_that_generated_tokens_filled() -> None:
+    tree, keys = PrefixTree(SIZE), PageKeys(bytes(32), SIZE)
+    tokens = [random.randrange(9) for _ in range(3 * SIZE)]
+    wanted = token_bytes(tokens)
+    leaf, _ = tree.insert(keys, tokens, [1, 2], 0, 2, None)
+    assert leaf is not None
+    assert [node.page for node in tree.find(bytes(32), wanted).path] == [1, 2]
+    tree.append(leaf, token_bytes(tokens[2 * SIZE :]), keys.upto(tokens, 3)[2], 3, 0)
+    assert [node.page for node in tree.find(bytes(32), wanted).path] == [1, 2, 3]
 
 
 def full_prefixes(cache: PrefixTree) -> list[tuple[int, ...]]:

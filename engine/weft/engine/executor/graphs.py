@@ -62,11 +62,11 @@ TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
 cost more than they bring.
 """
 FEW_REQUESTS = 8
-"""Request bound of the smaller graphs for ragged steps: prompts without a large batch beside them.
-"""
+"""Request bound of most ragged graphs: prompts without a large batch beside them."""
 MAX_LONE_ROWS = MAX_TREE_ROWS
-"""Most rows of ragged graphs for one request, such as the last rows of a shipped prompt. Attention
-of so few rows divides a long context among more programs if no other request can be beside it.
+"""Most rows of the ragged graphs for one request. Attention runs so few rows, such as the last rows
+of a shipped prompt, as decodes. In a graph for one request it divides a long context among more
+programs than in a graph for eight. The gain was not measured yet.
 """
 
 Progress = Callable[[int, int, str], None]
@@ -218,8 +218,8 @@ def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -
 
 
 def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> list[GraphBucket]:
-    """Lists the ragged steps to capture, smallest first: of few rows for one request, then for few
-    requests, and for any number.
+    """Lists the ragged steps to capture, by rows and then by requests: for one request (up to
+    MAX_LONE_ROWS rows), for a few, and for any number.
     """
     max_tokens = min(max_tokens, MAX_RAGGED_TOKENS)
     sizes = [*(size for size in _RAGGED_SIZES if size < max_tokens), max_tokens]

@@ -94,8 +94,8 @@ class PrefixTree:
         self._num_tickets = 0
         self._time = 0
         self._found: tuple[bytes, bytes, Match] | None = None
-        """What the last lookup wanted and found; None: pages have come or gone since. A request is
-        looked up to decide where it is computed, and again when it is admitted.
+        """The last lookup (namespace, prompt, result); None after a page was added or removed. The
+        scheduler looks a request up when it decides where to compute it, and again on admission.
         """
         self.num_unused_pages = 0
         """See `PageIndex.num_unused_pages`."""
@@ -117,6 +117,8 @@ class PrefixTree:
 
     def find(self, namespace: bytes, data: bytes) -> Match:
         """Finds the longest cached prefix of a prompt, exact to the token; changes nothing.
+
+        The result may be shared with a later lookup; callers must not change its path.
 
         Args:
             namespace: 32 bytes.
@@ -266,8 +268,8 @@ class PrefixTree:
         return page in self._node_by_page
 
     def mark_used(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_used`. Of a prompt's pages, which come in order, each is held by
-        itself alone: its ancestors are used already.
+        """See `PageIndex.mark_used`. Given a prompt's pages in order, no call of `_hold` climbs
+        more than one node, because the page before is used already.
         """
         nodes = self._node_by_page
         self.num_unused_pages -= len(pages)

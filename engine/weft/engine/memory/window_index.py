@@ -94,7 +94,8 @@ class WindowIndex:
     def mark_used(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_used`."""
         for page in pages:
-            self._drop_unused(page)
+            if not self._drop_unused(page):
+                raise KeyError(page)
 
     def evict(self) -> Evicted | None:
         """See `PageIndex.evict`."""

@@ -50,6 +50,8 @@ def spread_shape(columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> Sp
     groups = next_power_of_2(cdiv(k, FP8_GROUP))
     if groups <= 8:
         return SpreadShape(4, groups, warps=2 if groups <= 4 else 4)
+    if k <= _MAX_NORMED_ELEMENTS:
+        return SpreadShape(4, groups, 4)  # A norm before it takes all of K at once.
     is_long = k > 8192
     if is_blocks:
         return SpreadShape(4, 8, 2) if is_long else SpreadShape(8, 8, 4)

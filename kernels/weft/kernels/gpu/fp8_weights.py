@@ -78,6 +78,12 @@ def data_of(
     return weight.data, WeightScales.of(weight).arguments(weight.data.device)
 
 
+def scaled_data(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[str, Any]]:
+    """`data_of` for kernels that do not convert numbers by instructions of their own."""
+    data, scaling = data_of(weight)
+    return data, {name: scaling[name] for name in ("scales", "SCALE_ROWS")}
+
+
 @triton.jit
 def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.tensor:
     """A tile of FP8 in the 16-bit floats `like`, without its scales; exact.

@@ -10,9 +10,15 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.fp8_weights import scaled, scaled_experts, scales_of_expert, summed_row
+from weft.kernels.gpu.fp8_weights import (
+    scaled,
+    scaled_data,
+    scaled_experts,
+    scales_of_expert,
+    summed_row,
+)
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
-from weft.kernels.gpu.moe_listed import listed_down, scaled_data
+from weft.kernels.gpu.moe_listed import listed_down
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, once, store_inner
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
@@ -31,8 +37,8 @@ _PART = 2048
 _OUT_COLUMNS = 2
 """Columns of the second product that a program takes."""
 _OUT_ELEMENTS_PER_WARP = 256
-"""Of a column of the second product. More warps share no column well: on an H200, experts of 384
-elements of K take 20.6 us with 4 warps and 11.7 with 2.
+"""Elements of a column of the second product for each warp. With fewer, warps wait for one another:
+on an H200 both products of experts of 384 elements take 20.6 us with 4 warps and 11.7 with 2.
 """
 _MAX_AT_ONCE = 1 << 13
 """Experts of a row times elements of K up to which all of a program's columns are loaded at once;

@@ -1,18 +1,17 @@
-"""The second product of few rows with experts on a GPU, by programs that list their row's experts,
-and take one after the other those that are here.
+"""The second product of few rows with experts on a GPU, where a row's experts are too large to be
+loaded at once.
 
-While an expert's weights are multiplied, the next one's are being loaded. `moe_direct` says when.
+Each program finds which of its row's experts are on this rank and multiplies them one after the
+other, loading the next weights meanwhile. `moe_direct` chooses between this kernel and its own.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
-from weft.kernels.gpu.fp8_weights import GROUP, data_of, scales_of_expert
+from weft.kernels.gpu.fp8_weights import GROUP, scaled_data, scales_of_expert
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_parts import ExpertParts, once
 from weft.kernels.quantised import Fp8Experts
@@ -23,12 +22,6 @@ _MAX_TILE = 512
 """Most elements of K that are taken at once."""
 _WARPS = 2
 """Measured on an H100 with experts in FP8, K of 1,536 and 2,048."""
-
-
-def scaled_data(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The numbers of experts' weights, and the arguments of a kernel that say their scales."""
-    data, scaling = data_of(weight)
-    return data, {name: scaling[name] for name in ("scales", "SCALE_ROWS")}
 
 
 def listed_down(

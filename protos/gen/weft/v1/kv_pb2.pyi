@@ -294,8 +294,8 @@ class KvHandle(_message.Message):
     first, then those of the pages before it. 0: all pages there are of one block.
     """
     token_words: _builtins.bytes
-    """The tokens as 32-bit numbers, the lowest byte first: a long history takes milliseconds less than
-    in `tokens`.
+    """The same tokens as little-endian 32-bit numbers; senders set one of the two. Packing a long
+    history this way takes milliseconds less.
     """
     @_builtins.property
     def lease_duration(self) -> _duration_pb2.Duration:
@@ -307,7 +307,7 @@ class KvHandle(_message.Message):
 
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenIds:
-        """Tokens of positions [0, end_token), or `token_words`."""
+        """Tokens of positions [0, end_token); empty if `token_words` has them."""
 
     @_builtins.property
     def page_runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageRun]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import ExpertAddition, LoraWeights
 from weft.kernels.moe import ExpertWeights, Routing, SparseMlpWeight, route_reference
+from weft.kernels.packed_groups import PackedExperts, pack_groups
+from weft.kernels.quantised import Fp8Experts
 from weft.kernels.stream import Combine, GatedSum, Normed, SharedCombine
+from weft.testing.kernels.fp8_cases import draw_matrix
+from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.kernels.lora_cases import LoraCase, Shared, draw_slots, make_expert_lora
 
 
@@ -166,3 +171,30 @@ def shared_case(
 
     shared = GatedSum(Normed(x), gate_up, down, None, None)
     return SharedCombine(shared, gate, combine), compute
+
+
+def experts_of(name: str, count: int, rows: int, columns: int) -> tuple[Any, torch.Tensor]:
+    """Matrices of experts in a format, "fp8" or "mxfp4", and in float32."""
+    if name == "fp8":
+        blocks = [draw_matrix(rows, columns, 16) for _ in range(count)]
+        stacked = Fp8Experts.empty(count, blocks[0])
+        for index, matrix in enumerate(blocks):
+            stacked.put(index, matrix)
+        return stacked, torch.stack([matrix.dequantised(torch.float32) for matrix in blocks])
+    groups = [draw_groups(rows, columns, 32, "e2m1") for _ in range(count)]
+    packed = PackedExperts.empty(count, pack_groups(groups[0]))
+    for index, one in enumerate(groups):
+        packed = packed.put(index, pack_groups(one))
+    return packed, torch.stack([one.dequantised(torch.float32) for one in groups])
+
+
+def share_of(weight: Any, own: torch.Tensor) -> Any:
+    """The matrices of some experts."""
+    if isinstance(weight, torch.Tensor):
+        return weight[own].contiguous()
+    parts = {
+        name: getattr(weight, name)[own].contiguous()
+        for name in ("data", "scales", "offsets")
+        if getattr(weight, name, None) is not None
+    }
+    return replace(weight, **parts)

@@ -336,12 +336,16 @@ def compile_fp8(is_full: bool) -> None:
         for rows in (1, 12, 900) if is_full or not block_rows else (12,):
             x, ids = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 4, dtype=torch.int32)
             moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
+        # A row's experts that are too large to be loaded at once.
+        ids = torch.zeros(1, 16, dtype=torch.int32)
+        moe(torch.zeros(1, 1024, dtype=BF16), Routing(ids, torch.zeros(1, 16)), packed)
 
 
 def compile_groups(is_full: bool) -> None:
     """Products with weights of 4 bits in groups, of few rows, of more, and of experts."""
-    kinds: list[tuple[int, Kind]] = [(128, "plain"), (32, "e2m1")]
-    for group, kind in [*kinds, (128, "offsets"), (32, "offsets")] if is_full else kinds:
+    kinds: list[tuple[int, Kind]] = [(128, "plain"), (32, "e2m1"), (64, "plain")]
+    more: list[tuple[int, Kind]] = [(128, "offsets"), (64, "offsets"), (32, "offsets")]
+    for group, kind in [*kinds, *more] if is_full else kinds:
         gate_up, down = (
             pack_groups(draw_groups(rows, columns, group, kind))
             for rows, columns in ((3072, 1024), (1024, 1536))

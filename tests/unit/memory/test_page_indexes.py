@@ -1,0 +1,29 @@
+"""What every index of pages refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.prefix_cache import PageIndex, PageKeyCache
+from weft.engine.memory.state_index import StateIndex
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.memory.window_index import WindowIndex
+
+PAGE = 4
+INDEXES: dict[str, Callable[[], PageIndex]] = {
+    "tree": lambda: PrefixTree(PAGE),
+    "window": lambda: WindowIndex(PrefixTree(PAGE), 9, PAGE),
+    "states": lambda: StateIndex(PrefixTree(PAGE)),
+    "keys": PageKeyCache,
+}
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_a_page_that_nobody_has_cannot_be_retained(kind: str) -> None:
+    memory = PageMemory(10, INDEXES[kind]())
+    pages = memory.allocate(2)
+    memory.release(pages)
+    with pytest.raises(KeyError):
+        memory.retain(pages)
