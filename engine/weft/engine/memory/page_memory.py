@@ -174,17 +174,22 @@ class PageMemory:
         The pages of a prompt are released from the last to the first, so that the last one is
         evicted first: earlier pages are useful without later ones, but not the other way round.
         """
+        refs, index, cached, num_ended = self._num_refs, self._index, [], 0
         for page in reversed(pages):
-            refs = self._num_refs[page] - 1
-            assert refs >= 0, f"page {page} released twice"
-            self._num_refs[page] = refs
-            if refs:
+            left = refs[page] - 1
+            assert left >= 0, f"page {page} released twice"
+            refs[page] = left
+            if left:
                 continue
-            self._num_used -= 1
-            if self._index is not None and self._index.has_page(page):
-                self._index.mark_unused(page)
+            num_ended += 1
+            if index is not None and index.has_page(page):
+                cached.append(page)
             else:
                 self._set_free(page)
+        self._num_used -= num_ended
+        if cached:
+            assert index is not None
+            index.mark_unused(cached)
 
     def reclaim(self) -> Evicted | None:
         """Evicts the least valuable cached page and returns it with one reference.

@@ -31,8 +31,13 @@ class PageIndex(Protocol):
         """Whether the page is indexed."""
         ...
 
-    def mark_unused(self, page: int) -> None:
-        """Marks an indexed page as unused: it may be evicted."""
+    def mark_unused(self, pages: Sequence[int]) -> None:
+        """Marks used indexed pages, each named once, as unused: they may be evicted. Those named
+        first count as the least recently used.
+
+        Raises:
+            KeyError: A page is not indexed.
+        """
         ...
 
     def mark_used(self, pages: Sequence[int]) -> None:
@@ -193,16 +198,17 @@ class PageKeyCache:
         """See `PageIndex.has_page`."""
         return page in self._by_page
 
-    def mark_unused(self, page: int) -> None:
+    def mark_unused(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_unused`."""
-        entry = self._by_page[page]
-        entry.is_used = False
-        if not entry.is_quiet:
-            self._time += 1
-            entry.last_used = self._time
-        entry.is_quiet = False
-        self._num_unused += 1
-        self._offer(entry)
+        for page in pages:
+            entry = self._by_page[page]
+            entry.is_used = False
+            if not entry.is_quiet:
+                self._time += 1
+                entry.last_used = self._time
+            entry.is_quiet = False
+            self._num_unused += 1
+            self._offer(entry)
 
     def mark_used(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_used`."""

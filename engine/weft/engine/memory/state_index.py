@@ -114,12 +114,13 @@ class StateIndex:
         """See `PageIndex.has_page`."""
         return page in self._of_block
 
-    def mark_unused(self, page: int) -> None:
+    def mark_unused(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_unused`."""
-        kept = self._of_block[page]
-        kept.base = self._floor
-        self.num_unused_pages += 1
-        self._offer(kept)
+        for page in pages:
+            kept = self._of_block[page]
+            kept.base = self._floor
+            self.num_unused_pages += 1
+            self._offer(kept)
 
     def mark_used(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_used`."""

@@ -279,15 +279,18 @@ class PrefixTree:
             if not node.num_held:
                 self._hold(node)
 
-    def mark_unused(self, page: int) -> None:
+    def mark_unused(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_unused`."""
-        node = self._node_by_page[page]
-        node.is_used = False
-        self._time += 1
-        node.last_used = self._time
-        self.num_unused_pages += 1
-        if node.num_held == 0:
-            self._let_go(node)
+        nodes, now = self._node_by_page, self._time
+        self.num_unused_pages += len(pages)
+        self._time += len(pages)
+        for page in pages:
+            now += 1
+            node = nodes[page]
+            node.is_used = False
+            node.last_used = now
+            if not node.num_held:
+                self._let_go(node)
 
     def _hold(self, node: Node) -> None:
         """Marks a node, and its ancestors as far as necessary, as held."""

@@ -87,9 +87,9 @@ class WindowIndex:
         """See `PageIndex.has_page`."""
         return page in self._nodes
 
-    def mark_unused(self, page: int) -> None:
+    def mark_unused(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_unused`."""
-        self._unused[page] = None
+        self._unused.update(dict.fromkeys(pages))
 
     def mark_used(self, pages: Sequence[int]) -> None:
         """See `PageIndex.mark_used`."""
