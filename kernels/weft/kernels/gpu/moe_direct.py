@@ -20,7 +20,7 @@ from weft.kernels.gpu.fp8_weights import (
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_listed import listed_down
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
-from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, once, store_inner
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, once, store_inner, with_row_parts
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.quantised import Fp8Experts
@@ -292,15 +292,7 @@ def _direct_out_kernel(
     total = tl.sum(products, axis=0)
     result = tl.sum(total, axis=1)
     mask = column < hidden
-    if bias is not None:
-        for place in range(TOP_K):
-            its_expert = tl.load(ids + row * TOP_K + place).to(tl.int64)
-            has_bias = mask
-            if IS_SHARE:
-                has_bias = column < tl.where(its_expert < experts, hidden, 0)
-            its_bias = bias + its_expert * hidden
-            given = tl.load(its_bias + column, mask=has_bias, other=0.0).to(tl.float32)
-            result += tl.load(shares + row * TOP_K + place) * given
-    if residual is not None:
-        result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    result = with_row_parts(
+        result, bias, residual, ids, shares, row, column, mask, hidden, experts, TOP_K, IS_SHARE
+    )
     tl.store(out + row * hidden + column, result.to(out.dtype.element_ty), mask=mask)

@@ -13,7 +13,7 @@ import triton.language as tl
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import GROUP, scaled_data, scales_of_expert
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
-from weft.kernels.gpu.moe_parts import ExpertParts, once
+from weft.kernels.gpu.moe_parts import ExpertParts, once, with_row_parts
 from weft.kernels.quantised import Fp8Experts
 
 _COLUMNS = 8
@@ -150,14 +150,7 @@ def _listed_out_kernel(
         pair, expert, tile, values = next_pair, next_expert, next_tile, next_values
     result = tl.sum(tl.sum(total, axis=2), axis=1)
     mask = column < hidden
-    if bias is not None:
-        for place_of_row in range(TOP_K):
-            its_expert = tl.load(ids + row * TOP_K + place_of_row).to(tl.int64)
-            has_bias = mask
-            if IS_SHARE:
-                has_bias = column < tl.where(its_expert < experts, hidden, 0)
-            given = tl.load(bias + its_expert * hidden + column, mask=has_bias, other=0.0)
-            result += tl.load(shares + row * TOP_K + place_of_row) * given.to(tl.float32)
-    if residual is not None:
-        result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    result = with_row_parts(
+        result, bias, residual, ids, shares, row, column, mask, hidden, experts, TOP_K, IS_SHARE
+    )
     tl.store(out + row * hidden + column, result.to(out.dtype.element_ty), mask=mask)

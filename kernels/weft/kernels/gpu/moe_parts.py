@@ -125,3 +125,32 @@ def store_inner(
         up += tl.load(added_at + width).to(tl.float32)
     product = gated(gate, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
     tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))
+
+
+@triton.jit
+def with_row_parts(
+    result: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    ids: tl.tensor,
+    shares: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    mask: tl.tensor,
+    hidden: int,
+    experts: int,
+    TOP_K: tl.constexpr,
+    IS_SHARE: tl.constexpr,
+) -> tl.tensor:
+    """Some columns of a row's sum over its experts, plus their biases and the residual, if any."""
+    if bias is not None:
+        for place in range(TOP_K):
+            expert = tl.load(ids + row * TOP_K + place).to(tl.int64)
+            has_bias = mask
+            if IS_SHARE:
+                has_bias = column < tl.where(expert < experts, hidden, 0)
+            given = tl.load(bias + expert * hidden + column, mask=has_bias, other=0.0)
+            result += tl.load(shares + row * TOP_K + place) * given.to(tl.float32)
+    if residual is not None:
+        result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    return result
