@@ -20,7 +20,14 @@ from weft.kernels.gpu.fp8_weights import (
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_listed import listed_down
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
-from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert, once, store_inner, with_row_parts
+from weft.kernels.gpu.moe_parts import (
+    PLAIN_EXPERTS,
+    ExpertParts,
+    SharedExpert,
+    once,
+    store_inner,
+    with_row_parts,
+)
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.quantised import Fp8Experts
