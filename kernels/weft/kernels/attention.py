@@ -94,7 +94,7 @@ class GroupStep(NamedTuple):
     kernels may read the step and the pool's earlier positions before the preceding launches end.
     """
     prompts: PromptRows | None = None
-    """In a settled step, the rows that FlashAttention-3 computes."""
+    """The rows of a settled step that FlashAttention-3 computes."""
     latents: LatentPlan | None = None
     """How FlashMLA attends to latents in pages; None: it does not."""
     earlier: EarlierLatents | None = None
@@ -102,7 +102,7 @@ class GroupStep(NamedTuple):
     values by head are not computed.
     """
     divided: tuple[torch.Tensor, torch.Tensor] | None = None
-    """For latents: pages and offsets of `places`, [T] int64 each; None: they are not computed."""
+    """Pages and offsets of `places` for latents, [T] int64 each; None: they are not computed."""
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool that the step runs on.

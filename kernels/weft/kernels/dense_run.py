@@ -52,7 +52,7 @@ class DenseLayer:
     group: int = 0
     """Number of the layer's page group."""
     pool_shift: int = 0
-    """From its number to its index in the group's pool."""
+    """What is added to the layer's number for its index in the group's pool."""
 
     @property
     def products(self) -> dict[Group, LinearWeight]:
@@ -84,7 +84,7 @@ class _Described(NamedTuple):
     """Scratch memory of the layers."""
     lora: NativeLora | None
     pages: ctypes.Array[cpu.PagesStruct]
-    """Of the further groups."""
+    """Pages of the further groups."""
 
 
 class DenseRun:
@@ -99,7 +99,8 @@ class DenseRun:
         addresses = [ctypes.addressof(layer) for layer in self._described]
         self._addresses = (ctypes.c_void_p * len(layers))(*addresses)
         self._in_pools: dict[int, tuple[int, int]] = {}
-        """By page group, the least and the largest index in its pool, less the first layer's."""
+        """For each page group, the least and the largest index in its pool, less the first layer's.
+        """
         self._pools: _Pools | None = None
         """Pools of the last step."""
         for index, layer in enumerate(layers):

@@ -39,7 +39,7 @@ class Field(IntEnum):
 
 NUM_FIELDS = len(Field)
 ALWAYS_MASKED = 1 << 62
-"""As `Field.MASK_END`: the mask counts at each position."""
+"""A value of `Field.MASK_END`, with which the mask counts at each position."""
 
 
 def pack_slot(

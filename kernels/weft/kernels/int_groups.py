@@ -74,7 +74,7 @@ class IntGroups:
 
     @property
     def bits(self) -> Literal[4, 8]:
-        """Of a number."""
+        """Bits of a number."""
         return 4 if self.data.dtype == torch.uint8 else 8
 
     @property

@@ -28,8 +28,9 @@ class EarlierLatents(NamedTuple):
     places: torch.Tensor
     """[N] int64, as of `write_latents`."""
     parts: tuple[tuple[slice, torch.Tensor], ...]
-    """Of parts of them: which they are, and as [R + 1] int32 where in the part each request's
-    begin and the last one's end. No part has more positions than the step has rows.
+    """Parts of these positions. Each is a slice of them, and [R + 1] int32: where in the part the
+    positions of each request begin, and where the last one's end. No part has more positions than
+    the step has rows.
     """
 
 

@@ -51,8 +51,8 @@ class NativeForm:
     struct: cpu.WeightStruct
     """Describes `data`, scales and bias to the native operations."""
     scales: torch.Tensor | None = None
-    """Of quantised panels, float32 in panel order; None: the panels hold the layer's dtype. Of
-    groups [panels, groups, scales or scales and offsets, 32].
+    """Scales of quantised panels, float32 in panel order; of weights in groups [panels, groups,
+    scales or scales and offsets, 32]. None: the panels hold the layer's dtype.
     """
 
     @property
@@ -88,7 +88,7 @@ class LinearWeight:
     is_fixed: bool = False
     """A row's result does not depend on the other rows on a GPU either."""
     gating: Gating = SILU
-    """Of a gated pair: how the two become one."""
+    """How the two parts of a gated pair become one."""
 
     @property
     def data(self) -> torch.Tensor:

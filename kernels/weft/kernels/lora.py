@@ -322,13 +322,13 @@ class LoraStep:
     gate_up: tuple[LoraWeights, ...] = ()
     down: tuple[LoraWeights, ...] = ()
     state_in: tuple[LoraWeights, ...] = ()
-    """Of recurrent layers: the projection of the states' inputs, or of all inputs."""
+    """For the projection of the states' inputs, or of all inputs, in recurrent layers."""
     state_z: tuple[LoraWeights, ...] = ()
-    """Of the gate on their results, where it is one of its own."""
+    """For the gate on their results, where it is a projection of its own."""
     state_gates: tuple[LoraWeights, ...] = ()
-    """Of their decays and betas."""
+    """For the projections to their decays and betas."""
     state_out: tuple[LoraWeights, ...] = ()
-    """Of their results back to the stream."""
+    """For the projection of their results back to the stream."""
     router: tuple[LoraWeights, ...] = ()
     w13: tuple[LoraWeights, ...] = ()
     """Parameters of experts, see `ExpertAddition`."""

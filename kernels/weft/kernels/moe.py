@@ -110,7 +110,7 @@ class ExpertWeights:
     w2: tuple[LinearWeight, ...]
     """Down projection of each expert; none on a GPU."""
     stacked: tuple[StackedWeight, StackedWeight] | None
-    """On a GPU the stacked weights, [E, 2 * I, H] and [E, H, I]."""
+    """The stacked weights on a GPU, [E, 2 * I, H] and [E, H, I]."""
     native: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None
     """Addresses of `w13` and `w2` for the native operation; None if they are not in its form."""
     is_fixed: bool = False
@@ -118,7 +118,7 @@ class ExpertWeights:
     gating: Gating = SILU
     """How gate and up become the input of the down projection."""
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
-    """On a GPU the stacked biases, [E, 2 * I] and [E, H], of the dtype; None: there are none, or
+    """The stacked biases on a GPU, [E, 2 * I] and [E, H], of the dtype; None: there are none, or
     `w13` and `w2` have them.
     """
     placement: torch.Tensor | None = None

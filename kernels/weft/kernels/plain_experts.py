@@ -22,7 +22,7 @@ class PlainExperts(NamedTuple):
     placement: torch.Tensor | None = None
     """See `weft.kernels.moe.ExpertWeights`."""
     stacked: tuple[torch.Tensor, torch.Tensor] | None = None
-    """On a GPU, [E, I, H] and [E, H, I]."""
+    """The stacked weights on a GPU, [E, I, H] and [E, H, I]."""
 
 
 def stack_experts(

@@ -35,9 +35,9 @@ class ReplacedMatrices:
     """[num_slots] int32: number of the matrix that the slot's adapter uses; `OWN`: the model's own,
     as slot 0 does."""
     on_device: torch.Tensor | None = None
-    """On a GPU: [n, vocabulary, hidden], contiguous, dtype of the model."""
+    """The matrices on a GPU, [n, vocabulary, hidden], contiguous, dtype of the model."""
     on_host: list[LinearWeight | None] = field(default_factory=list)
-    """On a CPU: the matrices by number, from `pack_linear`."""
+    """The matrices on a CPU by number, from `pack_linear`."""
 
     def matrix_of(self, slot: int) -> LinearWeight | None:
         """The matrix of a slot on a CPU; None: the model's own."""

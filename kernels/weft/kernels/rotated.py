@@ -16,7 +16,7 @@ from weft.kernels.quantised import Int8Channels, quantise_channels
 BLOCK = 64
 """Columns that are rotated together."""
 MOST_COLUMNS = 32768
-"""Of a row that the native operation rounds."""
+"""Most columns of a row that the native operation rounds."""
 _NUMBERS_AT_ONCE = 1 << 22
 
 

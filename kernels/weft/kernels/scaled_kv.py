@@ -16,7 +16,7 @@ INT8_MAX = 127
 """Largest integer; -128 is not used."""
 
 SCALE_BYTES = 4
-"""Of a vector's scale."""
+"""Bytes of a vector's scale."""
 SCALED_MULTIPLE = 16
 """D is a multiple of it."""
 ALL_BITS = {torch.uint8: 255, torch.int8: -1}

@@ -138,7 +138,7 @@ class SharedCombine(NamedTuple):
     """[1, H]: the shared expert's part is times its sigmoid; None: it is added as it is."""
     routed: Combine
     factor: float = 1.0
-    """On the shared expert's part."""
+    """Factor on the shared expert's part."""
 
     def shared_sum(self) -> Sum:
         """The shared expert's part."""

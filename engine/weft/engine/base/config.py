@@ -218,8 +218,8 @@ class EngineConfig:
     cached prefix.
     """
     preemption_threshold: int | None = 10
-    """With the policy `priority`: the scheduler preempts a running request for one that is this
-    many levels more urgent.
+    """Only with the policy `priority`: the scheduler preempts a running request for one that is
+    this many levels more urgent.
     """
     max_fill_fraction: float = 0.3
     """Largest share of the pool that remote fills may reserve."""

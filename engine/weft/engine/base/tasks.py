@@ -45,7 +45,7 @@ class Pool:
 
     output: Output
     label_ids: tuple[int, ...] = ()
-    """With label_logits: the tokens whose logits are returned, 1 to `MAX_LABELS`."""
+    """The 1 to `MAX_LABELS` tokens whose logits are returned, if the output is label_logits."""
     dimensions: int | None = None
     """Number of leading entries of an embedding to return, cut off before normalisation
     (Matryoshka); None: all.

@@ -136,9 +136,9 @@ class _Record(NamedTuple):
 
     path: Path
     key: list[str | int]
-    """Of the file as it is."""
+    """Names the file's present content in the cache of digests."""
     num_bytes: int
-    """Of the file."""
+    """Size of the file."""
 
     @classmethod
     def of(cls, path: Path) -> _Record:

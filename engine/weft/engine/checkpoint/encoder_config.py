@@ -44,7 +44,9 @@ class EncoderConfig(ModelConfig):
     is_gated: bool = False
     """Whether the feed-forward block multiplies an activated product by another one."""
     down_bias: bool = True
-    """Of the last product of the feed-forward block; `mlp_bias` is of the ones before."""
+    """Whether the last product of the feed-forward block has a bias; `mlp_bias` says so of the
+    others.
+    """
     reach: int | None = None
     """Tokens to each side that local layers see; None: there are no local layers."""
     global_layers: tuple[int, ...] = ()

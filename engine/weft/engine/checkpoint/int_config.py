@@ -24,7 +24,7 @@ class IntPacking:
     layout: Literal["gptq", "awq", "compressed-tensors"]
     """Names and order of the tensors (`weft.engine.model.weights.schemes.int_layouts`)."""
     bits: int
-    """Of a number: 4 or 8."""
+    """Bits of a number: 4 or 8."""
     group: int
     """Columns with the same scale; 0: all of a row."""
     zero_shift: int = 0

@@ -65,7 +65,7 @@ class MoENamesConfig:
     is_transposed: bool = False
     """Stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False
-    """In stacked tensors rows of gate and up alternate."""
+    """Whether rows of gate and up alternate in stacked tensors."""
     experts: str = "experts"
     """Module of the experts; empty: stacked tensors lie beside the router."""
     shared: str = "shared_experts"
@@ -98,7 +98,7 @@ class MoEConfig:
     shared_size: int = 0
     """Inner width of the experts that every token has besides; 0: none."""
     shared_factor: float = 1.0
-    """On the shared experts' result."""
+    """Factor on the shared experts' result."""
     has_shared_gate: bool = False
     """Whether the shared experts' result is weighed by the sigmoid of a projection."""
     gating: GatingConfig | None = None
@@ -111,8 +111,8 @@ class MoEConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of an expert's gate where `gating` is None."""
     limits: tuple[float, ...] = ()
-    """By layer the largest activated gate of its experts, and the largest magnitude of what it
-    gates; 0 or no entry: any.
+    """For each layer, the largest activated gate of its experts and the largest magnitude of what
+    it gates; 0 or no entry: any.
     """
     shared_limits: tuple[float, ...] = ()
     """`limits` of the shared experts."""

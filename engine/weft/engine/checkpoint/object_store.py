@@ -14,7 +14,8 @@ from weft.engine.checkpoint.hub import is_wanted
 from weft.kernels.build import cache_folder
 
 _MANIFEST = "fetched.json"
-"""Beside the folder: names the files of the store that are in it, each with what `ukey` said of it.
+"""Name of a file beside the folder. It lists the files of the store that are in the folder, each
+with what `ukey` said of it.
 """
 _LOCK = "lock"
 _LOCK_TIMEOUT_S = 3600.0

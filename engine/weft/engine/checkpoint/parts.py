@@ -27,7 +27,7 @@ class NormConfig:
     kind: Literal["rms", "layer", "plain layer"] = "rms"
     """A plain layer norm has no weight."""
     has_bias: bool = False
-    """Of a layer norm."""
+    """Whether a layer norm has a bias."""
     adds_one: bool = False
     """Whether the weight is what the checkpoint has plus 1."""
 
@@ -53,7 +53,7 @@ class GateConfig:
     """A factor on the heads of attention's result, from a projection of the layer's input."""
 
     name: str | None = None
-    """Of the projection; None: `q_proj` has the factors of each head behind its q."""
+    """Name of the projection; None: `q_proj` has the factors of each head behind its q."""
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
     is_by_head: bool = False
     """Whether there is one factor a head, in place of one an element."""
@@ -141,9 +141,9 @@ class ParallelConfig:
     attention: AttentionConfig
     mamba: Mamba2Config
     attention_factor: float
-    """On the result of attention."""
+    """Factor on the result of attention."""
     mamba_factor: float
-    """On the other result."""
+    """Factor on the result of the recurrent part."""
 
     def values(self) -> dict[str, Any]:
         """The fields for a fingerprint."""
@@ -162,18 +162,18 @@ class MlpConfig:
     is_gated: bool = True
     bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
-    """On the gate before its activation, and on the result."""
+    """Factors on the gate before its activation, and on the result."""
     sizes: tuple[int, ...] = ()
     """Inner width by layer; empty: all have the model's."""
     limits: tuple[float, ...] = ()
-    """By layer the largest activated gate, and the largest magnitude of what it gates; 0 or no
-    entry: any. Also of shared experts.
+    """For each layer, the largest activated gate and the largest magnitude of what it gates; 0 or
+    no entry: any. They hold for shared experts too.
     """
     has_xielu: bool = False
     """Whether the activation is xIELU, whose parameters the checkpoint has, without a gate."""
     sparsities: tuple[float, ...] = ()
-    """By layer the share of a row's gates that are to become 0 (Gaussian top-k); 0 or no entry:
-    gates stay as they are.
+    """For each layer, the share of a row's gates that are to become 0 (Gaussian top-k); 0 or no
+    entry: gates stay as they are.
     """
 
 
@@ -182,7 +182,7 @@ class DecoderConfig:
     """What layers compute, beyond the sizes that `ModelConfig` has."""
 
     norm: NormConfig
-    """Of the stream, before and behind blocks and at the end."""
+    """The norms of the stream, before and behind blocks and at the end."""
     layers: tuple[MixerConfig, ...]
     """Attention, or what is in its place, by layer."""
     mlp: MlpConfig
@@ -204,8 +204,8 @@ class DecoderConfig:
     has_layer_factors: bool = False
     """Whether each layer ends with a factor on the stream, which the checkpoint has."""
     kept: tuple[tuple[float, float], ...] = ()
-    """By layer the factors on what its blocks read, to which their results are added in place of
-    the stream; empty: they are added to the stream.
+    """For each layer, the factors on what its blocks read. Their results are added to that in place
+    of the stream; empty: they are added to the stream.
     """
     has_head_bias: bool = False
     """Whether the LM head has a bias."""
@@ -327,7 +327,7 @@ class NamesConfig:
     per_layer: tuple[str, str, str] = (
         "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
     )  # fmt: skip
-    """In a layer, gate, projection and norm of its part of a second embedding."""
+    """Names of gate, projection and norm of a layer's part of a second embedding."""
     per_layer_embedding: tuple[str, str, str] = (
         "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
     )  # fmt: skip

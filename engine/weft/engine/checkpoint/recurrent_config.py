@@ -22,7 +22,7 @@ class GatedDeltaConfig:
     taps: int
     """Rows that the convolution sees, a row's own included."""
     eps: float
-    """Of the norm of each head's result."""
+    """Epsilon of the norm of each head's result."""
     is_fused: bool = False
     """Whether the checkpoint keeps all rows of a key head together, `in_proj_qkvz` and
     `in_proj_ba`; else q, k and v, z, b and a.
@@ -38,7 +38,7 @@ class DeltaAttentionConfig:
     taps: int
     """Rows that the convolution of q, k and v sees, a row's own included."""
     eps: float
-    """Of the norm of each head's result."""
+    """Epsilon of the norm of each head's result."""
     is_low_rank: bool = True
     """Whether decays and gates are projected by way of as few columns as a head has."""
     least_decay: float | None = None
@@ -62,13 +62,13 @@ class Mamba2Config:
     """Where the norm of each group's result is."""
     conv_bias: bool = True
     bias: bool = False
-    """Of the projection to z, x, B, C and dt."""
+    """Whether the projection to z, x, B, C and dt has a bias."""
     out_bias: bool = False
     least_step: float = 0.0
     largest_step: float | None = None
     """Bounds of dt; None: there is none."""
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """On z, x, B, C and dt as they are projected."""
+    """Factors on z, x, B, C and dt as they are projected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class MambaConfig:
     eps: float
     conv_bias: bool = True
     bias: bool = False
-    """Of the projections to x and z, and back."""
+    """Whether the projections to x and z, and back, have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +108,9 @@ class LightningConfig:
     heads: int
     dim: int
     num_layers: int
-    """Of the model, of all kinds."""
+    """Number of the model's layers of all kinds."""
     eps: float
-    """Of the norm of all heads' results together."""
+    """Epsilon of the norm of all heads' results together."""
 
 
 RecurrentConfig = (

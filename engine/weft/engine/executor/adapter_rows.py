@@ -156,7 +156,7 @@ class _Tables(NamedTuple):
     """One rank's rows and tables."""
 
     weights: dict[str, LoraWeights]
-    """By `Projection.name`."""
+    """Weights by `Projection.name`."""
     replaced: dict[str, ReplacedMatrices]
     vocabulary_ends: torch.Tensor
     """See `LoraStep.vocabulary_ends`."""
@@ -164,7 +164,7 @@ class _Tables(NamedTuple):
 
 _NewZeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _ALIGNMENT = 256
-"""Of the tensors in a rank's memory, bytes."""
+"""Tensors in a rank's memory begin at multiples of so many bytes."""
 
 
 class _Sizes:

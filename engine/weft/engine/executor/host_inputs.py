@@ -46,7 +46,7 @@ class HostInputs:
         self._windows = windows
         self._states = states
         self._segments: LoraSegments | None = None
-        """Of the last step that had adapters: steps of decodes follow with the same."""
+        """Segments of the last step that had adapters: steps of decodes follow with the same."""
         self.drawing_slots = known.starts[:0]
         """See `DeviceInputs.drawing_slots`."""
         self.step: StepRows | None = None

@@ -208,9 +208,10 @@ class DeviceStates:
         self._page_size = page_size
         self._copies = DeviceCopies(device)
         self._borders = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
-        """By slot: the border of the newest block. Steps change it as they run."""
+        """For each slot, the border of the newest block. Steps change it as they run."""
         self._ends = torch.zeros_like(self._borders)
-        """By slot: see `plan_slots`. The host sets it to the newest block's border."""
+        """For each slot, an end (see `plan_slots`). The host sets it to the newest block's border.
+        """
         self._table = torch.zeros((max_requests, 3), dtype=torch.int64, device=device)
         """`StateRows.table` of the captured step that was sent last."""
 

@@ -51,7 +51,7 @@ class DraftPool(Protocol):
     """The pool of a separate draft model, beside its target's."""
 
     layout: CacheLayout
-    """Of a page."""
+    """Layout of a page."""
 
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
         """Its pages, the null page included.

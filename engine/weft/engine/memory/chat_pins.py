@@ -24,7 +24,7 @@ class SessionKey(NamedTuple):
     cache_salt: str
     session_id: str
     namespace: bytes = b""
-    """Of the session's pages."""
+    """Namespace of the session's pages."""
 
 
 @dataclass(slots=True)

@@ -121,7 +121,7 @@ class HashedPages:
     data: bytes
     """The tokens of the pages, as `token_bytes` packs them."""
     short_keys: list[int]
-    """Of the pages; not to be changed."""
+    """Short keys of the pages; not to be changed."""
     last_key: bytes
     """Key of the last page."""
 

@@ -69,7 +69,9 @@ class StateIndex:
         self.on_unreached: Callable[[bytes], None] = lambda key: None
         """Called with the key of each page behind which the last block is gone."""
         self._num_reaching: dict[Node, int] = {}
-        """By node: its own block, and its children that are in this dictionary."""
+        """For each node, the number of its children that are in this dictionary, and 1 more if it
+        has a block of its own.
+        """
         tree.on_removed.append(self._removed)
 
     @property

@@ -91,7 +91,7 @@ class StateRound(NamedTuple):
     """Sequences that one call of a `Scan` continues, at most one of each request."""
 
     sequences: Sequences
-    """Of the next rows of `StateStep.order`."""
+    """The sequence to which each of the next rows of `StateStep.order` belongs."""
     begins: Rows
     """[S] int64: blocks with which they begin; in rounds after the first, sequences of the round
     before.

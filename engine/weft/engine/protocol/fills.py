@@ -67,7 +67,7 @@ class FillCommand:
     """start, renew, stop, query or report."""
     handle: KvHandle | None = None
     corrupt: tuple[bytes, int] | None = None
-    """With `report`: key of a page, and the digest that the store announced for it."""
+    """Key of a page to report, and the digest that the store announced for it."""
     request_id: str = ""
     traceparent: str = ""
 

@@ -124,7 +124,7 @@ class FillEvent:
     end_token: int = 0
     digests: list[int] = field(default_factory=list)
     computed_tokens: int | None = None
-    """With the last chunk: prompt tokens that the filler computed; None: not known yet."""
+    """Prompt tokens that the filler computed, told with the last chunk; None: not known yet."""
     offset: int = 0
     data: bytes = b""
     is_stopped: bool = False

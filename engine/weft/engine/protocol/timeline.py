@@ -13,7 +13,7 @@ class FillCandidate:
     address: str
     epoch: int
     first_token: int = 0
-    """For a KV store: position at which the held pages begin."""
+    """Position at which the pages begin that a KV store holds."""
     match_tokens: int = 0
     """Number of leading tokens that it holds; for a KV store, position where the held pages end."""
     queued_tokens: int = 0

@@ -148,7 +148,7 @@ class Request:
     drafts.
     """
     state_end: int = 0
-    """With a draft model: end position of the hidden state kept in the slot."""
+    """End position of the hidden state that the slot keeps for a draft model."""
     num_published_pages: int = 0
     num_promised_pages: int = 0
     num_more_pages: int = 0

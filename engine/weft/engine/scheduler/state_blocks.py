@@ -103,7 +103,7 @@ class StateBlocks:
         self._num_reserved = 0
         self._returning: deque[tuple[int, _Held]] = deque()
         self._newest = np.zeros((2, max_requests), np.int64)
-        """By slot: position of the newest block's border, and the block."""
+        """For each slot, the position of the newest block's border, and the block."""
         self.on_kept: list[Callable[[Node, int, int, bool], None]] = []
         """Called with each block that is kept, the node behind which it lies, the priority of its
         request, and whether a step here wrote it.
@@ -112,7 +112,7 @@ class StateBlocks:
         """Called with each kept block that is given up, while its bytes are still there."""
         memory.on_reclaimed = lambda evicted: self.on_given_up(evicted)
         self._table = np.zeros((max_requests, 3), np.int64)
-        """By slot and border, in pages, mod 3: the newest blocks."""
+        """The newest blocks, for each slot and for borders by their number of pages modulo 3."""
         if index is not None:
             index.on_lost = self._lost
 

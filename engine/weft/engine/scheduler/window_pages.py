@@ -33,9 +33,9 @@ class Reserved(NamedTuple):
     """Pages that requests may have at once."""
 
     beside_prompts: int = 0
-    """Beside those of the prompt tokens of two steps."""
+    """Pages for everything but the prompt tokens of two steps."""
     total: int = 0
-    """If nothing of them were freed."""
+    """Pages if none of them were freed."""
 
     def plus(self, other: Reserved, sign: int = 1) -> Reserved:
         """The sum, or with sign -1 the difference."""

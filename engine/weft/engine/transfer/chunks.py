@@ -55,7 +55,7 @@ class ShipChunk:
     term: LeaseTerm
     """Term of the lease: nothing of the chunk is posted once it is over."""
     computed_tokens: int | None = None
-    """Of the last chunk: prompt tokens that the filler computed."""
+    """Prompt tokens that the filler computed, in all; None: this is not the last chunk."""
 
     def report(self, digests: list[int]) -> FillEvent:
         """The event that tells the owner of the chunk."""

@@ -51,7 +51,7 @@ class Lanes:
         piece_pages = max(1, MAX_PIECE_BYTES // page_bytes)
         self.out = _Lane(device, piece_pages, page_bytes)
         self.early = _Lane(device, 1, page_bytes)
-        """For pages that a step under way computes. Others must not wait behind it."""
+        """Copies pages that a step under way computes. Others must not wait behind it."""
         self.into = _Lane(device, piece_pages, page_bytes)
 
 

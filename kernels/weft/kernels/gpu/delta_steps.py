@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class _Shape(NamedTuple):
-    """Of a launch."""
+    """Sizes of a launch."""
 
     warps: int
     rows: int
-    """Of the ring, whose keys a program takes at once."""
+    """Rows of the ring whose keys a program takes at once."""
 
 
 _SHAPES = {1: _Shape(4, 16), 64: _Shape(2, 8)}
-"""From so many requests on. On an H100 a layer of Qwen3-Next's sizes takes 15.5 and 16.3 us for one
-request, 281 and 263 us for 256.
+"""Sizes by the number of requests from which on they are used. On an H100 a layer of Qwen3-Next's
+sizes takes 15.5 and 16.3 us for one request, 281 and 263 us for 256.
 """
 _HEADS = 2
 """Heads of a program, of those that share a key."""

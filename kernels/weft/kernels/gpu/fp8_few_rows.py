@@ -20,7 +20,7 @@ from weft.kernels.quantised import FP8_GROUP, Fp8Matrix, Int8Channels
 MAX_ROWS = 2
 """Most rows: rounded rows and tensor cores are faster from three on."""
 _MAX_NORMED_ELEMENTS = 1152
-"""As of `weft.kernels.gpu.small_linear`."""
+"""Most elements of rows whose norm a product takes, as in `weft.kernels.gpu.small_linear`."""
 
 
 class SpreadShape(NamedTuple):

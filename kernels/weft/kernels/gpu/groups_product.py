@@ -34,7 +34,7 @@ class GroupsShape(NamedTuple):
 
     rows: int
     columns: int
-    """Of a gated pair, of each."""
+    """Output columns of a program; of a gated pair so many of each."""
     slices: int
     """Slices of K, a warp each; 0: the program's warps share tiles."""
     warps: int
@@ -558,7 +558,7 @@ def _add_rounded(
     IS_E2M1: tl.constexpr,
     IS_NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """As `_add_groups`, of weights that are rounded once."""
+    """Does what `_add_groups` does, with weights that are rounded once."""
     scale, offset, scale_high, offset_high = given
     lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
     if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:

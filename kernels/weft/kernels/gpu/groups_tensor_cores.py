@@ -65,7 +65,7 @@ class TensorShape(NamedTuple):
 
     rows: int
     columns: int
-    """Of a gated pair, of each; 16 a warp at least."""
+    """Output columns of a program, at least 16 a warp; of a gated pair so many of each."""
     warps: int
     stages: int
     """Times 128 columns of x and of the weight that are being loaded."""
@@ -196,8 +196,9 @@ _PAIRS = gl.constexpr(
     }
     """
 )
-"""Of 16 bytes the selected two of each half: their lower numbers, then their upper ones. A number
-in the last bits of 128's mantissa is 128 more than itself, of which 136 is subtracted; exact.
+"""Takes the selected two bytes of each half of 16, and makes their lower and then their upper
+numbers floats. A number in the last bits of 128's mantissa makes a float that is larger by 128;
+136 is subtracted, since numbers are stored with 8 added. All this is exact.
 """
 
 
@@ -213,14 +214,14 @@ def _powers(count: int, rank: int, dim: int, start: int = 1) -> list[list[int]]:
 
 @gluon.constexpr_function
 def _sums_layout(is_wide: bool, rows: int, warps: int) -> gl.NVMMADistributedLayout:
-    """Of products [columns, rows]."""
+    """The layout of products, [columns, rows], in registers."""
     version, shape = ([3, 0], [16, rows, 16]) if is_wide else ([2, 0], [16, 8])
     return gl.NVMMADistributedLayout(version, warps_per_cta=[warps, 1], instr_shape=shape)
 
 
 @gluon.constexpr_function
 def _x_layout(is_wide: bool, half: int) -> gl.NVMMASharedLayout | gl.SwizzledSharedLayout:
-    """Of rows of x in shared memory, of which operands take `half` columns each."""
+    """The layout of rows of x in shared memory; an operand takes `half` columns of them."""
     if is_wide:
         return gl.NVMMASharedLayout(2 * half, 16, rank=2)
     return gl.SwizzledSharedLayout(8, 64 // half, half // 8, order=[1, 0])
@@ -228,7 +229,9 @@ def _x_layout(is_wide: bool, half: int) -> gl.NVMMASharedLayout | gl.SwizzledSha
 
 @gluon.constexpr_function
 def _words_layout(columns: int, words: int, warps: int) -> gl.DistributedLinearLayout:
-    """Of a block's words [columns, words] for all four threads of a row."""
+    """The layout of a block's words, [columns, words]: all four threads of a row have all its
+    words.
+    """
     rows = [[8, 0], *_powers(columns // 16 // warps, 2, 0, 16 * warps)]
     lanes = [[0, 0], [0, 0], *_powers(8, 2, 0)]
     return gl.DistributedLinearLayout(
@@ -238,7 +241,7 @@ def _words_layout(columns: int, words: int, warps: int) -> gl.DistributedLinearL
 
 @gluon.constexpr_function
 def _numbers_layout(columns: int, words: int, warps: int) -> gl.DistributedLinearLayout:
-    """Of numbers [columns, 16 bytes, word or number, thread of a row]."""
+    """The layout of numbers, [columns, 16 bytes, word or number, thread of a row]."""
     rows = [[8, 0, 0, 0], *_powers(columns // 16 // warps, 4, 0, 16 * warps)]
     lanes = [*_powers(4, 4, 3), *_powers(8, 4, 0)]
     own = [*_powers(4, 4, 2), *_powers(words // 4, 4, 1), *rows]

@@ -25,7 +25,7 @@ class LatentLaunchShape(NamedTuple):
 
     heads: int
     positions: int
-    """Of an iteration."""
+    """Positions that a program takes in an iteration."""
     warps: int
     stages: int
     """Iterations whose loads are under way."""
@@ -68,7 +68,9 @@ def _attend(
     step: GroupStep,
     sums: torch.Tensor | None,
 ) -> torch.Tensor:
-    """With `sums`, [T, H] float32, which are written, to the positions before the step alone."""
+    """Attends to latents. If `sums`, [T, H] float32, are given, they are written, and rows attend
+    to the positions before the step alone.
+    """
     rows, heads, dim = q.shape
     width, device = spec.value_dim, q.device
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=device)

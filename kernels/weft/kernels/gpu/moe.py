@@ -63,7 +63,7 @@ class _Sorted(NamedTuple):
     """[T, H] or [T * k, H]."""
     folded: Folded | None
     options: LaunchOptions
-    """Of the launch that sums them."""
+    """Options of the launch that sums them."""
 
 
 def begin_ranks(

@@ -38,7 +38,7 @@ _MAX_TILE = 1 << 13
 """Elements of K up to which a program of gate and up takes whole columns, one after the other."""
 _ELEMENTS_PER_WARP = 1024
 _WARPS_PER_SM = 16
-"""Of such programs, on each multiprocessor: as many as their registers allow."""
+"""Warps of such programs on each multiprocessor: as many as their registers allow."""
 _PART = 2048
 """Elements of longer columns that are taken at once."""
 _OUT_COLUMNS = 2

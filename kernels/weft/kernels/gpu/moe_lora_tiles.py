@@ -40,11 +40,11 @@ _MAX_SPAN, _PROGRAMS = 8, 256
 """Most blocks of columns that a program takes in turn, as long as so many programs are left."""
 _DEPTH, _COLUMNS = 128, 128
 _FEW_TOKENS, _SOME_TOKENS = 256, 1024
-"""Up to so many tokens, eight or two programs share the adapters of a tile."""
+"""Numbers of tokens up to which eight, or two, programs share the adapters of a tile."""
 MAX_RANKS = 128
 """Most ranks of an adapter that a program can hold at once, with its part of B."""
 _LAST: tl.constexpr = tl.constexpr(2**31 - 1)
-"""Behind all slots."""
+"""A number that is larger than those of all slots."""
 
 
 class Items(NamedTuple):

@@ -50,7 +50,9 @@ class Shares(NamedTuple):
 
     @classmethod
     def empty(cls, mixed: torch.Tensor, heads: int, block_keys: int = 0) -> Shares:
-        """Of rows [R, ring rows, channels] and this many heads; `block_keys`: of decays by key."""
+        """Makes room for rows [R, ring rows, channels] and so many heads; with `block_keys` for
+        decays by key.
+        """
         sizes = *mixed.shape[:2], heads
         whole = cdiv(mixed.shape[1], SHARE_ROWS) * SHARE_ROWS
         shares = mixed.new_empty((*sizes, 2, whole), dtype=torch.float32)

@@ -29,7 +29,7 @@ _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 16
 _ALTERNATIVE_BYTES = 13
 _NUMBER_BYTES = 4
-"""Of a vector."""
+"""Bytes of a number of a vector."""
 _ENTRY_BYTES = 8
 """Size of an entry in addition to its own bytes."""
 SOURCES = {

@@ -64,7 +64,9 @@ def _config(
 
 
 def _kind(family: Family, layer: int) -> str:
-    """By a pattern, of one letter a layer, or the distance of the layers without a window."""
+    """The kind of a layer: a pattern has a letter for each, or a number says how far layers without
+    a window lie apart.
+    """
     pattern = family.fields.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:
         is_last = layer == family.num_layers - 1

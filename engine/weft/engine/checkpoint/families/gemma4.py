@@ -82,8 +82,9 @@ def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
 
 
 def kv_sources(fields: Fields, kinds: tuple[str, ...], shared: int = 0) -> list[int | None]:
-    """By layer the one whose K and V it uses: of the last ones the last of its kind before them;
-    `shared`: how many those are where the file does not say it.
+    """For each layer, the layer whose K and V it uses; None: it has its own. The last layers use
+    those of the last layer of their kind that has its own. How many they are the file says, or else
+    `shared`.
     """
     own = len(kinds) - fields.count("num_kv_shared_layers", shared)
     if own < len(kinds) and not set(kinds[own:]) <= set(kinds[: max(own, 0)]):

@@ -53,7 +53,7 @@ def read_minimax(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 
 
 def _kinds(family: Family) -> tuple[str, ...]:
-    """By `layer_types`, or 1 for attention in the list of the hub's older files."""
+    """Kinds of the layers: `layer_types` has them, or a list in older files, with 1 for attention."""
     switches = family.switches("attn_type_list")
     if switches is not None:
         return tuple(FULL if has_attention else _LINEAR for has_attention in switches)
@@ -63,7 +63,7 @@ def _kinds(family: Family) -> tuple[str, ...]:
 
 
 def _factors(family: Family, kind: str) -> tuple[float, float]:
-    """On what the mixer and the feed-forward block read; those on their results must be 1."""
+    """Factors on what the mixer and the feed-forward block read; those on results must be 1."""
     fields, found = family.fields, []
     block = "full_attn" if kind == FULL else "linear_attn"
     older = "full_attention" if kind == FULL else "linear_attention"

@@ -351,8 +351,8 @@ class MeasuredGate(DraftGate):
     def _hope(
         self, choice: _Choice, worth: _Worth, num_requests: int
     ) -> tuple[DraftShape, float] | None:
-        """Of the shapes with few measurements, the one that could be the best, and its tokens per
-        second in that case.
+        """Finds the shape with few measurements that could be the best, and its tokens per second
+        in that case.
         """
         times, found = self._times, None
         for shape in self._options(num_requests):

@@ -84,7 +84,7 @@ class HostWeights:
     vocab_end: int
     """First token id that the adapter's LM head does not have."""
     whole: Mapping[str, WholeMatrix] = field(default_factory=dict)
-    """By name, EMBED_TOKENS or LM_HEAD; tied ones are one object."""
+    """Whole matrices by name, EMBED_TOKENS or LM_HEAD; tied ones are one object."""
     left_out: tuple[str, ...] = ()
     """See `AdapterWeights.left_out`."""
 

@@ -30,7 +30,7 @@ class _Names(NamedTuple):
     o: str
     attention_norm: str
     up: tuple[str, ...]
-    """Of a gated block: what is activated, and what it is multiplied by."""
+    """Names of the first products; of a gated block first what is activated, then its factor."""
     down: str
     mlp_norm: str
     norm: str = "embeddings.LayerNorm"

@@ -47,7 +47,7 @@ class DeltaAttention(RecurrentMixer):
     config: DeltaAttentionConfig
     """Sizes, over all ranks."""
     projections: _Projections
-    """Of the layer's input."""
+    """Projections of the layer's input."""
     conv: torch.Tensor
     """[taps, channels], in the order of rows of inputs."""
     rates: torch.Tensor

@@ -43,7 +43,7 @@ class GatedDelta(RecurrentMixer):
     config: GatedDeltaConfig
     """Sizes, over all ranks."""
     projections: tuple[LinearWeight, ...]
-    """To qkvz and ba of each key head, or to q, k and v, to z, and to b and a."""
+    """Projections to qkvz and ba of each key head, or to q, k and v, to z, and to b and a."""
     conv: torch.Tensor
     """[taps, channels], of one key head of this rank after another."""
     rates: torch.Tensor

@@ -101,7 +101,7 @@ class Values:
     value_dim: int
     factor: float = 1.0
     eps: float | None = None
-    """Of the norm; None: there is none."""
+    """Epsilon of the norm; None: there is none."""
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
         """See `HeadChange`; the V that is given may be narrower."""

@@ -33,7 +33,7 @@ class Lightning(Mamba2):
     gate: LinearWeight
     """[hidden] -> factors on all heads' results, before their sigmoid."""
     whole_norm: Norm
-    """Of all heads' results together."""
+    """The norm of all heads' results together."""
 
     @classmethod
     def of(

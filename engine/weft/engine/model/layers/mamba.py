@@ -31,7 +31,7 @@ class _Selection(NamedTuple):
     x_proj: LinearWeight
     dt_proj: LinearWeight
     norms: tuple[Norm, Norm, Norm]
-    """Of the narrow dt, of B and of C."""
+    """The norms of the narrow dt, of B and of C."""
     dt_bias: torch.Tensor
     """[channels] float32."""
 

@@ -111,12 +111,12 @@ class PlainMLP:
     layer: int
     """The layer's index."""
     up_proj: LinearWeight
-    """Where the MLP has a gate, the first half of the outputs is the gate's."""
+    """If the MLP has a gate, the first half of the outputs is the gate's."""
     down_proj: LinearWeight
     activation: Activation | Gating | XIELU | GaussianTopK
     is_gated: bool = field(kw_only=True)
     factors: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
-    """On the gate before its activation, and on the result."""
+    """Factors on the gate before its activation, and on the result."""
 
     def __call__(self, x: Normed, step: Step) -> Sum | Computed:
         """See `FeedForward`."""

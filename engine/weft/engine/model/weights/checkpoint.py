@@ -27,7 +27,7 @@ _FP8 = {"F8_E4M3": torch.float8_e4m3fn}
 _DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE_NUMBERS, **_FP8}
 _NAMES_SHOWN = 8
 _SIZE_BYTES = 8
-"""Of the number at a file's begin, the header's length."""
+"""Bytes of the number at the beginning of a file, which is the header's length."""
 
 
 class _Tensor(NamedTuple):

@@ -197,7 +197,7 @@ class ExpertSpec:
     """The gated MLPs of a mixture of experts."""
 
     num_experts: int
-    """Over all ranks."""
+    """Number of experts over all ranks."""
     gate_up: LinearSpec
     """Gate and up projection of each expert."""
     down: LinearSpec
@@ -208,7 +208,7 @@ class ExpertSpec:
     is_transposed: bool = False
     """Stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False
-    """In stacked tensors rows of gate and up alternate."""
+    """Whether rows of gate and up alternate in stacked tensors."""
     bias: bool = False
     """Whether products have biases, `<stacked>_bias`, [experts, rows]."""
     gating: Gating = SILU

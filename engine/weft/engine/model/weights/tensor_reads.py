@@ -27,7 +27,7 @@ GiB/s in pieces of 8 MiB, 14 in pieces of 4 MiB, and in pieces of 2 MiB less tha
 thread reads.
 """
 _BUFFERS_A_THREAD = 2
-"""For a GPU: one is copied while the other is read into."""
+"""Buffers of a thread that reads for a GPU: one is copied while the other is read into."""
 
 
 class StoredTensor(NamedTuple):
@@ -47,7 +47,7 @@ class _Rows(NamedTuple):
     """First byte of the first row."""
     num_rows: int
     shape: tuple[int, ...]
-    """Of a row in the file."""
+    """Shape of a row in the file."""
     dtype: torch.dtype
     part: tuple[int | slice, ...]
     """The part of each row to read; empty: all of it."""
@@ -113,7 +113,7 @@ class _Way(NamedTuple):
 
     buffers: SimpleQueue[_Buffer]
     stream: torch.cuda.Stream | None
-    """Of the copies; None: the device is a CPU."""
+    """Stream of the copies; None: the device is a CPU."""
 
 
 class TensorReads:

@@ -190,8 +190,9 @@ class Weights:
         return out
 
     def read_to_pack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
-        """As `read`, for what is only packed. Where packing copies, the result is valid until the
-        next call: memory that the system has not given out yet takes longer to write than to pack.
+        """Reads what is only packed, as `read` does. Where packing copies, the result is valid
+        until the next call: memory that the system has not given out yet takes longer to write than
+        to pack.
         """
         if not packing_copies(self.dtype, self.device):
             return self.read(parts)

@@ -210,9 +210,9 @@ class FoundBlock(NamedTuple):
     """The pieces that tiers hold and with which a request can go on at a border."""
 
     border: int
-    """In pages."""
+    """Where the block lies in its prompt, in pages."""
     keys: list[bytes]
-    """Of its pages."""
+    """Keys of its pages."""
     tiers: list[Tier]
     """The tier of each."""
 

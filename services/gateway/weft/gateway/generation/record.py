@@ -91,7 +91,7 @@ class RequestRecord:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of these, tokens whose KV the owners had."""
+        """Prompt tokens whose KV the owners had."""
         return sum(one.cached_prompt_tokens for one in self.generations)
 
     @property

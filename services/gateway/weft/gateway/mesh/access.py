@@ -115,7 +115,7 @@ class MeshAccess:
 
 
 class OperatorsAccess(MeshAccess):
-    """For an operators' port, whose callers have shown its token."""
+    """Access through an operators' port, whose callers have shown its token."""
 
     def __init__(self) -> None:
         super().__init__("operate", None, None)

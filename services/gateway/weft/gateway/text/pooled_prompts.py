@@ -58,7 +58,7 @@ _GEMMA = _Judge(
 )
 """bge-reranker-v2-gemma's, from its model card."""
 _JUDGES = {"gemma": _GEMMA}
-"""By `model_type`; others are asked as Qwen3-Reranker."""
+"""Forms of questions by `model_type`; other models are asked as Qwen3-Reranker."""
 _NEEDS: dict[Task, str] = {
     "generate": "text, chat or completions",
     "embed": "embeddings",

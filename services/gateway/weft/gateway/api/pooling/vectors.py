@@ -26,7 +26,7 @@ class Shown(NamedTuple):
     data: object
     """Numbers, lists of numbers, base64, or indices and values of a sparse vector."""
     shape: list[int]
-    """Of the data: vectors and numbers in each, or numbers."""
+    """Shape of the data: vectors and numbers in each, or numbers."""
 
 
 def shown(

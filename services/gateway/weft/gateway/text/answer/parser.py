@@ -171,7 +171,7 @@ class TextParser:
         return self._after_opener(self._reasons.opener, self._first, is_last)
 
     def _opened_reasoning(self, part: AnswerPart, is_last: bool) -> bool:
-        """At the beginning of reasoning that the prompt has opened; models may do so again."""
+        """Parses the beginning of reasoning that the prompt has opened; models may open it again."""
         assert self._reasons is not None
         return self._after_opener(self._reasons.opener, self._reasoning, is_last)
 
@@ -219,7 +219,7 @@ class TextParser:
         return False
 
     def _first_call(self, part: AnswerPart, is_last: bool) -> bool:
-        """At the beginning of a text that has calls only if it begins with one."""
+        """Parses the beginning of a text that has calls only if it begins with one."""
         assert self._tools is not None
         tools, text = self._tools, self._held.lstrip(_BLANKS)
         tags = tools.openers or tools.beginnings
@@ -235,7 +235,7 @@ class TextParser:
         return True
 
     def _before_call(self, part: AnswerPart, is_last: bool) -> bool:
-        """Before a call, or behind one."""
+        """Parses the text before a call, or behind one."""
         assert self._tools is not None
         tools, text = self._tools, self._held.lstrip(_BLANKS)
         joints = tools.separators
