@@ -53,7 +53,7 @@ def read_minimax(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 
 
 def _kinds(family: Family) -> tuple[str, ...]:
-    """Kinds of the layers: `layer_types` has them, or a list in older files, with 1 for attention."""
+    """Kinds of the layers, from `layer_types` or from a list in older files: 1 is attention."""
     switches = family.switches("attn_type_list")
     if switches is not None:
         return tuple(FULL if has_attention else _LINEAR for has_attention in switches)

@@ -210,7 +210,7 @@ class FoundBlock(NamedTuple):
     """The pieces that tiers hold and with which a request can go on at a border."""
 
     border: int
-    """Where the block lies in its prompt, in pages."""
+    """The border, in pages from the beginning of the prompt."""
     keys: list[bytes]
     """Keys of its pages."""
     tiers: list[Tier]

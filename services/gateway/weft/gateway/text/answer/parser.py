@@ -171,7 +171,7 @@ class TextParser:
         return self._after_opener(self._reasons.opener, self._first, is_last)
 
     def _opened_reasoning(self, part: AnswerPart, is_last: bool) -> bool:
-        """Parses the beginning of reasoning that the prompt has opened; models may open it again."""
+        """Parses the beginning of reasoning that the prompt opened; models may open it again."""
         assert self._reasons is not None
         return self._after_opener(self._reasons.opener, self._reasoning, is_last)
 
