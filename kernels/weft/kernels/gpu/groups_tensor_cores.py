@@ -286,8 +286,8 @@ def _multiply(
     IS_WIDE: gl.constexpr,
     second_of: gl.constexpr,
 ) -> gl.tensor:
-    """`part` plus an operand's product with its columns of x, [HALF, ROWS] in shared memory; wide:
-    the beginning of it. Of the first product `part` is zeros.
+    """Returns `part` plus an operand's product with its columns of x, [HALF, ROWS] in shared memory.
+    If IS_WIDE, the product is only begun. IS_FIRST says that `part` is zeros.
     """
     if IS_WIDE:
         part = warpgroup_mma(operand, columns, part, use_acc=not IS_FIRST, is_async=True)
@@ -305,8 +305,8 @@ def _begun(
     IS_WIDE: gl.constexpr,
     second_of: gl.constexpr,
 ) -> gl.tuple:
-    """The products of a block's operands, one a group; wide: their beginnings, of which each
-    operand's counts for `_finished`.
+    """Multiplies a block's operands with their columns of x, and returns a product for each group.
+    If IS_WIDE, the products are only begun, and `_finished` waits for those of each operand.
     """
     first = _multiply(operands[0], columns[0], zeros, True, IS_WIDE, second_of)
     if UNIT == 32:
@@ -319,8 +319,8 @@ def _begun(
 def _finished(
     part: gl.tensor, operands: gl.tuple, LATER: gl.constexpr, IS_WIDE: gl.constexpr
 ) -> gl.tensor:
-    """A product once it is complete, of which the operands stay in registers until then; `LATER`
-    products of operands may still be under way.
+    """Waits until a product is complete and returns it. Its operands stay in registers until then;
+    `LATER` products of operands may still be under way.
     """
     if IS_WIDE:
         part, _, _ = warpgroup_mma_wait(LATER, deps=[part, operands[0], operands[1]])
