@@ -286,7 +286,7 @@ def _multiply(
     IS_WIDE: gl.constexpr,
     second_of: gl.constexpr,
 ) -> gl.tensor:
-    """Returns `part` plus an operand's product with its columns of x, [HALF, ROWS] in shared memory.
+    """Adds to `part` an operand's product with its columns of x, [HALF, ROWS] in shared memory.
     If IS_WIDE, the product is only begun. IS_FIRST says that `part` is zeros.
     """
     if IS_WIDE:
