@@ -52,7 +52,7 @@ class DenseLayer:
     group: int = 0
     """Number of the layer's page group."""
     pool_shift: int = 0
-    """What is added to the layer's number for its index in the group's pool."""
+    """The layer's index in its group's pool is its number plus this."""
 
     @property
     def products(self) -> dict[Group, LinearWeight]:

@@ -322,13 +322,13 @@ class LoraStep:
     gate_up: tuple[LoraWeights, ...] = ()
     down: tuple[LoraWeights, ...] = ()
     state_in: tuple[LoraWeights, ...] = ()
-    """For the projection of the states' inputs, or of all inputs, in recurrent layers."""
+    """Parameters of the projection of the states' inputs, or of all inputs, in recurrent layers."""
     state_z: tuple[LoraWeights, ...] = ()
-    """For the gate on their results, where it is a projection of its own."""
+    """Parameters of the gate on the states' results, where it is a projection of its own."""
     state_gates: tuple[LoraWeights, ...] = ()
-    """For the projections to their decays and betas."""
+    """Parameters of the projections to the states' decays and betas."""
     state_out: tuple[LoraWeights, ...] = ()
-    """For the projection of their results back to the stream."""
+    """Parameters of the projection of the states' results back to the stream."""
     router: tuple[LoraWeights, ...] = ()
     w13: tuple[LoraWeights, ...] = ()
     """Parameters of experts, see `ExpertAddition`."""

@@ -62,11 +62,11 @@ TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
 cost more than they bring.
 """
 FEW_REQUESTS = 8
-"""Request bound of most ragged graphs: prompts without a large batch beside them."""
+"""Most requests that the smaller ragged graphs take: prompts without a large batch beside them."""
 MAX_LONE_ROWS = MAX_TREE_ROWS
 """Most rows of the ragged graphs for one request. Attention runs so few rows, such as the last rows
 of a shipped prompt, as decodes. In a graph for one request it divides a long context among more
-programs than in a graph for eight. The gain was not measured yet.
+programs than in a graph for eight.
 """
 
 Progress = Callable[[int, int, str], None]

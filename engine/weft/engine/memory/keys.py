@@ -140,13 +140,20 @@ class RecentPages:
         """The newest last."""
 
     def longest(self, group: tuple[bytes, int], data: bytes) -> HashedPages | None:
-        """The longest prompt that a prompt of `data` begins with; None: there is none."""
+        """Finds the longest remembered prompt with which a new one begins; None: there is none.
+
+        Args:
+            group: Namespace and page size.
+            data: The new prompt, as `token_bytes` packs it.
+        """
         found = (each for each in self._known if each.group == group)
         fitting = (each for each in found if data.startswith(each.data))
         return max(fitting, key=lambda each: len(each.data), default=None)
 
     def replace(self, before: HashedPages | None, new: HashedPages) -> None:
-        """Remembers a prompt, and forgets the one that it continues, if any."""
+        """Remembers `new`, and forgets the prompt `before` that it continues, if any. Beyond the
+        limits the oldest prompts are forgotten.
+        """
         if before is not None and before in self._known:
             self._known.remove(before)
             self._num_bytes -= len(before.data)

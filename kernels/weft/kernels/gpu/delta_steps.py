@@ -30,8 +30,8 @@ class _Shape(NamedTuple):
 
 
 _SHAPES = {1: _Shape(4, 16), 64: _Shape(2, 8)}
-"""Sizes by the number of requests from which on they are used. On an H100 a layer of Qwen3-Next's
-sizes takes 15.5 and 16.3 us for one request, 281 and 263 us for 256.
+"""Sizes of launches, by the least number of requests for which each is used. On an H100 a layer of
+Qwen3-Next's sizes takes 15.5 and 16.3 us for one request, 281 and 263 us for 256.
 """
 _HEADS = 2
 """Heads of a program, of those that share a key."""
