@@ -219,12 +219,14 @@ def engine_case(case: Case, keep: Callable[[dict[str, Any]], None]) -> None:
                 found["decode"][batch] = decode(
                     llm, config, batch, PROMPT_TOKENS, rates, sizes, case.is_quick
                 )
-                if case.has_parts and batch <= 64 and not case.is_quick:
+                if case.has_parts and not case.is_quick:
                     found["parts"][batch] = parts_of_step(llm, batch)
                     found["host_us"][batch] = host_parts(llm, batch)
                 keep(found)
             if case.prompts:
                 prompts(llm, config, case, rates, found)
+                if case.has_parts and not case.is_quick:
+                    found["parts"]["prompts"] = parts_of_prompts(llm, case.prompts)
                 keep(found)
             if case.long and not case.is_quick:
                 long_answers(llm, config, case, rates, sizes, found)
@@ -322,11 +324,7 @@ def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
 
     given = random_prompts(llm.engine.info.vocab_size, batch, PROMPT_TOKENS)
     run_requests(llm, given, [40] * batch, SamplingParams(temperature=0.0), watch)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in traces[0].events() or ()
-        if event.device_type == DeviceType.CUDA and event.time_range.end > 0
-    )
+    spans = spans_of(traces[0])
     count = len(spans) // TRACED_STEPS
     steps = [parts_of(spans[at : at + count]) for at in range(0, count * TRACED_STEPS, count)]
     names = {name for step in steps for name in step}
@@ -340,6 +338,30 @@ def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
     print(f"  us of a step at batch {batch}: {listed(found, 9)}, kernels {count}")
     print(f"    {listed(single, 14)}", flush=True)
     return {**found, "kernels": count}
+
+
+def parts_of_prompts(llm: LLM, count: int) -> dict[str, float]:
+    """Microseconds of STEP_TOKENS tokens of prompts by kind of kernel, on rank 0, and in none."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run_batch(llm, count, 4_096, 2)
+        torch.cuda.synchronize()
+    steps = count * 4_096 / STEP_TOKENS
+    times = {name: us / steps for name, us in parts_of(spans_of(trace)).items()}
+    found = {name: us for name, us in times.items() if not name.startswith("_: ")}
+    single = {name[3:]: us for name, us in times.items() if name.startswith("_: ")}
+    print(f"  us of {STEP_TOKENS:,} tokens of prompts: {listed(found, 9)}")
+    print(f"    {listed(single, 16)}", flush=True)
+    return found
+
+
+def spans_of(trace: profile) -> list[tuple[float, float, str]]:
+    """When kernels began and ended, in microseconds, and their names."""
+    return sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in trace.events() or ()
+        if event.device_type == DeviceType.CUDA and event.time_range.end > 0
+    )
 
 
 def parts_of(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:

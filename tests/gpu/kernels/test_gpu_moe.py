@@ -309,6 +309,45 @@ def test_experts_that_are_too_large_to_be_loaded_at_once(is_fp8: bool, rows: int
     assert_as_exact(total.bfloat16(), peer, exact, 4)
 
 
+@pytest.mark.parametrize("rows", [30, 100, 900])
+def test_blocks_of_many_pairs_round_their_rows_to_fp8(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About 15, 50 and 450 pairs of an expert: only from the second on rows are rounded, and by
+    tiles of the third the rows between the products too.
+    """
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    case = make_case(rows, 1024, 768, 16, 8, torch.bfloat16)
+    drawn = [experts_of("fp8 wide", *each.shape) for each in (case.w13, case.w2)]
+    weights = [
+        replace(each, data=each.data.to(CUDA), scales=each.scales.to(CUDA)) for each, _ in drawn
+    ]
+    out = gpu_moe.moe(case.x, case.ids, case.shares, *weights, case.residual)
+    is_rounded = rows > 30
+    x = case.x.double()
+    x = in_fp8(x) if is_rounded else x
+    expected = case.residual.double()
+    w13, w2 = (wide.to(CUDA) for _, wide in drawn)
+    for expert, (gate_up, down) in enumerate(zip(w13, w2, strict=True)):
+        row, place = (case.ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[row] @ gate_up.double().T).chunk(2, dim=1)
+        inner = F.silu(gate) * up
+        inner = in_fp8(inner) if is_rounded else inner
+        products = inner @ down.double().T * case.shares[row, place].double()[:, None]
+        expected.index_add_(0, row, products)
+    error = (out.double() - expected).norm() / (expected - case.residual.double()).norm()
+    # Numbers between two of FP8 may go to the other one.
+    assert error < 0.02
+
+
+def in_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """Rows rounded to FP8 with a scale for 128 columns each."""
+    groups = rows.unflatten(1, (-1, 128))
+    scales = groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448
+    return ((groups / scales).float().to(torch.float8_e4m3fn).double() * scales).flatten(1)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_shared_expert_beside_the_others(rows: int) -> None:
     """In the launches of the others up to two rows; twice in a row, so that launches overlap."""

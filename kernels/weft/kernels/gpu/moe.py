@@ -30,10 +30,10 @@ from weft.kernels.gpu.moe_lora_tiles import (
     tokens_of,
 )
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert
-from weft.kernels.gpu.moe_products import multiply_sorted
+from weft.kernels.gpu.moe_products import empty_inner, multiply_sorted
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
-from weft.kernels.gpu.moe_tiles import FIXED_FP8, Tiles, packed_tiles, tiles_for
+from weft.kernels.gpu.moe_tiles import FIXED_FP8, Tiles, fp8_tiles, packed_tiles, tiles_for
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.moe import SOFTMAX, RouterForm, StackedWeight
@@ -146,7 +146,7 @@ def routed_moe(
     if lora is None and _is_few_packed(x, w13, w2):
         routed = route(logits, top_k, renormalise, form, more.placement)
         return _few_packed(x, *routed, w13, w2, None, after, more)
-    tiles, blocks = _tiles(rows, top_k, w2, lora, more), None
+    tiles, blocks = _tiles(x, top_k, w2, lora, more), None
     if form.jitter is None and is_sorted_at_once(rows, logits.shape[1]):
         ids, shares, blocks = route_and_sort(
             logits, top_k, tiles.rows, renormalise=renormalise, form=form,
@@ -198,7 +198,7 @@ def moe(
     if is_fixed and any(isinstance(weight, Fp8Experts) for weight in (w13, w2)):
         tiles = FIXED_FP8
     else:
-        tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora, more)
+        tiles = _tiles(x, ids.shape[1], w2, lora, more)
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
     )
@@ -244,12 +244,18 @@ def _few_packed(
 
 
 def _tiles(
-    rows: int, top_k: int, w2: StackedWeight, lora: ExpertAddition | None, more: ExpertParts
+    x: torch.Tensor,
+    top_k: int,
+    w2: StackedWeight,
+    lora: ExpertAddition | None,
+    more: ExpertParts,
 ) -> Tiles:
-    experts, hidden, width = w2.shape
+    rows, (experts, hidden, width) = x.shape[0], w2.shape
     experts = more.num_routed(experts)
     if isinstance(w2, PackedExperts):
         return packed_tiles(rows * top_k, experts, is_plain=lora is None)
+    if isinstance(w2, Fp8Experts) and w2.rows and x.element_size() == 2:
+        return fp8_tiles(rows * top_k, experts)
     return tiles_for(rows, top_k, experts, hidden, width)
 
 
@@ -331,7 +337,8 @@ def _in_turn(
             ),
             is_forked=is_few,
         )
-    inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
+    wide = None if lora is None else torch.empty((pairs, width), dtype=x.dtype, device=device)
+    inner = empty_inner(pairs, x, w13, w2, tiles) if wide is None else wide
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
     joined = options if lora is None else forked
     if to_gate_up is not None:
@@ -340,11 +347,11 @@ def _in_turn(
         inner, x, w13, shares, blocks, added, tiles, top_k, joined, is_gated=True,
         is_fixed=is_fixed, more=more,
     )  # fmt: skip
-    if lora is not None:
+    if lora is not None and wide is not None:
         to_down = SideStreamWork(
             device,
             lambda: down_additions(
-                inner,
+                wide,
                 ids,
                 shares,
                 hidden,

@@ -13,7 +13,7 @@ from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.gpu.moe_sort import Blocks, num_blocks
 from weft.kernels.moe import SOFTMAX, RouterForm, route_reference
 
-_MAX_AT_ONCE = 1 << 13
+_MAX_AT_ONCE = 1 << 11
 """Rows times experts that one program holds."""
 
 

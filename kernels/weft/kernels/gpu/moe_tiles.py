@@ -63,6 +63,18 @@ def default_tiles(pairs: int, experts: int) -> Tiles:
     return Tiles(rows, tile, tile)
 
 
+def fp8_tiles(pairs: int, experts: int) -> Tiles:
+    """Tiles for FP8 weights in blocks and rows of 16-bit floats, by the average number of pairs per
+    expert; measured in bench/notes/gpu-steps.md.
+    """
+    average = triton.cdiv(pairs, experts)
+    if average <= 16:
+        return Tiles(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
+    if average <= 64:
+        return Tiles(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))
+    return Tiles(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))
+
+
 def packed_tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
     """Tiles for weights of 4 bits in groups, of which only `rows` counts. Not plain: with adapters,
     whose kernels take no fewer than 16 pairs.

@@ -174,9 +174,12 @@ def shared_case(
 
 
 def experts_of(name: str, count: int, rows: int, columns: int) -> tuple[Any, torch.Tensor]:
-    """Matrices of experts in a format, "fp8" or "mxfp4", and in float32."""
-    if name == "fp8":
-        blocks = [draw_matrix(rows, columns, 16) for _ in range(count)]
+    """Matrices of experts in a format, and in float32: "fp8" in blocks of 16 rows, "fp8 wide" of
+    128, or "mxfp4".
+    """
+    if name in ("fp8", "fp8 wide"):
+        block_rows = 16 if name == "fp8" else 128
+        blocks = [draw_matrix(rows, columns, block_rows) for _ in range(count)]
         stacked = Fp8Experts.empty(count, blocks[0])
         for index, matrix in enumerate(blocks):
             stacked.put(index, matrix)
