@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from weft.engine.base.config import PolicyName
 from weft.engine.base.errors import DeadlineExceeded
 from weft.engine.features.speculative.fixed_gate import FixedGate
+from weft.engine.protocol.timeline import FillCandidate
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
@@ -160,7 +161,7 @@ def test_who_loses_least_is_preempted_and_comes_back_first() -> None:
 
 def test_prompts_beside_decodes_keep_to_their_share_of_a_step() -> None:
     limits = SchedulerLimits(PAGE, 64, 64, 4)
-    bench = Bench(random.Random(5), 200, limits, prompt_budget=lambda running, waiting: 2 * PAGE)
+    bench = Bench(random.Random(5), 200, limits, prompt_budget=lambda *_, **__: 2 * PAGE)
     decoding = bench.add(4, 1000)
     bench.step()
     long = bench.add(10 * PAGE, 5)
@@ -177,6 +178,26 @@ def test_prompts_beside_decodes_keep_to_their_share_of_a_step() -> None:
     bench.scheduler.finish(long)
     bench.step()
     assert alone.num_generated == 1
+
+
+@pytest.mark.parametrize("kind", ["prefill", "kvstore", None])
+def test_prompts_that_a_prefill_worker_could_compute_take_less_of_a_step(kind: str | None) -> None:
+    limits = SchedulerLimits(PAGE, 64, 64, 4)
+
+    def tokens(num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int:
+        return PAGE if is_overflow else 5 * PAGE
+
+    bench = Bench(random.Random(5), 200, limits, prompt_budget=tokens)
+    bench.fills.next_state = lambda request: State.PREFILLING  # type: ignore[method-assign]
+    decoding = bench.add(4, 1000)
+    bench.step()
+    prompt = bench.add(10 * PAGE, 5)
+    if kind is not None:
+        candidate = FillCandidate(worker_id="p", address="", epoch=1, kind=kind)
+        prompt.candidates.append(candidate)
+    bench.step()
+    assert decoding.num_generated == 2
+    assert prompt.num_computed == (PAGE if kind == "prefill" else 5 * PAGE)
 
 
 def test_states_change_along_legal_edges_only() -> None:
@@ -290,7 +311,7 @@ def test_prompts_beside_decodes_fill_what_a_step_is_padded_to() -> None:
 def test_a_step_with_decodes_is_filled_to_its_size() -> None:
     sizes = [4 * PAGE, 20 * PAGE, 30 * PAGE]
     limits = SchedulerLimits(PAGE, 40 * PAGE, 40 * PAGE, 8, step_sizes=sizes)
-    bench = Bench(random.Random(5), 400, limits, prompt_budget=lambda running, waiting: 17 * PAGE)
+    bench = Bench(random.Random(5), 400, limits, prompt_budget=lambda *_, **__: 17 * PAGE)
     decoding = [bench.add(4, 1000) for _ in range(3)]
     bench.step()
     prompts = [bench.add(33 * PAGE, 5), bench.add(33 * PAGE, 5)]

@@ -110,7 +110,7 @@ def test_prompts_admitted_ahead_of_a_long_one_leave_slots_for_an_urgent_one(
     step_tokens, num_slots, num_short = 64, 24, 32
     limits = SchedulerLimits(PAGE, step_tokens, step_tokens, num_slots)
     rng = random.Random()
-    bench = Bench(rng, 20_000, limits, policy, ageing_s=1e6, prompt_budget=lambda *_: 8)
+    bench = Bench(rng, 20_000, limits, policy, ageing_s=1e6, prompt_budget=lambda *_, **__: 8)
     running = bench.add(4, 400)
     while running.state is not State.RUNNING:
         bench.step()

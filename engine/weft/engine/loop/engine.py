@@ -316,10 +316,11 @@ class Engine:
         scheduler = self.scheduler
         num_running = len(scheduler.running)
         num_waiting = len(scheduler.prefilling) + 1
+        step_tokens = self._prompt_budget.tokens(num_running, num_waiting, is_overflow=True)
         return LocalLoad(
             scheduler.num_prefilling_tokens() + self.pipeline.num_chunk_tokens,
             num_running,
-            min(self.config.max_step_tokens, self._prompt_budget.tokens(num_running, num_waiting)),
+            min(self.config.max_step_tokens, step_tokens),
             self.config.prefill_chunk_tokens,
         )
 

@@ -11,11 +11,20 @@ prompts then need costs everyone who waits for a first token the time of its dec
 Where the first is at least the second, prompts take the whole step; else they keep to the target.
 So a burst that finds few running requests is worked off as fast as the device can, and a steady
 stream of prompts never makes many running requests wait for few.
+
+Beside prefill workers the running requests are spared their prompts. A prompt that this worker
+computes all the same, because prefill workers are busy, should not take that from them: it keeps to
+a smaller target, OVERFLOW_DECODES times the time of a step of decodes.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
+
+OVERFLOW_DECODES = 2.0
+MIN_OVERFLOW_TARGET_S = 0.015
+"""Least target of prompts that a prefill worker could have computed: smaller pieces would use a GPU
+badly."""
 
 
 class StepRates(Protocol):
@@ -33,6 +42,14 @@ class StepRates(Protocol):
 
     def tokens_within(self, duration_s: float) -> int:
         """Prompt tokens that add at most this time to a step of decodes, in whole pages."""
+        ...
+
+
+class PromptTokens(Protocol):
+    """`PromptBudget.tokens`."""
+
+    def __call__(self, num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int:
+        """Prompt tokens for the next step."""
         ...
 
 
@@ -56,18 +73,22 @@ class PromptBudget:
         self._weight = first_token_weight
         self._max_step_tokens = max_step_tokens
 
-    def tokens(self, num_running: int, num_waiting: int) -> int:
+    def tokens(self, num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int:
         """Prompt tokens for the next step.
 
         Args:
             num_running: Requests that get their next token in it.
             num_waiting: Prompts that are not computed yet, whether admitted or not.
+            is_overflow: Prefill workers could compute them.
         """
-        rates = self._rates
-        kept = rates.tokens_within(self._target_s)
+        rates, target_s = self._rates, self._target_s
+        if is_overflow:
+            least_s = max(MIN_OVERFLOW_TARGET_S, OVERFLOW_DECODES * rates.decode_s)
+            target_s = min(target_s, least_s)
+        kept = rates.tokens_within(target_s)
         rate = rates.tokens_per_s_beside
         if kept >= self._max_step_tokens or not rate:
             return kept
-        late_s = self._max_step_tokens / rate - self._target_s
+        late_s = self._max_step_tokens / rate - target_s
         saved_s = self._weight * num_waiting * rates.decode_s
         return self._max_step_tokens if saved_s >= num_running * late_s else kept

@@ -29,6 +29,7 @@ from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.ports import Fills
+from weft.engine.scheduler.prompt_budget import PromptTokens
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
@@ -52,8 +53,7 @@ class Scheduler:
         on_slot_free: called when a slot is given back.
         adapters: which adapters are on the device; None: none are served.
         events: callbacks about requests' pages; None: there are none.
-        prompt_budget: returns the most prompt tokens of a step that also decodes, given the numbers
-            of running requests and of prompts that are not computed (`PromptBudget.tokens`); None:
+        prompt_budget: returns the most prompt tokens of a step that also decodes; None: there is
             no such bound.
     """
 
@@ -68,7 +68,7 @@ class Scheduler:
         adapters: AdapterResidency | None = None,
         *,
         events: SchedulerEvents | None = None,
-        prompt_budget: Callable[[int, int], int] | None = None,
+        prompt_budget: PromptTokens | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages
@@ -232,7 +232,9 @@ class Scheduler:
         budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
         if has_running and self._prompt_budget is not None:
             num_waiting = len(self.prefilling) + len(self.waiting)
-            wanted = self._prompt_budget(len(self.running), num_waiting)
+            wanted = self._prompt_budget(
+                len(self.running), num_waiting, is_overflow=self._has_overflow()
+            )
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
         self._admit_ahead(now)
         for request in self.prefilling:
@@ -244,6 +246,16 @@ class Scheduler:
             budget = self._budget_behind(budget, taken, chunks) if taken else 0
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
+
+    def _has_overflow(self) -> bool:
+        """Whether prompts come next that a prefill worker could have computed; what is left behind
+        a fill is none.
+        """
+        page_size = self._limits.page_size
+        return any(
+            request.has_prefill_worker and request.num_to_compute > page_size
+            for request in chain(self.prefilling, islice(self.waiting, 1))
+        )
 
     def admit(self, now: float) -> None:
         """Admits requests between two plans, so that prefill workers and stores begin to fill their

@@ -230,6 +230,11 @@ class Request:
         return len(self.tokens) - self.num_computed - self.num_launched
 
     @property
+    def has_prefill_worker(self) -> bool:
+        """Whether a prefill worker that was not tried yet could compute its prompt."""
+        return any(one.kind == "prefill" for one in self.candidates)
+
+    @property
     def num_to_compute(self) -> int:
         """`num_pending` less the tokens that were cached at the last lookup."""
         return self.num_pending - (0 if self.pages else self.num_found_tokens)

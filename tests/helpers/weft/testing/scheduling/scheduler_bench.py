@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.prompt_budget import PromptTokens
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.scheduler.window_pages import WindowPages
@@ -252,7 +253,7 @@ class Bench:
         is_overlapped: bool = False,
         stop_chance: float = 0.0,
         adapters: AdapterBench | None = None,
-        prompt_budget: Callable[[int, int], int] | None = None,
+        prompt_budget: PromptTokens | None = None,
         reach: int | None = None,
         num_window_pages: int = 0,
     ) -> None:
