@@ -313,9 +313,7 @@ def test_experts_that_are_too_large_to_be_loaded_at_once(is_fp8: bool, rows: int
 def test_blocks_of_many_pairs_round_their_rows_to_fp8(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """About 15, 50 and 450 pairs of an expert: only from the second on rows are rounded, and by
-    tiles of the third the rows between the products too.
-    """
+    """About 15, 50 and 450 pairs of an expert, of which the first ones are not rounded."""
     fresh_seed()
     poison_new_memory(monkeypatch)
     case = make_case(rows, 1024, 768, 16, 8, torch.bfloat16)

@@ -14,15 +14,14 @@ stream of prompts never makes many running requests wait for few.
 
 Beside prefill workers the running requests are spared their prompts. A prompt that this worker
 computes all the same, because prefill workers are busy, should not take that from them: it keeps to
-a smaller target, OVERFLOW_DECODES times the time of a step of decodes.
+a smaller target, the time of a step of decodes.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-OVERFLOW_DECODES = 2.0
-MIN_OVERFLOW_TARGET_S = 0.015
+MIN_OVERFLOW_TARGET_S = 0.012
 """Least target of prompts that a prefill worker could have computed: smaller pieces would use a GPU
 badly."""
 
@@ -83,8 +82,7 @@ class PromptBudget:
         """
         rates, target_s = self._rates, self._target_s
         if is_overflow:
-            least_s = max(MIN_OVERFLOW_TARGET_S, OVERFLOW_DECODES * rates.decode_s)
-            target_s = min(target_s, least_s)
+            target_s = min(target_s, max(MIN_OVERFLOW_TARGET_S, rates.decode_s))
         kept = rates.tokens_within(target_s)
         rate = rates.tokens_per_s_beside
         if kept >= self._max_step_tokens or not rate:

@@ -16,8 +16,7 @@ from weft.kernels.quantised import FP8_GROUP
 ROWS_OF_GROUPS = 16
 """Rows with scales by group are padded in memory to a multiple of this number."""
 _ELEMENTS_PER_WARP = 1024
-FP8_LARGEST = tl.constexpr(FP8_MAX)
-"""FP8_MAX in kernels."""
+_MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(1e-30)
 """Smallest divisor: rows whose largest magnitude is below it become zeros."""
 
@@ -38,15 +37,6 @@ class Fp8Rows(NamedTuple):
         return self.scales.dim() == 2
 
 
-def empty_rows(rows: int, k: int, device: torch.device, *, has_groups: bool) -> Fp8Rows:
-    """Room for `rows` rounded rows of `k` numbers."""
-    # torch's product of groups takes whole tiles of rows; what stands in the last ones is ignored.
-    whole = cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
-    shape = (cdiv(k, FP8_GROUP), whole) if has_groups else (rows,)
-    data = torch.empty((whole, k), dtype=FP8, device=device)
-    return Fp8Rows(data, torch.empty(shape, dtype=torch.float32, device=device), rows)
-
-
 def quantise_rows(x: torch.Tensor, *, has_groups: bool, is_gated: bool = False) -> Fp8Rows:
     """Rounds rows to FP8, the largest magnitude of a row or of a group of it being FP8_MAX.
 
@@ -57,17 +47,20 @@ def quantise_rows(x: torch.Tensor, *, has_groups: bool, is_gated: bool = False) 
     """
     rows, k = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
     groups = cdiv(k, FP8_GROUP)
-    out = empty_rows(rows, k, x.device, has_groups=has_groups)
+    # torch's product of groups takes whole tiles of rows; what stands in the last ones is ignored.
+    whole = cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
+    data = torch.empty((whole, k), dtype=FP8, device=x.device)
+    shape = (groups, whole) if has_groups else (rows,)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     block = next_power_of_2(groups)
     # Groups are independent of each other: more programs share a row of many.
     at_once = min(block, 8) if has_groups else block
     _fp8_rows_kernel[(rows, cdiv(groups, at_once))](
-        out.data, out.scales, x, out.data.shape[0], groups, K=k, IS_GATED=is_gated,
-        HAS_GROUPS=has_groups, GROUPS=at_once,
-        num_warps=max(1, min(16, at_once * FP8_GROUP // _ELEMENTS_PER_WARP)),
+        data, scales, x, whole, groups, K=k, IS_GATED=is_gated, HAS_GROUPS=has_groups,
+        GROUPS=at_once, num_warps=max(1, min(16, at_once * FP8_GROUP // _ELEMENTS_PER_WARP)),
         **launch_options(x.device),
     )  # fmt: skip
-    return out
+    return Fp8Rows(data, scales, rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -115,22 +108,11 @@ def store_fp8_row(
     """Rounds `values` [GROUPS, GROUP] float32 of a row, zero beyond K, and stores them."""
     largest = tl.max(tl.abs(values), axis=1)
     if HAS_GROUPS:
-        tl.store(
-            scales + group.to(tl.int64) * rows + row, largest / FP8_LARGEST, mask=group < groups
-        )
-        rounded = scaled_to_fp8(values, largest[:, None])
+        tl.store(scales + group.to(tl.int64) * rows + row, largest / _MAX, mask=group < groups)
+        inverse = (1.0 / tl.maximum(largest, _LEAST))[:, None]
     else:
         most = tl.max(largest, axis=0)
-        tl.store(scales + row, most / FP8_LARGEST)
-        rounded = scaled_to_fp8(values, most)
-    rounded = rounded.to(data.dtype.element_ty)
+        tl.store(scales + row, most / _MAX)
+        inverse = 1.0 / tl.maximum(most, _LEAST)
+    rounded = tl.clamp(values * inverse * _MAX, -_MAX, _MAX).to(data.dtype.element_ty)
     tl.store(data + row * K + at, rounded, mask=mask)
-
-
-@triton.jit
-def scaled_to_fp8(values: tl.tensor, largest: tl.tensor) -> tl.tensor:
-    """Scales `values` [M, N] float32 to the range of FP8 by their largest magnitude, that of all or
-    [M, 1] of each row; the caller converts the result.
-    """
-    inverse = 1.0 / tl.maximum(largest, _LEAST)
-    return tl.clamp(values * inverse * FP8_LARGEST, -FP8_LARGEST, FP8_LARGEST)

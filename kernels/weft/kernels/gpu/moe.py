@@ -30,7 +30,7 @@ from weft.kernels.gpu.moe_lora_tiles import (
     tokens_of,
 )
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert
-from weft.kernels.gpu.moe_products import empty_inner, multiply_sorted
+from weft.kernels.gpu.moe_products import multiply_sorted
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
 from weft.kernels.gpu.moe_tiles import FIXED_FP8, Tiles, fp8_tiles, packed_tiles, tiles_for
@@ -337,8 +337,7 @@ def _in_turn(
             ),
             is_forked=is_few,
         )
-    wide = None if lora is None else torch.empty((pairs, width), dtype=x.dtype, device=device)
-    inner = empty_inner(pairs, x, w13, w2, tiles) if wide is None else wide
+    inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
     joined = options if lora is None else forked
     if to_gate_up is not None:
@@ -347,11 +346,11 @@ def _in_turn(
         inner, x, w13, shares, blocks, added, tiles, top_k, joined, is_gated=True,
         is_fixed=is_fixed, more=more,
     )  # fmt: skip
-    if lora is not None and wide is not None:
+    if lora is not None:
         to_down = SideStreamWork(
             device,
             lambda: down_additions(
-                wide,
+                inner,
                 ids,
                 shares,
                 hidden,

@@ -10,13 +10,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
-from weft.kernels.gpu.fp8_rows import (
-    FP8_LARGEST,
-    Fp8Rows,
-    empty_rows,
-    quantise_rows,
-    scaled_to_fp8,
-)
+from weft.kernels.gpu.fp8_rows import quantise_rows
 from weft.kernels.gpu.fp8_weights import GROUP, data_of, widened
 from weft.kernels.gpu.groups_product import Experts, multiply_groups, product_shape
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
@@ -40,22 +34,9 @@ FP8 in blocks. Then tensor cores multiply both as they are; widening weights wou
 """
 
 
-def empty_inner(
-    pairs: int, x: torch.Tensor, w13: StackedWeight, w2: StackedWeight, tiles: Tiles
-) -> torch.Tensor | Fp8Rows:
-    """Room for what gate and up become, [P, I]: in FP8 if programs of the first product own whole
-    groups of it and the second product rounds its rows.
-    """
-    width = w2.shape[2]
-    is_rounded = _rounds(x, w13, tiles) and _rounds(x, w2, tiles)
-    if is_rounded and _columns(w13, tiles.up) == FP8_GROUP:
-        return empty_rows(pairs, width, x.device, has_groups=True)
-    return torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-
-
 def multiply_sorted(
-    out: torch.Tensor | Fp8Rows,
-    x: torch.Tensor | Fp8Rows,
+    out: torch.Tensor,
+    x: torch.Tensor,
     weight: StackedWeight,
     shares: torch.Tensor,
     blocks: Blocks,
@@ -72,8 +53,8 @@ def multiply_sorted(
     """Multiplies sorted pairs with their experts' weights.
 
     Args:
-        out: [P, I] or [P, 2 * I] for gate and up, else [P, H]; in FP8 only as of `empty_inner`.
-        x: [T, H] for gate and up, else [P, I]; in FP8 only for a second product.
+        out: [P, I] or [P, 2 * I] for gate and up, else [P, H].
+        x: [T, H] for gate and up, else [P, I].
         weight: [E, 2 * I, H], rows of gate first, or [E, H, I]; 4 bits, and FP8 of fewer than
             MIN_ROUNDED_ROWS pairs a block, are widened in registers.
         shares: [T, k] float32, each pair's; not read for gate and up.
@@ -88,8 +69,6 @@ def multiply_sorted(
         more: Biases, and how gate and up become one.
     """
     if isinstance(weight, PackedExperts):
-        assert isinstance(out, torch.Tensor)
-        assert isinstance(x, torch.Tensor)
         shape = product_shape(
             tiles.rows, out.shape[1], weight.first.half, is_gated=is_gated, is_fixed=is_fixed,
             can_split=False,
@@ -109,15 +88,14 @@ def multiply_sorted(
     tile = tiles.up if is_gated else tiles.down
     tile = tile._replace(columns=_columns(weight, tile))
     data, scaling = data_of(weight)
-    if isinstance(x, torch.Tensor) and _rounds(x, weight, tiles):
-        x = quantise_rows(x, has_groups=True)
-    x_data, x_scales, x_places = _parts(x)
-    out_data, out_scales, out_places = _parts(out)
-    if x_scales is not None:
+    x_scales, scale_places = None, 0
+    if _rounds(x, weight, tiles):
+        rounded = quantise_rows(x, has_groups=True)
+        x, x_scales, scale_places = rounded.data, rounded.scales, rounded.scales.shape[1]
         inner = FP8_GROUP
     else:
         # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
-        inner = min(tile.depth * 2 // x_data.dtype.itemsize, next_power_of_2(depth))
+        inner = min(tile.depth * 2 // x.dtype.itemsize, next_power_of_2(depth))
         if scaling["SCALE_ROWS"]:
             # Deeper tiles take fewer stages, so that as many bytes are being loaded.
             tile = tile._replace(stages=max(2, tile.stages * inner // FP8_GROUP))
@@ -129,22 +107,15 @@ def multiply_sorted(
         weight_tiles = copied_tiles(flat, tile.columns, inner)
     # Programs that run together share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
-        out_data, x_data, data, weight_tiles, shares, *blocks, added,
+        out, x, data, weight_tiles, shares, *blocks, added,
         more.gate_up_bias if is_gated else more.down_bias, columns, experts, x_scales,
-        x_places, out_scales, out_places, K=depth, **scaling,
+        scale_places, K=depth, **scaling,
         **more.gating_arguments(),
         TOP_K=top_k, IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows,
         HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0, COLUMNS=tile.columns,
-        TILE=inner, IS_EXACT=x_data.dtype == torch.float32,
+        TILE=inner, IS_EXACT=x.dtype == torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
-
-
-def _parts(rows: torch.Tensor | Fp8Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Numbers, the scales of groups, and the rows for which there are scales."""
-    if isinstance(rows, torch.Tensor):
-        return rows, None, 0
-    return rows.data, rows.scales, rows.scales.shape[1]
 
 
 def _columns(weight: StackedWeight, tile: Tile) -> int:
@@ -174,9 +145,7 @@ def _sorted_kernel(
     columns: int,
     experts: int,
     x_scales: tl.tensor,
-    x_places: int,
-    out_scales: tl.tensor,
-    out_places: int,
+    scale_places: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     IS_NATIVE: tl.constexpr,
@@ -212,15 +181,15 @@ def _sorted_kernel(
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            x_scales, x_places, out_scales, out_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA,
-            LIMIT, OFFSET, GATE_LIMIT, CUBIC, K, TOP_K, IS_GATED, IS_RAW,
+            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT,
+            CUBIC, K, TOP_K, IS_GATED, IS_RAW,
             HALF_ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
     else:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            x_scales, x_places, out_scales, out_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA,
-            LIMIT, OFFSET, GATE_LIMIT, CUBIC, K, TOP_K, IS_GATED, IS_RAW,
+            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT,
+            CUBIC, K, TOP_K, IS_GATED, IS_RAW,
             ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
 
@@ -240,9 +209,7 @@ def _multiply_block(
     begin_place: tl.tensor,
     end_place: tl.tensor,
     x_scales: tl.tensor,
-    x_places: int,
-    out_scales: tl.tensor,
-    out_places: int,
+    scale_places: int,
     scales: tl.tensor,
     IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -290,7 +257,7 @@ def _multiply_block(
         of_rows = 1.0
         if x_scales is not None:
             # [K / GROUP, T]: each group of a row has a scale of its own.
-            of_group = x_scales + start // GROUP * x_places
+            of_group = x_scales + start // GROUP * scale_places
             of_rows = tl.load(of_group + pair // TOP_K, mask=is_pair, other=0.0)[:, None]
         if weight_tiles is not None:
             # Of columns that do not exist it fetches another expert's, which are not stored.
@@ -340,13 +307,6 @@ def _multiply_block(
             product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
         product = gated(product, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
-        if out_scales is not None:
-            # The columns are one group.
-            product = tl.where(in_out[None, :], product, 0.0)
-            largest = tl.max(tl.abs(product), axis=1)
-            of_group = out_scales + tl.program_id(0) * out_places
-            tl.store(of_group + pair, largest / FP8_LARGEST, mask=is_pair)
-            product = scaled_to_fp8(product, largest[:, None])
     else:
         product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
     at = pair[:, None] * out_width + column[None, :]
