@@ -65,7 +65,7 @@ def default_tiles(pairs: int, experts: int) -> Tiles:
 
 def fp8_tiles(pairs: int, experts: int) -> Tiles:
     """Tiles for FP8 weights in blocks and rows of 16-bit floats, by the average number of pairs per
-    expert; measured in bench/notes/gpu-steps.md.
+    expert. bench/notes/ranks.md has the measurements.
     """
     average = triton.cdiv(pairs, experts)
     if average <= 16:
