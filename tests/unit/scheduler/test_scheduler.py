@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weft.engine.base.config import PolicyName
 from weft.engine.base.errors import DeadlineExceeded
 from weft.engine.features.speculative.fixed_gate import FixedGate
-from weft.engine.protocol.timeline import FillCandidate
+from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
@@ -198,6 +198,33 @@ def test_prompts_that_a_prefill_worker_could_compute_take_less_of_a_step(kind: s
     bench.step()
     assert decoding.num_generated == 2
     assert prompt.num_computed == (PAGE if kind == "prefill" else 5 * PAGE)
+
+
+def test_what_is_left_behind_a_fill_does_not_wait_for_other_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = SchedulerLimits(PAGE, 512, 512, 4)
+    bench = Bench(random.Random(5), 200, limits, prompt_budget=lambda *_, **__: 2 * PAGE)
+    decoding = bench.add(4, 1000)
+    bench.step()
+    long, filled = bench.add(90 * PAGE, 5), bench.add(6 * PAGE, 5, remote=True)
+    # The fill begins at once, and ends in the next turn.
+    bench.fills.idle_chance = 0.0
+    monkeypatch.setattr(bench.fills.rng, "random", lambda: 0.5)
+    monkeypatch.setattr(bench.fills.rng, "randint", lambda least, most: most)
+    bench.scheduler.admit(bench.now)
+    while filled.state is not State.PREFILLING:
+        bench.step()
+    filled.timeline.fills.append(
+        FillRecord(
+            source="prefill", worker_id="p", transport="data", start_token=0, end_token=5 * PAGE,
+            start_s=0.0,
+        )
+    )  # fmt: skip
+    assert 0 < filled.num_pending <= PAGE < long.num_pending
+    bench.step()
+    assert filled.num_generated == 1
+    assert decoding.num_generated > 1
 
 
 def test_states_change_along_legal_edges_only() -> None:

@@ -237,7 +237,8 @@ class Scheduler:
             )
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
         self._admit_ahead(now)
-        for request in self.prefilling:
+        # The few tokens behind a fill go first: they delay no other prompt.
+        for request in sorted(self.prefilling, key=self._is_behind_fill, reverse=True):
             if not request.num_pending:
                 continue  # All of it is under way, and nothing is drawn behind it.
             taken = self._plan_chunk(request, budget, chunks)
@@ -248,14 +249,16 @@ class Scheduler:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
 
     def _has_overflow(self) -> bool:
-        """Whether prompts come next that a prefill worker could have computed; what is left behind
-        a fill is none.
-        """
-        page_size = self._limits.page_size
+        """Whether prompts come next that a prefill worker could have computed."""
         return any(
-            request.has_prefill_worker and request.num_to_compute > page_size
+            request.has_prefill_worker and not self._is_behind_fill(request)
             for request in chain(self.prefilling, islice(self.waiting, 1))
         )
+
+    def _is_behind_fill(self, request: Request) -> bool:
+        """Whether a fill has left at most a page of a prompt."""
+        is_short = request.num_to_compute <= self._limits.page_size
+        return is_short and bool(request.timeline.fills)
 
     def admit(self, now: float) -> None:
         """Admits requests between two plans, so that prefill workers and stores begin to fill their
