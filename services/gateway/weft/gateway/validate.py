@@ -36,6 +36,7 @@ MAX_REQUEST_SAMPLES = 1024
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_IDS = 256
+MAX_REGEX_STATES = 2048
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 1024
 MAX_CHOICES = 4096
@@ -64,6 +65,7 @@ def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) 
     """
     check_sampling(request.sampling, model.vocabulary_size)
     check_stopping(request.stopping, model.vocabulary_size, request.max_tokens_param)
+    _check_regex_states(request)
     if (constraint := request.sampling.constraint) is not None:
         check_constraint(constraint, request.constraint_param)
         _check_marks(constraint, request.constraint_param, model.vocabulary_size)
@@ -246,6 +248,19 @@ def _check_stop_regexes(patterns: tuple[str, ...]) -> None:
         stop_patterns(patterns)
     except PatternError as error:
         raise invalid("stop_regex", f"cannot be used: {error}") from None
+
+
+def _check_regex_states(request: GenerateRequest) -> None:
+    """Bounds what a character of each sample costs: a look at every state of its expressions."""
+    patterns = request.stopping.stop_regexes
+    num_samples = request.sampling.n * len(request.prompts)
+    num_states = stop_patterns(patterns).num_states if patterns else 0
+    if num_states * num_samples > MAX_REGEX_STATES:
+        raise invalid(
+            "stop_regex",
+            f"the expressions have {num_states} states for each of {num_samples} samples; at most "
+            f"{MAX_REGEX_STATES} in all are accepted: shorten them, or ask for fewer samples",
+        )
 
 
 def check_constraint(constraint: Constraint, param: str) -> None:

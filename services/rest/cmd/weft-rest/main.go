@@ -90,6 +90,7 @@ func run(ctx context.Context, settings settings, logger *slog.Logger) error {
 	handler, err := edge.New(ctx, edge.Config{
 		Backend:      connection,
 		MaxBodyBytes: settings.maxBodyBytes,
+		MaxHeldBytes: settings.maxHeldBytes,
 		Logger:       logger,
 		Metrics:      edge.NewMetrics(registry),
 		Streams:      forward.Limits{WriteStall: writeStall, CommentAfter: settings.commentAfter},

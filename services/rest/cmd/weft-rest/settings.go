@@ -23,6 +23,7 @@ type settings struct {
 	metricsListen string
 	readyFile     string
 	maxBodyBytes  int64
+	maxHeldBytes  int64
 	drainTimeout  time.Duration
 	commentAfter  time.Duration
 	tls           identity.Files
@@ -51,6 +52,8 @@ func parseSettings(
 		"`file` written once the edge listens: JSON with address, metrics_address, pid")
 	flags.Int64Var(&s.maxBodyBytes, "max-body-bytes", 8<<20,
 		"largest request body in `bytes`; a larger one is answered with 413")
+	flags.Int64Var(&s.maxHeldBytes, "max-held-bytes", 128<<20,
+		"most `bytes` of request bodies that are not passed on yet; more are answered with 503")
 	flags.DurationVar(&s.drainTimeout, "drain-timeout", 10*time.Second,
 		"`time` that running requests get to finish after SIGTERM")
 	flags.DurationVar(&s.commentAfter, "comment-after", 15*time.Second,
@@ -144,6 +147,8 @@ func (s settings) check(flags *flag.FlagSet) error {
 		return fmt.Errorf("--backend: %w: give the gateways' gRPC addresses", badBackend)
 	case s.maxBodyBytes < 1 || s.maxBodyBytes > 1<<30:
 		return fmt.Errorf("--max-body-bytes %d: must be 1 to 1073741824", s.maxBodyBytes)
+	case s.maxHeldBytes < 1:
+		return fmt.Errorf("--max-held-bytes %d: must be above 0", s.maxHeldBytes)
 	case s.drainTimeout < 0:
 		return fmt.Errorf("--drain-timeout %s: must not be negative", s.drainTimeout)
 	case s.commentAfter < 0:

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"weft.dev/weft/services/rest/internal/apierror"
@@ -17,13 +18,38 @@ import (
 const (
 	// A body must have arrived within this time.
 	bodyTimeout = 60 * time.Second
+	// Default of Config.BodyPause.
+	bodyPause = 10 * time.Second
 	// This much of a body that is too large is read and discarded, so that a client that sends first
 	// and reads later gets the answer instead of a reset connection.
 	drainBytes = 64 << 20
 )
 
-// limitedBody is a request body that is not read past its limit, nor for longer than bodyTimeout.
+// errNoRoom is the failure of a body for which there was no room.
+var errNoRoom = errors.New("too many bodies at once")
+
+// bodyRoom bounds the bytes of all bodies that have not been passed on yet.
+type bodyRoom struct {
+	limit int64
+	held  atomic.Int64
+}
+
+func (r *bodyRoom) take(count int64) bool {
+	if r.held.Add(count) <= r.limit {
+		return true
+	}
+	r.held.Add(-count)
+	return false
+}
+
+// limitedBody is a request body that is not read past its limit, nor for longer than bodyTimeout,
+// and that takes room until `release`.
 type limitedBody struct {
+	ctx        context.Context // of the request
+	room       *bodyRoom
+	taken      atomic.Int64
+	until      time.Time // when all of it must have come
+	pause      time.Duration
 	limited    io.ReadCloser
 	raw        io.ReadCloser
 	controller *http.ResponseController
@@ -32,10 +58,10 @@ type limitedBody struct {
 	failure    error  // first error of a read, io.EOF apart
 }
 
-func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *limitedBody {
+func newLimitedBody(
+	w http.ResponseWriter, r *http.Request, config Config, room *bodyRoom,
+) *limitedBody {
 	controller := http.NewResponseController(w)
-	// The deadline is for the body only: left on the connection, it would end long streams.
-	_ = controller.SetReadDeadline(time.Now().Add(bodyTimeout))
 	ctx := r.Context()
 	cut := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
@@ -52,6 +78,10 @@ func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *lim
 				answered = halfclose.Answering(ctx)
 			}
 		}),
+		ctx:   ctx,
+		room:  room,
+		pause: config.BodyPause,
+		until: time.Now().Add(bodyTimeout),
 		// With HTTP/2 a deadline cannot be set after the handler: the call would panic.
 		ended: func() {
 			answered()
@@ -59,14 +89,30 @@ func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *lim
 				<-cut
 			}
 		},
-		limited:    http.MaxBytesReader(w, r.Body, maxBytes),
+		limited:    http.MaxBytesReader(w, r.Body, config.MaxBodyBytes),
 		raw:        r.Body,
 		controller: controller,
 	}
 }
 
 func (b *limitedBody) Read(p []byte) (int, error) {
+	// The deadline is for the body only: left on the connection, it would end long streams.
+	if b.failure == nil {
+		_ = b.controller.SetReadDeadline(earlier(b.until, time.Now().Add(b.pause)))
+	}
+	// Looked at afterwards, or the end of the edge might set its deadline just before.
+	if apierror.IsDraining(b.ctx) {
+		_ = b.controller.SetReadDeadline(time.Now())
+	}
 	n, err := b.limited.Read(p)
+	if n > 0 && b.failure == nil {
+		if b.room.take(int64(n)) {
+			b.taken.Add(int64(n))
+		} else {
+			b.failure = errNoRoom
+			return 0, errNoRoom
+		}
+	}
 	switch {
 	case errors.Is(err, io.EOF):
 		_ = b.controller.SetReadDeadline(time.Time{})
@@ -75,6 +121,18 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 		b.failure = err
 	}
 	return n, err
+}
+
+// release gives the room back once the body has been passed on.
+func (b *limitedBody) release() {
+	b.room.held.Add(-b.taken.Swap(0))
+}
+
+func earlier(first, second time.Time) time.Time {
+	if second.Before(first) {
+		return second
+	}
+	return first
 }
 
 func (b *limitedBody) Close() error {
@@ -91,8 +149,15 @@ func (b *limitedBody) problem() (apierror.Error, bool) {
 		_, _ = io.CopyN(io.Discard, b.raw, drainBytes)
 		message := fmt.Sprintf("The request body is larger than %d bytes.", limit.Limit)
 		return apierror.New(http.StatusRequestEntityTooLarge, "request_too_large", message), true
+	case errors.Is(b.failure, errNoRoom):
+		_, _ = io.CopyN(io.Discard, b.raw, drainBytes)
+		message := "The server is receiving too many request bodies; send the request again shortly."
+		failure := apierror.New(http.StatusServiceUnavailable, "overloaded", message)
+		failure.RetryAfter = time.Second
+		return failure, true
 	case errors.Is(b.failure, os.ErrDeadlineExceeded):
-		message := fmt.Sprintf("The request body did not arrive within %s.", bodyTimeout)
+		message := fmt.Sprintf("The request body did not arrive within %s, or paused for %s.",
+			bodyTimeout, b.pause)
 		return apierror.New(http.StatusRequestTimeout, "request_timeout", message), true
 	default:
 		message := "The request body could not be read."

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"time"
 	"unicode/utf8"
 
 	"github.com/grpc-ecosystem/grpc-gateway/v2/runtime"
@@ -33,8 +34,13 @@ type Config struct {
 	Backend grpc.ClientConnInterface
 	// MaxBodyBytes bounds a request body; more is answered with 413.
 	MaxBodyBytes int64
-	Logger       *slog.Logger
-	Metrics      *Metrics
+	// MaxHeldBytes bounds the bodies, all together, that are not passed on yet; more are answered with
+	// 503. One body always has room.
+	MaxHeldBytes int64
+	// BodyPause: a body of which nothing comes for this long is answered with 408; 0: 10 s.
+	BodyPause time.Duration
+	Logger    *slog.Logger
+	Metrics   *Metrics
 	// Streams are the limits of streamed answers.
 	Streams forward.Limits
 	// Tracing may be nil; then a client's trace context is passed on unchanged.
@@ -52,16 +58,21 @@ type edge struct {
 	mux     *runtime.ServeMux
 	origins origins
 	shapes  shapes
+	room    bodyRoom
 	ending  context.Context // done as soon as the edge begins to drain
 }
 
 // New builds the handler. When ctx ends, the edge begins to drain.
 func New(ctx context.Context, config Config) (http.Handler, error) {
+	if config.BodyPause == 0 {
+		config.BodyPause = bodyPause
+	}
 	e := &edge{
 		config:  config,
 		ending:  ctx,
 		origins: newOrigins(config.AllowedOrigins),
 		shapes:  readShapes(weftv1.File_weft_v1_dialects_proto),
+		room:    bodyRoom{limit: max(config.MaxHeldBytes, config.MaxBodyBytes)},
 	}
 	middlewares := []runtime.Middleware{answerProbes, recordRoute}
 	if config.Tracing != nil {
@@ -79,7 +90,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 		runtime.WithWriteContentLength(),
 		runtime.WithMiddlewares(middlewares...),
 	)
-	if err := register(ctx, e.mux, config.Backend); err != nil {
+	if err := register(ctx, e.mux, passing{config.Backend}); err != nil {
 		return nil, fmt.Errorf("registering the REST routes: %w", err)
 	}
 	for path, handle := range map[string]runtime.HandlerFunc{
@@ -126,7 +137,7 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	trimSlashes(r)
 	r = r.WithContext(apierror.WithShape(ctx, e.shapes.of(r.URL.Path), info.ID))
 
-	recorder := &statusRecorder{ResponseWriter: w}
+	recorder := &statusRecorder{ResponseWriter: w, limits: e.config.Streams}
 	defer e.config.Metrics.observe(recorder, info)()
 
 	if e.origins.refuse(recorder, r) {
@@ -144,8 +155,10 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if r.Body != nil && r.Body != http.NoBody {
-		body := newLimitedBody(w, r, e.config.MaxBodyBytes)
+		body := newLimitedBody(w, r, e.config, &e.room)
 		defer body.ended()
+		defer body.release()
+		r = r.WithContext(context.WithValue(r.Context(), bodyKey{}, body))
 		r.Body = body
 	} else if takesInterim(r) {
 		defer halfclose.Answering(ctx)()

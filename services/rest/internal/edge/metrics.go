@@ -8,6 +8,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
+	"weft.dev/weft/services/rest/internal/forward"
 	"weft.dev/weft/services/rest/internal/reqinfo"
 )
 
@@ -64,17 +65,25 @@ func (m *Metrics) observe(recorder *statusRecorder, info *reqinfo.Info) func() {
 	}
 }
 
-// statusRecorder remembers the status code of a response.
+// statusRecorder remembers the status code of a response, and bounds how long a client may leave
+// it unread.
 type statusRecorder struct {
 	http.ResponseWriter
-	code int
+	limits forward.Limits
+	code   int
 }
 
 func (s *statusRecorder) WriteHeader(code int) {
 	if s.code == 0 {
 		s.code = code
 	}
+	s.limits.LimitWrite(s.ResponseWriter)
 	s.ResponseWriter.WriteHeader(code)
+}
+
+func (s *statusRecorder) Write(data []byte) (int, error) {
+	s.limits.LimitWrite(s.ResponseWriter)
+	return s.ResponseWriter.Write(data)
 }
 
 // Unwrap lets http.ResponseController reach the connection.

@@ -34,7 +34,7 @@ func limitsOf(ctx context.Context) Limits {
 
 // write sends data now; it is false when the client has gone.
 func (l Limits) write(w http.ResponseWriter, data []byte) bool {
-	l.limitWrite(w)
+	l.LimitWrite(w)
 	if _, err := w.Write(data); err != nil {
 		return false
 	}
@@ -45,7 +45,9 @@ func (l Limits) write(w http.ResponseWriter, data []byte) bool {
 	return flushed
 }
 
-func (l Limits) limitWrite(w http.ResponseWriter) {
+// LimitWrite bounds the next writes of an answer. The deadline stays behind the last one, since
+// buffered data is sent after the handler has ended; then the server clears it.
+func (l Limits) LimitWrite(w http.ResponseWriter) {
 	if l.WriteStall > 0 {
 		// Writers without deadlines (recorders in tests) are fine.
 		_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(l.WriteStall))

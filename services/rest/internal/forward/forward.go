@@ -144,9 +144,7 @@ func sendWhole(
 	}
 	w.Header().Set("Content-Type", first.GetContentType())
 	w.Header().Set("Content-Length", strconv.Itoa(whole.Len()))
-	// The deadline stays, since buffered data is sent after the handler has ended; then the server
-	// clears it.
-	limits.limitWrite(w)
+	limits.LimitWrite(w)
 	_, _ = w.Write(whole.Bytes()) // a client that has gone needs no answer
 	return nil
 }

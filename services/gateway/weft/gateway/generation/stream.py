@@ -181,6 +181,7 @@ class TokenStream(Listener):
         """Fails the whole request; its resources are free when this returns."""
         if self.error is not None:
             return
+        self._waiting.clear()
         for generation in self.generations:
             generation.close()
         self._on_done()
@@ -191,7 +192,9 @@ class TokenStream(Listener):
         self._wake()
 
     def cancel(self) -> None:
-        """Ends all running samples at the client's request: they finish as cancelled."""
+        """Ends all samples at the client's request: they finish as cancelled."""
+        # Otherwise each that ends would start one of those that wait.
+        self._waiting.clear()
         for generation in self.generations:
             for number, sample in enumerate(generation.samples):
                 if sample.finish_reason is None:
@@ -221,5 +224,6 @@ class TokenStream(Listener):
 
     def close(self) -> None:
         """Cancels what is left; after this nothing more comes."""
+        self._waiting.clear()
         for generation in self.generations:
             generation.close()

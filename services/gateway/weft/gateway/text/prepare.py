@@ -137,10 +137,18 @@ class Preparer:
             return [_tokenize_cut(model, prompt, most) for prompt in prompts]
         for prompt in prompts:
             self._refuse_hopeless(model, prompt)
-        return [_tokenize(model, prompt) for prompt in prompts]
+        return [self._tokenize(model, prompt) for prompt in prompts]
+
+    def _tokenize(self, model: ModelCard, prompt: Prompt) -> PreparedPrompt:
+        if not isinstance(prompt, ChatPrompt):
+            return _tokenize(model, prompt)
+        text = _render(model, prompt)
+        # Calls and reasoning of earlier turns count as far as the template writes them.
+        self._refuse_above(prompt, least_tokens(model, [text]))
+        return _tokenize_chat(model, prompt, text)
 
     def _refuse_hopeless(self, model: ModelCard, prompt: Prompt) -> None:
-        """Refuses a text that is far too long before tokenising megabytes of it."""
+        """Refuses a text that is far too long before rendering or tokenising megabytes of it."""
         if isinstance(prompt, TextPrompt):
             least = least_tokens(model, [prompt.text])
         elif isinstance(prompt, ChatPrompt):
@@ -152,6 +160,9 @@ class Preparer:
             least = least_tokens(model, [prompt.text])
         else:
             least = len(prompt.ids)
+        self._refuse_above(prompt, least)
+
+    def _refuse_above(self, prompt: Prompt, least: int) -> None:
         if least > self._context_tokens():
             raise self._too_long(prompt, f"at least {least}; shorten it")
 
@@ -199,20 +210,23 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
     if isinstance(prompt, TextPrompt):
         add_special = prompt.add_special_tokens
         return PreparedPrompt(ids=encode(tokenizer, prompt.text, add_special_tokens=add_special))
-    if isinstance(prompt, ChatPrompt):
-        text = _render(model, prompt)
-        # The template has written the special tokens itself.
-        ids = encode(tokenizer, text, add_special_tokens=False)
-        if model.reasoning is None:
-            return PreparedPrompt(ids=ids)
-        begins, has_reasoned = _reasoning_at_end(prompt, text, model.reasoning)
-        return PreparedPrompt(ids=ids, begins_reasoning=begins, has_reasoned=has_reasoned)
     if isinstance(prompt, PairPrompt):
         ids, second = encode_pair(tokenizer, prompt.first, prompt.second)
         return PreparedPrompt(ids=ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
         return PreparedPrompt(ids=encode_parts(tokenizer, prompt.head, prompt.text, prompt.tail))
+    assert isinstance(prompt, TokenPrompt)
     return PreparedPrompt(ids=list(prompt.ids))
+
+
+def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, text: str) -> PreparedPrompt:
+    """Tokenises a rendered conversation."""
+    # The template has written the special tokens itself.
+    ids = encode(model.tokenizer, text, add_special_tokens=False)
+    if model.reasoning is None:
+        return PreparedPrompt(ids=ids)
+    begins, has_reasoned = _reasoning_at_end(prompt, text, model.reasoning)
+    return PreparedPrompt(ids=ids, begins_reasoning=begins, has_reasoned=has_reasoned)
 
 
 def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> PreparedPrompt:

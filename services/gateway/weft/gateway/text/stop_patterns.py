@@ -26,6 +26,8 @@ _MAX_KNOWN_CHARS = 512
 _MAX_STEPS = 4096
 """Most steps of building an automaton, which bounds repetitions of empty expressions."""
 _MAX_REPEATS = 256
+_MAX_DEPTH = 32
+"""Most groups within each other."""
 MAX_HELD_CHARS = 1024
 """Most characters that are held back because a match may have begun there."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
@@ -147,6 +149,8 @@ class _Parser:
                 raise PatternError("of the groups that begin with (? only (?: is supported")
             self._at += 2
         self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise PatternError(f"more than {_MAX_DEPTH} groups within each other")
         node = self._alternatives()
         self._depth -= 1
         if self._peek() != ")":
@@ -267,6 +271,11 @@ class StopPatterns:
         self.behind: dict[int, frozenset[int]] = {}
         """The states behind each state that takes a character."""
         self._connect()
+
+    @property
+    def num_states(self) -> int:
+        """Number of states: most looks at one that a character takes."""
+        return len(self._sets)
 
     def fitting(self, char: str) -> frozenset[int]:
         """The states that take a character."""

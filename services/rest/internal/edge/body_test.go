@@ -1,0 +1,119 @@
+package edge_test
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/genproto/googleapis/api/httpbody"
+
+	"weft.dev/weft/services/rest/internal/edge"
+	"weft.dev/weft/services/rest/internal/forward"
+)
+
+// upload begins to send a body of so many bytes, of which the last one is missing.
+func upload(t *testing.T, url string, size int) net.Conn {
+	t.Helper()
+	connection, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = connection.Close() })
+	_, err = fmt.Fprintf(connection, "POST /v1/chat/completions HTTP/1.1\r\nHost: edge\r\n"+
+		"Content-Length: %d\r\n\r\n%s", size, strings.Repeat(" ", size-1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return connection
+}
+
+func statusOf(t *testing.T, connection net.Conn) int {
+	t.Helper()
+	response, err := http.ReadResponse(bufio.NewReader(connection), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response.StatusCode
+}
+
+func TestBodiesHaveRoomTogether(t *testing.T) {
+	release := make(chan struct{})
+	gateway := &fakeGateway{chat: func(_ *httpbody.HttpBody, stream server) error {
+		if err := stream.Send(events("data: 1\n\n")); err != nil {
+			return err
+		}
+		<-release
+		return nil
+	}}
+	front := httptest.NewServer(handler(t, gateway, edge.Config{
+		MaxHeldBytes: 2 * maxBody, BodyPause: time.Minute,
+	}))
+	t.Cleanup(front.Close)
+
+	first, second := upload(t, front.URL, maxBody), upload(t, front.URL, maxBody)
+	waitFor(t, func() bool {
+		got := post(t, front.URL, strings.Repeat(" ", 100))
+		return got.status == http.StatusServiceUnavailable && got.header.Get("Retry-After") != ""
+	})
+	// What the gateway has takes no room any more, although its answer goes on.
+	for _, connection := range []net.Conn{first, second} {
+		if _, err := io.WriteString(connection, " "); err != nil {
+			t.Fatal(err)
+		}
+		if got := statusOf(t, connection); got != http.StatusOK {
+			t.Fatalf("status %d", got)
+		}
+	}
+	third := upload(t, front.URL, maxBody)
+	if _, err := io.WriteString(third, " "); err != nil {
+		t.Fatal(err)
+	}
+	if got := statusOf(t, third); got != http.StatusOK {
+		t.Errorf("status %d", got)
+	}
+	close(release)
+}
+
+func TestABodyThatPausesIsGivenUp(t *testing.T) {
+	front := httptest.NewServer(handler(t, &fakeGateway{}, edge.Config{BodyPause: shortly}))
+	t.Cleanup(front.Close)
+	if got := statusOf(t, upload(t, front.URL, 1000)); got != http.StatusRequestTimeout {
+		t.Errorf("status %d", got)
+	}
+}
+
+func TestAConnectionOfAClientThatNeverReadsEnds(t *testing.T) {
+	limits := forward.Limits{WriteStall: 4 * shortly}
+	front := httptest.NewServer(handler(t, &fakeGateway{}, edge.Config{Streams: limits}))
+	t.Cleanup(front.Close)
+	for _, path := range []string{"/console/app.js", "/v1/models/demo", "/nowhere"} {
+		connection, err := net.Dial("tcp", strings.TrimPrefix(front.URL, "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		request := strings.Repeat("GET "+path+" HTTP/1.1\r\nHost: edge\r\n\r\n", 1000)
+		_ = connection.SetWriteDeadline(time.Now().Add(10 * time.Second))
+		for err == nil {
+			_, err = io.WriteString(connection, request)
+		}
+		if failure, ok := err.(net.Error); ok && failure.Timeout() {
+			t.Errorf("%s: the connection is still open", path)
+		}
+		_ = connection.Close()
+	}
+}
+
+func waitFor(t *testing.T, holds func() bool) {
+	t.Helper()
+	for until := time.Now().Add(10 * time.Second); !holds(); time.Sleep(shortly) {
+		if time.Now().After(until) {
+			t.Fatal("it did not become so in time")
+		}
+	}
+}
