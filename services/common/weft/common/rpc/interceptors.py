@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.message import DecodeError
 from weft.common.rpc.errors import abort
 from weft.engine.base.errors import Internal, InvalidRequest, WeftError
@@ -35,12 +37,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         deserializer = handler.request_deserializer if handler.request_streaming else None
         if handler.response_streaming:
             behavior = handler.stream_stream or handler.unary_stream
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return make(
+            # For a method with one request gRPC would keep its bytes until the answer has ended.
+            return grpc.stream_stream_rpc_method_handler(
                 _guard_stream(behavior, parse, method), deserializer, handler.response_serializer
             )
         behavior = handler.stream_unary or handler.unary_unary
@@ -54,14 +52,27 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         )
 
 
+@dataclass(slots=True)
+class TakenBody:
+    """What an HttpBody says. A handler keeps its request for as long as it answers, and a message
+    keeps all memory that it was parsed into; of this object it can take the data out.
+    """
+
+    content_type: str
+    data: bytes
+
+
 def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         if deserialize is None:
             return data
         try:
-            return deserialize(data)
+            message = deserialize(data)
         except DecodeError as error:
             raise _malformed() from error
+        if isinstance(message, HttpBody):
+            return TakenBody(message.content_type, message.data)
+        return message
 
     return parse
 
@@ -91,9 +102,9 @@ def _guard_unary(behavior: Any, parse: Callable[[bytes], Any] | None, method: st
 def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: str) -> Any:
     # The guard is a coroutine that writes the messages, also those of async generators. A cancelled
     # RPC then raises inside the handler and never leaves it suspended at a `yield`.
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            result = behavior(request if parse is None else parse(request), context)
+            result = behavior(requests if parse is None else parse(await _only(context)), context)
             if hasattr(result, "__aiter__"):
                 try:
                     async for message in result:
@@ -105,12 +116,23 @@ def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: s
             return
         except Exception as error:
             aborted = await _abort(context, error, method, parses_itself=parse is None)
-        del request
         result = message = None
         if aborted is not None:
             raise aborted
 
     return guarded
+
+
+async def _only(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    """Reads the one request of a call.
+
+    Raises:
+        InvalidRequest: There is none.
+    """
+    data: object = await context.read()
+    if not isinstance(data, bytes):
+        raise InvalidRequest("the call has no request message", stage="validate")
+    return data
 
 
 async def _abort(

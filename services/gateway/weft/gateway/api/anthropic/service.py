@@ -27,7 +27,7 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
         with field_names(NAMES, PARTS):
             facts = call_facts(context, "msg", "_")
             body, generate = await self._bodies.parse(
-                MessagesBody, request.data, lambda body: messages_request(body, facts)
+                MessagesBody, request, lambda body: messages_request(body, facts)
             )
             await run_answer(
                 self._pipeline,
@@ -41,9 +41,7 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
     async def CountTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See dialects.proto."""
         with field_names(NAMES, PARTS):
-            body, (prompt, _) = await self._bodies.parse(
-                CountTokensBody, request.data, messages_prompt
-            )
+            body, (prompt, _) = await self._bodies.parse(CountTokensBody, request, messages_prompt)
             resolved = await self._models.find(body.model or "")
             card = await self._models.card(resolved)
             ids = await resolved.served.preparer.tokenize(card, prompt)

@@ -45,7 +45,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         with field_names(NAMES, {}):
             facts = call_facts(context, "chat")
             body, generate = await self._bodies.parse(
-                ChatBody, request.data, lambda body: chat_request(body, facts)
+                ChatBody, request, lambda body: chat_request(body, facts)
             )
             await self._answer(generate, body, context, is_chat=True)
 
@@ -54,7 +54,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         with field_names({**NAMES, "messages": "prompt"}, {}):
             facts = call_facts(context, "gen")
             body, generate = await self._bodies.parse(
-                GenerateBody, request.data, lambda body: generation_request(body, facts)
+                GenerateBody, request, lambda body: generation_request(body, facts)
             )
             await self._answer(generate, body, context, is_chat=False)
 
@@ -105,7 +105,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
 
     async def ShowModel(self, request: HttpBody, context: Context) -> HttpBody:
         """See dialects.proto."""
-        body, _ = await self._bodies.parse(ShowBody, request.data, lambda body: None)
+        body, _ = await self._bodies.parse(ShowBody, request, lambda body: None)
         resolved = await self._models.find(model_name(body.model or body.name))
         card = await self._models.card(resolved)
         described = _describe(resolved)

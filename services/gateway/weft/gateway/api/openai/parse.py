@@ -9,8 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from google.api.httpbody_pb2 import HttpBody
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
+from weft.common.rpc.interceptors import TakenBody
 from weft.engine.base.errors import InvalidRequest
 from weft.gateway.api.openai.bodies import Body
 
@@ -51,12 +53,15 @@ class BodyParser:
         """Stops the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def parse(self, cls: type[B], data: bytes, translate: Callable[[B], T]) -> tuple[B, T]:
+    async def parse(
+        self, cls: type[B], request: HttpBody | TakenBody, translate: Callable[[B], T]
+    ) -> tuple[B, T]:
         """Parses a body.
 
         Args:
             cls: The expected model.
-            data: JSON in UTF-8.
+            request: Has JSON in UTF-8, which is taken out: the caller keeps the message for as long
+                as it answers.
             translate: Converts the parsed body to the request.
 
         Returns:
@@ -65,6 +70,9 @@ class BodyParser:
         Raises:
             InvalidRequest: See `parse_body`, or raised by `translate`.
         """
+
+        data = request.data
+        request.data = b""
 
         def work() -> tuple[B, T]:
             body = parse_body(cls, data, self._max_bytes)

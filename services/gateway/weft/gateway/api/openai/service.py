@@ -93,7 +93,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         """See openai.proto."""
         facts = call_facts(context, "chatcmpl")
         body, generate = await self._bodies.parse(
-            ChatBody, request.data, lambda body: chat_request(body, facts)
+            ChatBody, request, lambda body: chat_request(body, facts)
         )
 
         def write(stream: TokenStream) -> AnswerWriter:
@@ -112,7 +112,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         """See openai.proto."""
         facts = call_facts(context, "cmpl")
         body, generate = await self._bodies.parse(
-            CompletionBody, request.data, lambda body: completion_request(body, facts)
+            CompletionBody, request, lambda body: completion_request(body, facts)
         )
         echoes = await self._echoes(generate) if body.echo else ()
 
@@ -221,7 +221,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
 
     async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
-        body, prompt = await self._bodies.parse(TokenizeBody, request.data, tokenize_prompt)
+        body, prompt = await self._bodies.parse(TokenizeBody, request, tokenize_prompt)
         resolved = await self._models.find(body.model or "")
         card = await self._models.card(resolved)
         ids = await resolved.served.preparer.tokenize(card, prompt)
@@ -243,7 +243,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         """See openai.proto."""
         facts = call_facts(context, "chatcmpl")
         _, generate = await self._bodies.parse(
-            ChatBody, request.data, lambda body: chat_request(body, facts)
+            ChatBody, request, lambda body: chat_request(body, facts)
         )
         resolved = await self._models.find(generate.model)
         card = await self._models.card(resolved)
@@ -252,7 +252,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
 
     async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
-        body, ids = await self._bodies.parse(DetokenizeBody, request.data, lambda body: body.tokens)
+        body, ids = await self._bodies.parse(DetokenizeBody, request, lambda body: body.tokens)
         resolved = await self._models.find(body.model or "")
         card = await self._models.card(resolved)
         check_ids("tokens", ids, card.vocabulary_size)
@@ -262,7 +262,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def LoadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         self._adapters.check_caller()
-        body, order = await self._bodies.parse(LoadAdapterBody, request.data, load_order)
+        body, order = await self._bodies.parse(LoadAdapterBody, request, load_order)
         is_renamed = bool(body.base_model_name and not body.model)
         with as_in_the_body("base_model_name" if is_renamed else "model"):
             order = replace(order, timeout_s=context.time_remaining())
@@ -273,14 +273,14 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         self._adapters.check_caller()
-        body, _ = await self._bodies.parse(UnloadAdapterBody, request.data, lambda body: None)
+        body, _ = await self._bodies.parse(UnloadAdapterBody, request, lambda body: None)
         with as_in_the_body():
             entry = await self._adapters.unload_name(body.lora_name, context.time_remaining())
         return _json(adapter_json(entry, "unloaded"))
 
     async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
-        body, _ = await self._bodies.parse(EndSessionBody, request.data, lambda body: None)
+        body, _ = await self._bodies.parse(EndSessionBody, request, lambda body: None)
         num_told = end_session(self._fleet, body.session_id, given_salt(body.cache_salt))
         return _json({"status": "success", "workers": num_told})
 

@@ -158,7 +158,7 @@ class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
         with field_names(cls.names, {}):
             facts = call_facts(context, prefix)
             body, wanted = await self._bodies.parse(
-                cls, request.data, lambda body: translate(body, facts)
+                cls, request, lambda body: translate(body, facts)
             )
             async with self._pipeline.open(wanted) as stream:
                 while await stream.next_deltas():

@@ -94,10 +94,11 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         with field_names(NAMES, PARTS):
             facts = call_facts(context, f"{PREFIX}{self._gateway}")
             tenant = facts.tenant
-            body, ids = await self._bodies.parse(ResponsesBody, request.data, referred_items)
+            num_bytes = len(request.data)
+            body, ids = await self._bodies.parse(ResponsesBody, request, referred_items)
             items = await self._items(tenant, ids)
             asked = await self._bodies.run(
-                len(request.data),
+                num_bytes,
                 lambda: response_request(body, facts, lambda id_: _item(items, id_)),
             )
             history = await self._history(tenant, body.previous_response_id)
