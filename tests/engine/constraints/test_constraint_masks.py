@@ -20,6 +20,7 @@ from weft.engine.features.constraints import masks
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import (
+    ChargedTime,
     ConstraintState,
     MaskJob,
     MaskMaker,
@@ -307,6 +308,29 @@ def test_a_sample_whose_masks_are_slow_is_ended(
             assert num_masks < 2_000
     # What takes a microsecond or some adds up.
     assert num_masks > 3
+    maker.close()
+
+
+def test_many_samples_of_a_request_may_not_slow_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No mask alone is slow. The samples of other requests go on."""
+    monkeypatch.setattr(masks, "SLOW_STEP_S", 0.0)
+    monkeypatch.setattr(masks, "MAX_CHARGED_S", 5e-3)
+    maker, charged, slow = MaskMaker(), ChargedTime(), grammar("(a*)")
+    states = [ConstraintState(slow, VOCAB, frozenset({END}), charged) for _ in range(8)]
+    other = state_of(grammar("a*"))
+    other.charged.seconds = -1e9
+    states.append(other)
+    for state in states:
+        state.num_alone = 1 << 30  # Each is timed.
+    found, num_masks = list[Result](), 0
+    while not any(isinstance(mask, InvalidRequest) for mask in found):
+        jobs = [MaskJob(state, [*b"a"] if num_masks else []) for state in states]
+        found, num_masks = made(maker, jobs), num_masks + 1
+        assert num_masks < 10_000
+    assert [isinstance(mask, InvalidRequest) for mask in found] == [True] * 8 + [False]
+    assert num_masks > 1
     maker.close()
 
 

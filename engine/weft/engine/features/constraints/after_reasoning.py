@@ -21,7 +21,7 @@ from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.scheduler.ports import Mask, Masks
 
 if TYPE_CHECKING:
-    from weft.engine.features.constraints.masks import ConstraintState
+    from weft.engine.features.constraints.masks import ChargedTime, ConstraintState
 
 
 class Phase(Enum):
@@ -76,6 +76,11 @@ class AfterReasoning:
         if reasoning is not None:
             is_open = reasoning.begin is None
             self._place = Place(Phase.REASONING if is_open else Phase.FIRST)
+
+    @property
+    def charged(self) -> ChargedTime:
+        """See `ConstraintState.charged`."""
+        return self._state.charged
 
     @property
     def num_accepted(self) -> int:

@@ -17,7 +17,7 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from weft.engine.features.constraints.after_reasoning import AfterReasoning
-    from weft.engine.features.constraints.masks import ConstraintState, MaskMaker
+    from weft.engine.features.constraints.masks import ChargedTime, ConstraintState, MaskMaker
 
 MAX_REFUSED = 64
 """Number of too slow constraints that are remembered."""
@@ -57,6 +57,8 @@ class Constraints:
         """Each unfinished request's matcher at the beginning of a text; samples get copies."""
         self._states: dict[Request, ConstraintState | AfterReasoning] = {}
         """Grammar state of each sample, from its first step on this engine."""
+        self._charged: dict[RequestKey, ChargedTime] = {}
+        """What slow steps were charged to the samples of each unfinished request."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
@@ -124,6 +126,7 @@ class Constraints:
         if not is_last:
             return
         self.grammars.pop(request.key, None)
+        self._charged.pop(request.key, None)
         keys = self._waiting.get(constraint, [])
         if request.key in keys:
             keys.remove(request.key)
@@ -166,12 +169,13 @@ class Constraints:
     def _begun(self, request: Request) -> ConstraintState | AfterReasoning:
         """The grammar state of a sample that is new here, before its first token."""
         from weft.engine.features.constraints.after_reasoning import AfterReasoning
-        from weft.engine.features.constraints.masks import ConstraintState
+        from weft.engine.features.constraints.masks import ChargedTime, ConstraintState
 
         grammar = self.grammars[request.key]
         constraint = request.params.constraint
+        charged = self._charged.setdefault(request.key, ChargedTime())
         state: ConstraintState | AfterReasoning
-        state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids)
+        state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids, charged)
         if constraint is not None and (constraint.reasoning or constraint.alternatives):
             lifted = constraint.alternatives
             state = AfterReasoning(state, self._vocab_size, constraint.reasoning, lifted)

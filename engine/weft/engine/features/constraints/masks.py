@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,6 +32,10 @@ SLOW_TOGETHER_S = 2e-2
 """Seconds that a group's masks may take; beyond, its members are timed one by one for a while."""
 NUM_ALONE = 16
 """Number of masks that a sample gets outside groups after it was in a slow group."""
+SLOW_STEP_S = 5e-2
+"""CPU seconds that the masks of a request's samples may take in a step before they are charged."""
+MAX_CHARGED_S = 2.0
+"""CPU seconds that may be charged to a request; beyond, all of its samples are ended."""
 MAX_THREADS = 8
 MIN_SHARED = 8
 """Least number of masks that several threads share, if there are also `MIN_GRAMMARS`."""
@@ -45,6 +49,13 @@ messages are about limits.
 """
 
 
+class ChargedTime:
+    """CPU seconds that were charged to a request, for all of its samples."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class ConstraintState:
     """The position of one sample in its grammar: a function of the grammar and the tokens so far.
 
@@ -52,10 +63,18 @@ class ConstraintState:
         grammar: Matcher at the beginning of a text; it is copied.
         vocab_size: Vocabulary size of the model.
         eos_token_ids: Tokens that end a text; a matcher never sees them.
+        charged: Shared by all samples of a request; None: this is the only one.
     """
 
-    def __init__(self, grammar: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        grammar: LLMatcher,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        charged: ChargedTime | None = None,
+    ) -> None:
         self.grammar = grammar
+        self.charged = ChargedTime() if charged is None else charged
         self.matcher = grammar.deep_copy()
         """A copy of `grammar` that has consumed the sample's tokens so far."""
         self.eos_token_ids = eos_token_ids
@@ -255,15 +274,20 @@ class MaskMaker:
         """Computes the masks of each job, in a group where they need not be timed one by one."""
         made: list[Made] = [None] * len(jobs)
         group: list[_Member] = []
+        times: dict[int, float] = {}
         for place, job in enumerate(jobs):
             is_single = rows is not None and job.slot >= 0 and not job.ahead
             state = job.state.in_group if is_single else None
             if state is None:
+                began = time.thread_time()
                 made[place] = _alone(job)
+                times[place] = time.thread_time() - began
             else:
                 group.append((place, state, job))
         if rows is not None and group:
             self._make_together(group, rows, made)
+        if sum(times.values()) > SLOW_STEP_S:
+            _charge(jobs, times, made)
         return made
 
     def _make_together(self, group: list[_Member], rows: MaskRows, made: list[Made]) -> None:
@@ -325,6 +349,27 @@ def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None)
             state.num_accepted += 1
         else:
             made[place] = state.refusal(job.tokens[0])
+
+
+def _charge(jobs: Sequence[MaskJob], times: Mapping[int, float], made: list[Made]) -> None:
+    """Charges requests whose masks took long in this step, and ends the samples of those that are
+    charged too much. Many samples may slow all others down although none of their masks is slow.
+
+    Args:
+        jobs: Of the step.
+        times: CPU seconds of those that were timed, by their index.
+        made: Gets the error of samples that are ended.
+    """
+    members: dict[ChargedTime, list[int]] = {}
+    for place in times:
+        members.setdefault(jobs[place].state.charged, []).append(place)
+    for charged, places in members.items():
+        taken_s = sum(times[place] for place in places)
+        if taken_s > SLOW_STEP_S:
+            charged.seconds += taken_s
+        if charged.seconds > MAX_CHARGED_S:
+            for place in places:
+                made[place] = _too_slow()
 
 
 def _alone(job: MaskJob) -> Made:
