@@ -184,6 +184,15 @@ async def test_chat_fields(mesh: Harness, change: dict[str, Any], param: str) ->
 
 
 COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"prompt": "a", name: value}, name)
+        for name, value in {
+            "max_completion_tokens": 5,
+            "messages": USER,
+            "top_logprobs": 2,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }.items()
+    ),
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
@@ -332,6 +341,16 @@ async def test_context_length(mesh: Harness) -> None:
         "500"
         in (await refused(mesh, "Completions", {"prompt": [5] * 500, "max_tokens": 13})).message
     )
+    # An answer that no prompt leaves room for is its own field's fault.
+    for field, method in (
+        ("max_tokens", "Completions"),
+        ("max_tokens", "ChatCompletions"),
+        ("max_completion_tokens", "ChatCompletions"),
+    ):
+        given = {"prompt": [5]} if method == "Completions" else {"messages": USER}
+        error = await refused(mesh, method, {**given, field: 513})
+        assert error.param == field
+        assert f"lower {field}" in error.message
     fits = await mesh.json("Completions", {"prompt": [5] * 500, "max_tokens": 12})
     assert fits["choices"][0]["text"] == ANSWER[: len(fits["choices"][0]["text"])]
 

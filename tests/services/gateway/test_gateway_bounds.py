@@ -115,11 +115,10 @@ async def test_states_of_expressions_are_bounded_by_samples(tmp_path: Path) -> N
         await mesh.json("ChatCompletions", {**body, "n": 128, "stop_regex": r"\d+\."})
 
 
-@pytest.mark.parametrize("depth", [33, 127])
-async def test_groups_within_each_other_are_bounded(tmp_path: Path, depth: int) -> None:
+@pytest.mark.parametrize("opening", ["(", "(?:", "(a|"])
+async def test_groups_within_each_other_are_bounded(tmp_path: Path, opening: str) -> None:
     async with gateway(tmp_path, endless) as mesh:
-        pattern = "(" * depth + "a" + ")" * depth
+        pattern = opening * (256 // len(opening))
         error = await refusal(mesh, {"messages": USER, "max_tokens": 4, "stop_regex": pattern})
         assert isinstance(error, InvalidRequest)
         assert error.param == "stop_regex"
-        assert "within each other" in error.message

@@ -23,6 +23,8 @@ const (
 	// This much of a body that is too large is read and discarded, so that a client that sends first
 	// and reads later gets the answer instead of a reset connection.
 	drainBytes = 64 << 20
+	// So long is a body read and discarded whose header says that it is too large.
+	drainTime = 2 * time.Second
 )
 
 // errNoRoom is the failure of a body for which there was no room.
@@ -48,6 +50,8 @@ type limitedBody struct {
 	ctx        context.Context // of the request
 	room       *bodyRoom
 	taken      atomic.Int64
+	announced  int64 // its length as the client says; -1: unknown
+	limit      int64
 	until      time.Time // when all of it must have come
 	pause      time.Duration
 	limited    io.ReadCloser
@@ -81,7 +85,10 @@ func newLimitedBody(
 		ctx:   ctx,
 		room:  room,
 		pause: config.BodyPause,
-		until: time.Now().Add(bodyTimeout),
+		limit: config.MaxBodyBytes,
+
+		announced: r.ContentLength,
+		until:     time.Now().Add(bodyTimeout),
 		// With HTTP/2 a deadline cannot be set after the handler: the call would panic.
 		ended: func() {
 			answered()
@@ -96,6 +103,12 @@ func newLimitedBody(
 }
 
 func (b *limitedBody) Read(p []byte) (int, error) {
+	if b.announced > b.limit {
+		// What comes of it all the same is read for a moment, see drainBytes.
+		_ = b.controller.SetReadDeadline(time.Now().Add(drainTime))
+		b.failure = &http.MaxBytesError{Limit: b.limit}
+		return 0, b.failure
+	}
 	// The deadline is for the body only: left on the connection, it would end long streams.
 	if b.failure == nil {
 		_ = b.controller.SetReadDeadline(earlier(b.until, time.Now().Add(b.pause)))

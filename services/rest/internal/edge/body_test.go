@@ -88,17 +88,36 @@ func TestABodyThatPausesIsGivenUp(t *testing.T) {
 	}
 }
 
+func TestABodyThatSaysThatItIsTooLargeIsNotAwaited(t *testing.T) {
+	front := httptest.NewServer(handler(t, &fakeGateway{}, edge.Config{BodyPause: time.Minute}))
+	t.Cleanup(front.Close)
+	connection, err := net.Dial("tcp", strings.TrimPrefix(front.URL, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = connection.Close() })
+	_, err = io.WriteString(connection, "POST /v1/chat/completions HTTP/1.1\r\nHost: edge\r\n"+
+		"Content-Length: 99999999999\r\n\r\n{")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := statusOf(t, connection); got != http.StatusRequestEntityTooLarge {
+		t.Errorf("status %d", got)
+	}
+}
+
 func TestAConnectionOfAClientThatNeverReadsEnds(t *testing.T) {
 	limits := forward.Limits{WriteStall: 4 * shortly}
 	front := httptest.NewServer(handler(t, &fakeGateway{}, edge.Config{Streams: limits}))
 	t.Cleanup(front.Close)
-	for _, path := range []string{"/console/app.js", "/v1/models/demo", "/nowhere"} {
+	long := strings.Repeat("x", 4000) // comes back in the answer
+	for _, path := range []string{"/console/app.js", "/v1/models/" + long, "/nowhere/" + long} {
 		connection, err := net.Dial("tcp", strings.TrimPrefix(front.URL, "http://"))
 		if err != nil {
 			t.Fatal(err)
 		}
-		request := strings.Repeat("GET "+path+" HTTP/1.1\r\nHost: edge\r\n\r\n", 1000)
-		_ = connection.SetWriteDeadline(time.Now().Add(10 * time.Second))
+		request := strings.Repeat("GET "+path+" HTTP/1.1\r\nHost: edge\r\n\r\n", 100)
+		_ = connection.SetWriteDeadline(time.Now().Add(60 * time.Second))
 		for err == nil {
 			_, err = io.WriteString(connection, request)
 		}

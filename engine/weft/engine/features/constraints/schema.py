@@ -12,6 +12,8 @@ keywords beside `$ref`, `anyOf` and `oneOf`).
 
 from __future__ import annotations
 
+import difflib
+import functools
 import itertools
 import json
 import math
@@ -52,6 +54,17 @@ _COMBINING = (
     *("dependentRequired", "dependentSchemas", "dependencies"),
 )
 _NEVER = ("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
+_KEYWORDS = frozenset((*_ASSERTING, *_COMBINING, *_NEVER, "enum", "const"))
+"""Keywords that assert something."""
+_ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "example", "examples", "deprecated", "readOnly"),
+        *("writeOnly", "contentMediaType", "contentSchema", "then", "else", "definitions"),
+    )
+)
+"""Words of schemas that assert nothing where they stand, so that no other word is a misspelt one of
+them.
+"""
 _COUNTS = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("minContains", "maxContains"),
@@ -109,6 +122,19 @@ def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
         raise ValueError("is nested too deeply") from None
 
 
+@functools.lru_cache(maxsize=1024)
+def _meant(name: str) -> str:
+    """The keyword that an unknown one seems to be a misspelling of; empty: none. Other unknown
+    keywords are annotations, as the standard says.
+    """
+    if name in _KEYWORDS or name in _ANNOTATIONS or len(name) > 40:
+        return ""
+    lowered = {keyword.lower(): keyword for keyword in _KEYWORDS}
+    plain = name.lower().replace("_", "").replace("-", "")
+    close = difflib.get_close_matches(plain, lowered, n=1, cutoff=0.82)
+    return lowered[close[0]] if close else ""
+
+
 def _no_number(name: str) -> Json:
     raise ValueError(f"is not JSON: {name} is no number")
 
@@ -161,6 +187,12 @@ class _Rewriter:
         if isinstance(schema, bool):
             return self._any() if schema and not is_merged else schema
         self._require(isinstance(schema, dict), at, "a schema (an object or a boolean) is expected")
+        for name in schema:
+            self._require(
+                not (meant := _meant(name)),
+                f"{at}/{name}",
+                f"this keyword is unknown; is it {meant}?",
+            )
         if not is_merged and self._is_any(schema):
             return self._any()
         self._depth += 1

@@ -374,7 +374,11 @@ class RequestPipeline:
         try:
             async with asyncio.timeout_at(record.first_token_deadline):
                 return await served.preparer.prepare(
-                    card, request.prompts, request.stopping, request.wants
+                    card,
+                    request.prompts,
+                    request.stopping,
+                    request.wants,
+                    max_tokens_param=request.max_tokens_param,
                 )
         except TimeoutError:
             raise DeadlineExceeded(

@@ -62,6 +62,8 @@ class Preparer:
         prompts: Sequence[Prompt],
         stopping: Stopping,
         wants: Wants | None = None,
+        *,
+        max_tokens_param: str = "max_tokens",
     ) -> list[PreparedPrompt]:
         """Prepares the prompts of a checked request.
 
@@ -70,6 +72,7 @@ class Preparer:
             prompts: At least one.
             stopping: When answers end.
             wants: Vectors that are wanted; None: tokens are.
+            max_tokens_param: The field in which the client gives the length of an answer.
 
         Raises:
             InvalidRequest: A template refuses its messages, or a prompt is empty.
@@ -83,7 +86,7 @@ class Preparer:
                 lambda: self._tokenize_all(model, tuple(prompts), wants)
             )
         return [
-            self._fit(prompt, given, stopping, wants)
+            self._fit(prompt, given, stopping, wants, max_tokens_param)
             for prompt, given in zip(prompts, tokenized, strict=True)
         ]
 
@@ -167,7 +170,12 @@ class Preparer:
             raise self._too_long(prompt, f"at least {least}; shorten it")
 
     def _fit(
-        self, prompt: Prompt, given: PreparedPrompt, stopping: Stopping, wants: Wants | None
+        self,
+        prompt: Prompt,
+        given: PreparedPrompt,
+        stopping: Stopping,
+        wants: Wants | None,
+        max_tokens_param: str,
     ) -> PreparedPrompt:
         """The prompt, with the number of tokens that its answer may have in the context."""
         ids = given.ids
@@ -186,9 +194,12 @@ class Preparer:
         if room < 1 or max_tokens > room:
             problem = (
                 f"{len(ids)} and the output needs {max(1, max_tokens)}; shorten the prompt or "
-                "lower max_tokens"
+                f"lower {max_tokens_param}"
             )
-            raise self._too_long(prompt, problem)
+            error = self._too_long(prompt, problem)
+            if max_tokens > context:
+                error.param = max_tokens_param
+            raise error
         if stopping.min_tokens > max_tokens:
             raise invalid(
                 "min_tokens",

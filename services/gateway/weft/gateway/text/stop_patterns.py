@@ -26,7 +26,7 @@ _MAX_KNOWN_CHARS = 512
 _MAX_STEPS = 4096
 """Most steps of building an automaton, which bounds repetitions of empty expressions."""
 _MAX_REPEATS = 256
-_MAX_DEPTH = 32
+_MAX_DEPTH = 128
 """Most groups within each other."""
 MAX_HELD_CHARS = 1024
 """Most characters that are held back because a match may have begun there."""

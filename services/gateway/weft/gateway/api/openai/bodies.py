@@ -22,6 +22,7 @@ from weft.gateway.validate import (
     MAX_STOP_IDS,
     MAX_STOPS,
     MAX_TOOLS,
+    unsupported,
 )
 
 _CONFIG = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
@@ -437,6 +438,14 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
+
+    @classmethod
+    def check_given(cls, value: Mapping[str, Any]) -> None:
+        """See `Body.check_given`: refuses fields of chats too."""
+        super().check_given(value)
+        for name in ChatBody.model_fields.keys() - cls.model_fields.keys():
+            if value.get(name):
+                raise unsupported(name, "a field of /v1/chat/completions")
 
     prompt: str | Ids | Prompts[str] | Prompts[Ids] = Field(
         description="a text, several texts, token ids, or several lists of token ids"

@@ -148,8 +148,14 @@ def _explain(errors: list[ErrorDetails]) -> InvalidRequest:
     for item in same_field:
         if item["type"] == "too_long":
             return _failure(item, f"at most {item['ctx']['max_length']} are accepted")
-        if item["type"] == "string_too_short":
+        if item["type"] == "string_too_long":
+            return _failure(item, f"at most {item['ctx']['max_length']} characters are accepted")
+        if item["type"] == "string_too_short" or (
+            item["type"] == "too_short" and item["ctx"]["actual_length"] == 0
+        ):
             return _failure(item, "is empty")
+        if item["type"] == "too_short":
+            return _failure(item, f"at least {item['ctx']['min_length']} are needed")
         if item["type"] == "extra_forbidden":
             return _failure(item, "this server knows no such field; leave it out")
     # A union reports an error for each alternative; the one with the deepest path says the most.

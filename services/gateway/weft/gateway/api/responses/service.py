@@ -91,11 +91,12 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
 
     async def CreateResponse(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         """See dialects.proto."""
+        facts = call_facts(context, f"{PREFIX}{self._gateway}")
+        tenant = facts.tenant
+        num_bytes = len(request.data)
+        # Its errors have the body's own names, among which `messages` is a mistake of the client.
+        body, ids = await self._bodies.parse(ResponsesBody, request, referred_items)
         with field_names(NAMES, PARTS):
-            facts = call_facts(context, f"{PREFIX}{self._gateway}")
-            tenant = facts.tenant
-            num_bytes = len(request.data)
-            body, ids = await self._bodies.parse(ResponsesBody, request, referred_items)
             items = await self._items(tenant, ids)
             asked = await self._bodies.run(
                 num_bytes,
