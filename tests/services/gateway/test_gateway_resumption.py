@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import DeadlineExceeded, PeerUnavailable, WeftError
+from weft.engine.base.errors import DeadlineExceeded, Draining, PeerUnavailable, WeftError
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Event, FakeWorker, Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
@@ -405,6 +406,15 @@ async def test_a_draining_worker_hands_back(tmp_path: Path) -> None:
         got = await collect(mesh)
         assert got.texts == {0: TEXT}
         assert [entry.code for entry in got.last.timeline.lost_attempts] == ["DRAINING"]
+
+
+async def test_a_request_that_only_draining_workers_saw_is_refused_at_once(tmp_path: Path) -> None:
+    draining = failing("DRAINING", 0, attempts=1000)
+    async with gateway(tmp_path, draining) as mesh:
+        mesh.workers[0].accepts_nothing = True
+        began = time.monotonic()
+        assert isinstance((await collect(mesh)).error, Draining)
+        assert time.monotonic() - began < 20  # The limit of resumption is 60 s.
 
 
 async def test_a_begun_stream_outlasts_busy_workers(tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ import math
 from collections.abc import Sequence
 
 from weft.common.tasks import log_failure
-from weft.engine.base.errors import Internal, Overloaded, PeerUnavailable, WeftError
+from weft.engine.base.errors import (
+    Draining,
+    Internal,
+    Overloaded,
+    PeerUnavailable,
+    WeftError,
+)
 from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
@@ -114,6 +120,8 @@ class Generation:
         self._avoided: set[tuple[str, int]] = set()
         """Incarnations that lost this prompt; used again only if there is no other."""
         self._losses = Losses(limits)
+        self._was_accepted = False
+        """Whether any worker has accepted it."""
         self._backoff = ReconnectBackoff()
         self._recovery: asyncio.Task[None] | None = None
         self._unsettled: set[int] = set()
@@ -233,6 +241,8 @@ class Generation:
 
     def _is_refusal(self, error: WeftError) -> bool:
         """Whether an error is a refusal, after which the client can simply ask again later."""
+        if isinstance(error, Draining):
+            return not self._was_accepted
         return isinstance(error, Overloaded) and not any(sample.ids for sample in self.samples)
 
     def _give_up(self, error: WeftError) -> None:
@@ -241,6 +251,7 @@ class Generation:
 
     def on_accepted(self) -> None:
         """See `SessionHandler`."""
+        self._was_accepted = True
         self._losses.owned()
         self._backoff.reset()
 

@@ -140,6 +140,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.expects_constraints = False
         """Value from the newest ping."""
         self.num_submits_to_lose = 0
+        self.accepts_nothing = False
+        """Whether it never says that it has accepted a submit."""
         self.num_ends_to_lose = 0
         """Messages that never come through, one after the other."""
         self.is_frozen = False
@@ -313,7 +315,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                     if self.num_submits_to_lose:
                         self.num_submits_to_lose -= 1
                         continue
-                    extra.accepted.add(request_id=submit.request_id, attempt=submit.attempt)
+                    if not self.accepts_nothing:
+                        extra.accepted.add(request_id=submit.request_id, attempt=submit.attempt)
                     partial[submit.request_id] = Partial(
                         submit,
                         list(submit.prompt.ids),
