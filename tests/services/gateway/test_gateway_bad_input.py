@@ -46,6 +46,13 @@ async def refused(mesh: Harness, method: str, body: object) -> WeftError:
 
 CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
+    ({"web_search_options": {}}, "web_search_options"),
+    *(
+        ({"response_format": {"type": kind, "json_schema": {"schema": {}}}}, param)
+        for kind in ("text", "json_object")
+        for param in ("response_format.json_schema",)
+    ),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 1e300}, "temperature"),
     ({"temperature": True}, "temperature"),

@@ -50,7 +50,13 @@ def constraint_of(body: GenerationBody) -> GivenConstraint | None:
 
 
 def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
-    if given is None or given.type == "text":
+    if given is None:
+        return
+    if given.type != "json_schema" and given.json_schema is not None:
+        raise invalid("response_format.json_schema", "is for type json_schema")
+    if given.type == "text":
+        if given.schema_ is not None:
+            raise invalid("response_format.schema", "is for type json_object")
         return
     if given.type == "json_object":
         if given.schema_ is None:
