@@ -12,9 +12,9 @@ Where the first is at least the second, prompts take the whole step; else they k
 So a burst that finds few running requests is worked off as fast as the device can, and a steady
 stream of prompts never makes many running requests wait for few.
 
-Beside prefill workers the running requests are spared their prompts. A prompt that this worker
-computes all the same, because prefill workers are busy, should not take that from them: it keeps to
-a smaller target, the time of a step of decodes.
+A worker that has prefill workers beside it computes a prompt only when those are busy. Such a prompt
+keeps to a smaller target, the time of a step of decodes, so that it disturbs the running requests
+less.
 """
 
 from __future__ import annotations

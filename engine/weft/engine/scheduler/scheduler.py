@@ -256,7 +256,7 @@ class Scheduler:
         )
 
     def _is_behind_fill(self, request: Request) -> bool:
-        """Whether a fill has left at most a page of a prompt."""
+        """Whether at most a page of the prompt is left behind a fill."""
         is_short = request.num_to_compute <= self._limits.page_size
         return is_short and bool(request.timeline.fills)
 

@@ -23,7 +23,7 @@ const (
 	// This much of a body that is too large is read and discarded, so that a client that sends first
 	// and reads later gets the answer instead of a reset connection.
 	drainBytes = 64 << 20
-	// So long is a body read and discarded whose header says that it is too large.
+	// A body whose header says that it is too large is read and discarded for this long.
 	drainTime = 2 * time.Second
 )
 
@@ -104,7 +104,7 @@ func newLimitedBody(
 
 func (b *limitedBody) Read(p []byte) (int, error) {
 	if b.announced > b.limit {
-		// What comes of it all the same is read for a moment, see drainBytes.
+		// What the client sends all the same is read for a moment; drainBytes says why.
 		_ = b.controller.SetReadDeadline(time.Now().Add(drainTime))
 		b.failure = &http.MaxBytesError{Limit: b.limit}
 		return 0, b.failure

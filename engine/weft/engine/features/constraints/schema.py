@@ -62,9 +62,7 @@ _ANNOTATIONS = frozenset(
         *("writeOnly", "contentMediaType", "contentSchema", "then", "else", "definitions"),
     )
 )
-"""Words of schemas that assert nothing where they stand, so that no other word is a misspelt one of
-them.
-"""
+"""Words of schemas that assert nothing by themselves. None of them is a misspelt keyword."""
 _COUNTS = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("minContains", "maxContains"),

@@ -54,8 +54,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(slots=True)
 class TakenBody:
-    """What an HttpBody says. A handler keeps its request for as long as it answers, and a message
-    keeps all memory that it was parsed into; of this object it can take the data out.
+    """The content of an HttpBody. A handler holds its request until it has answered, and a protobuf
+    message holds all memory that it was parsed into. From this object the handler can remove the
+    data once it has parsed them.
     """
 
     content_type: str

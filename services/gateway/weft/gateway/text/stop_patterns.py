@@ -274,7 +274,7 @@ class StopPatterns:
 
     @property
     def num_states(self) -> int:
-        """Number of states: most looks at one that a character takes."""
+        """Number of states. A character costs at most one look at each."""
         return len(self._sets)
 
     def fitting(self, char: str) -> frozenset[int]:

@@ -60,8 +60,8 @@ class BodyParser:
 
         Args:
             cls: The expected model.
-            request: Has JSON in UTF-8, which is taken out: the caller keeps the message for as long
-                as it answers.
+            request: Holds JSON in UTF-8. The data are removed from it, because the caller holds it
+                until it has answered.
             translate: Converts the parsed body to the request.
 
         Returns:
