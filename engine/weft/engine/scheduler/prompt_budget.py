@@ -12,9 +12,9 @@ Where the first is at least the second, prompts take the whole step; else they k
 So a burst that finds few running requests is worked off as fast as the device can, and a steady
 stream of prompts never makes many running requests wait for few.
 
-A worker that has prefill workers beside it computes a prompt only when those are busy. Such a prompt
-keeps to a smaller target, the time of a step of decodes, so that it disturbs the running requests
-less.
+A worker that has prefill workers beside it computes a prompt only when those are busy. Such a
+prompt keeps to a smaller target, the time of a step of decodes, so that it disturbs the running
+requests less.
 """
 
 from __future__ import annotations
