@@ -49,7 +49,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"n": -1}, 400, "n"),
     (CHAT, {"seed": 10**30}, 400, "seed"),
     (CHAT, {"max_tokens": -1}, 400, "max_tokens"),
-    (CHAT, {"max_tokens": 10**9}, 400, "messages"),
+    (CHAT, {"max_tokens": 10**9}, 400, "max_tokens"),
     (CHAT, {"max_completion_tokens": "many"}, 400, "max_completion_tokens"),
     (CHAT, {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     (CHAT, {"stop": [f"stop {i}" for i in range(1000)]}, 400, "stop"),
