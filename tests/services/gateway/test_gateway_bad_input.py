@@ -48,9 +48,11 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"web_search_options": {}}, "web_search_options"),
     *(
-        ({"response_format": {"type": kind, "json_schema": {"schema": {}}}}, param)
+        (
+            {"response_format": {"type": kind, "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+        )
         for kind in ("text", "json_object")
-        for param in ("response_format.json_schema",)
     ),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     ({"temperature": -0.1}, "temperature"),

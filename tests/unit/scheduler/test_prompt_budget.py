@@ -52,7 +52,7 @@ def test_without_weight_or_measurements_the_target_is_kept() -> None:
 
 
 def test_prompts_that_could_be_shipped_add_little_to_a_step() -> None:
-    """The time of the decodes, but as much as a GPU needs to be busy."""
+    """They may add the time of a step of decodes, and at least 12 ms, below which a GPU idles."""
     rates = Rates(tokens_per_s_beside=40_000, decode_s=0.02)
     assert budget(rates).tokens(20, 1, is_overflow=True) == 800
     assert budget(rates).tokens(20, 1) == 4000

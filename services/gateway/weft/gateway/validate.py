@@ -251,7 +251,9 @@ def _check_stop_regexes(patterns: tuple[str, ...]) -> None:
 
 
 def _check_regex_states(request: GenerateRequest) -> None:
-    """Bounds what a character of each sample costs: a look at every state of its expressions."""
+    """Bounds the states of `stop_regex` over all samples: each new character of a sample may cost a
+    look at every state.
+    """
     patterns = request.stopping.stop_regexes
     num_samples = request.sampling.n * len(request.prompts)
     num_states = stop_patterns(patterns).num_states if patterns else 0

@@ -32,9 +32,8 @@ func limitsOf(ctx context.Context) Limits {
 	return limits
 }
 
-// write sends data now; it is false when the client has gone.
-func (l Limits) write(w http.ResponseWriter, data []byte) bool {
-	l.LimitWrite(w)
+// send writes data now, through a writer that calls LimitWrite; it is false when the client has gone.
+func send(w http.ResponseWriter, data []byte) bool {
 	if _, err := w.Write(data); err != nil {
 		return false
 	}
@@ -112,7 +111,7 @@ func (e *eventStream) write(data []byte) bool {
 		header.Set("X-Accel-Buffering", "no") // nginx would hold events back
 		e.isOpen = true
 	}
-	e.isGone = !e.limits.write(e.w, data)
+	e.isGone = !send(e.w, data)
 	if e.timer != nil {
 		e.timer.Reset(e.limits.CommentAfter)
 	}

@@ -51,14 +51,14 @@ func Stream(
 	if kind := announced(ctx); isStream(kind) {
 		events.begin(kind)
 	}
-	err := answer(w, limits, events, receive)
+	err := answer(w, events, receive)
 	isOpen := events.end()
 	switch {
 	case err == nil:
 	case isOpen:
 		err = apierror.Reason(r.Context(), err)
 		reqinfo.From(r.Context()).Failure = err
-		limits.write(w, apierror.From(err).For(r.Context()).Event())
+		send(w, apierror.From(err).For(r.Context()).Event())
 	default:
 		runtime.HTTPError(ctx, mux, marshaler, w, r, err)
 	}
@@ -92,7 +92,6 @@ func Events(
 // answer is nil as well when the client has gone.
 func answer(
 	w http.ResponseWriter,
-	limits Limits,
 	events *eventStream,
 	receive func() (proto.Message, error),
 ) error {
@@ -108,7 +107,7 @@ func answer(
 	case events.end():
 		return status.Error(codes.Internal, "the gateway announced events and sent none")
 	default:
-		return sendWhole(w, limits, first, receive)
+		return sendWhole(w, first, receive)
 	}
 }
 
@@ -127,7 +126,6 @@ func receiveBody(receive func() (proto.Message, error)) (*httpbody.HttpBody, err
 // sendWhole writes nothing before the stream has ended without an error.
 func sendWhole(
 	w http.ResponseWriter,
-	limits Limits,
 	first *httpbody.HttpBody,
 	receive func() (proto.Message, error),
 ) error {
@@ -144,7 +142,6 @@ func sendWhole(
 	}
 	w.Header().Set("Content-Type", first.GetContentType())
 	w.Header().Set("Content-Length", strconv.Itoa(whole.Len()))
-	limits.LimitWrite(w)
 	_, _ = w.Write(whole.Bytes()) // a client that has gone needs no answer
 	return nil
 }

@@ -139,9 +139,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.num_pings = 0
         self.expects_constraints = False
         """Value from the newest ping."""
-        self.num_submits_to_lose = 0
         self.accepts_nothing = False
         """Whether it never says that it has accepted a submit."""
+        self.num_submits_to_lose = 0
         self.num_ends_to_lose = 0
         """Messages that never come through, one after the other."""
         self.is_frozen = False
