@@ -152,8 +152,8 @@ async def test_bad_fields_over_rest(
 ) -> None:
     async with Beside(mesh, reference):
         for path, change, status, param in FIELDS:
-            base = {"messages": USER} if path == CHAT else {}
-            body = json.dumps({**base, "max_tokens": 4, **change}).encode()
+            base = {CHAT: {"messages": USER, "max_tokens": 4}, TEXT: {"max_tokens": 4}}
+            body = json.dumps({**base.get(path, {}), **change}).encode()
             answer = await http.post(path, content=body, headers=JSON_TYPE)
             check_refusal(answer, status, param)
 

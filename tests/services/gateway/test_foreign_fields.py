@@ -1,4 +1,6 @@
-"""Fields of other servers: each is supported, refused by name or known to be harmless."""
+"""Fields that are not this server's: those of other servers are refused by name or known to be
+harmless, and those of none are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import openai.types as openai_types
 import pytest
 from weft.common.rpc.errors import from_rpc_error
-from weft.gateway.api.openai.bodies import ChatBody, CompletionBody
+from weft.gateway.api.openai.bodies import Body, ChatBody, CompletionBody
 from weft.gateway.api.openai.foreign import HARMLESS, REFUSED, refuse_foreign
+from weft.gateway.api.pooling.bodies import EmbeddingsBody
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
 from weft.v1 import decode_pb2
@@ -95,6 +99,20 @@ async def refused(mesh: Harness, method: str, body: dict[str, Any]) -> Any:
     return from_rpc_error(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "params"),
+    [
+        (ChatBody, openai_types.chat.completion_create_params.CompletionCreateParamsStreaming),
+        (CompletionBody, openai_types.completion_create_params.CompletionCreateParamsStreaming),
+        (EmbeddingsBody, openai_types.EmbeddingCreateParams),
+    ],
+)
+def test_every_field_of_openai_is_known(model: type[Body], params: type) -> None:
+    names = params.__annotations__.keys()
+    assert {"model", "user"} <= names
+    assert not names - model.model_fields.keys() - model.of_others
+
+
 @pytest.mark.parametrize("names", [VLLM, SGLANG, LLAMA_CPP], ids=["vllm", "sglang", "llama.cpp"])
 def test_every_field_of_a_server_is_accounted_for(names: str) -> None:
     supported = {*ChatBody.model_fields, *CompletionBody.model_fields}
@@ -167,6 +185,65 @@ async def test_defaults_and_harmless_fields_are_welcome(mesh: Harness) -> None:
     await mesh.json("ChatCompletions", body)
     await mesh.post("ChatCompletions", {**body, **options})
     await mesh.json("Completions", {"prompt": "x", **DEFAULTS, **harmless})
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "meant"),
+    [
+        ({"temprature": 0}, "temprature", "temperature"),
+        ({"max_token": 3}, "max_token", "max_tokens"),
+        ({"no_such_field": [1]}, "no_such_field", None),
+        (
+            {"stream_options": {"include_usge": True}},
+            "stream_options.include_usge",
+            "include_usage",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}},
+            "response_format.json_schema.shema",
+            "schema",
+        ),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "regex"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+            "tools[0].function.paramters",
+            "parameters",
+        ),
+    ],
+)
+async def test_unknown_fields_are_refused(
+    mesh: Harness, change: dict[str, Any], param: str, meant: str | None
+) -> None:
+    error = await refused(mesh, "ChatCompletions", {"messages": USER, "stream": True, **change})
+    assert (error.http_status, error.param) == (400, param)
+    where = param[: param.rfind(".") + 1]
+    assert error.message.endswith("leave it out" if meant is None else f"mean {where}{meant}?")
+    assert not mesh.workers[0].submits
+
+
+async def test_unknown_fields_of_every_body(mesh: Harness) -> None:
+    for method, body in (
+        ("Completions", {"prompt": "x"}),
+        ("TokenizeText", {"prompt": "x"}),
+        ("DetokenizeTokens", {"tokens": [5]}),
+    ):
+        await mesh.json(method, {**body, "no_such_field": None})
+        error = await refused(mesh, method, {**body, "no_such_field": 1})
+        assert error.param == "no_such_field"
+
+
+async def test_messages_may_have_fields_of_other_servers(mesh: Harness) -> None:
+    history = [*USER, {"role": "assistant", "content": "x", "annotations": [], "provider": "y"}]
+    await mesh.json("ChatCompletions", {"messages": [*history, *USER]})
+
+
+async def test_a_gateway_can_ignore_unknown_fields(tmp_path: Path) -> None:
+    async with gateway(tmp_path, script, ignore_unknown_fields=True) as harness:
+        format_ = {"type": "text", "no_such_field": 1}
+        change = {"no_such_field": 1, "response_format": format_}
+        await harness.json("ChatCompletions", {"messages": USER, **change})
+        error = await refused(harness, "ChatCompletions", {"messages": USER, "mirostat": 2})
+        assert error.param == "mirostat"
 
 
 async def test_a_seed_of_minus_one_is_drawn(mesh: Harness) -> None:

@@ -295,7 +295,8 @@ async def test_values_are_shown_as_json_has_them(
 async def test_adapters_where_they_are_off_are_the_callers_mistake(
     mesh: Harness, method: str
 ) -> None:
-    error = await refused(mesh, method, {"lora_name": "x", "lora_path": "y"})
+    path = {"lora_path": "y"} if method == "LoadLoraAdapter" else {}
+    error = await refused(mesh, method, {"lora_name": "x", **path})
     assert (error.http_status, error.reason) == (400, "ADAPTERS_OFF")
     assert "--adapter-root" in error.message
 

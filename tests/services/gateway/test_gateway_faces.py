@@ -119,7 +119,7 @@ async def test_sampling_reaches_the_worker_alike_from_both_faces(mesh: Harness) 
         "priority": -7,
         "stop": "never",
         "user": "someone",
-        "unknown_field": {"a": [1]},
+        "metadata": {"a": [1]},
         "tools": None,
     }
     await mesh.json("ChatCompletions", body)

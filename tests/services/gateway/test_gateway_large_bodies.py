@@ -250,7 +250,7 @@ async def test_large_good_bodies(mesh: Harness) -> None:
     answer = await mesh.json("DetokenizeTokens", {"tokens": long})
     assert answer["prompt"] == "the fox " * 40_000
     filler = "x" * (1 << 20)
-    answer = await mesh.json("ChatCompletions", {"messages": USER, "unknown": filler})
+    answer = await mesh.json("ChatCompletions", {"messages": USER, "metadata": filler})
     assert answer["choices"][0]["message"]["content"] == ANSWER * NUM_REPEATS
     bias = {str(number): 0.5 for number in range(mesh.tokenizer.get_vocab_size())}
     answer = await mesh.json("ChatCompletions", {"messages": USER, "logit_bias": bias})

@@ -29,6 +29,7 @@ from weft.gateway.admission.tenants import Tenants
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
+from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ServedModel
@@ -283,7 +284,8 @@ class GatewayApp:
         if (operators := self.server.admin_grpc) is not None:
             add_operators_calls(typed, adapters, workers, operators)
         self._add_mesh_faces(adapters, workers, keys)
-        self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
+        bodies = BodyParser(limit, ignores_unknown=self._settings.ignore_unknown_fields)
+        self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, bodies)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
         add_dialects(
             self.server.grpc,

@@ -325,6 +325,11 @@ class GatewaySettings(ServiceSettings):
         "gateways again; its open calls continue, in seconds",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes")
+    ignore_unknown_fields: bool = Field(
+        False,
+        description="ignore unknown fields in bodies of OpenAI's, vLLM's, Cohere's and Jina's "
+        "calls, for clients that send fields of other servers; otherwise such a field is a 400",
+    )
     response_store_bytes: int = Field(
         64 << 20,
         ge=0,

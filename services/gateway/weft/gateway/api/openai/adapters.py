@@ -37,6 +37,8 @@ class LoadAdapterBody(Body):
 class UnloadAdapterBody(Body):
     """Body of POST /v1/unload_lora_adapter, as vLLM's."""
 
+    of_others = frozenset({"lora_int_id"})
+
     model: str | None = Field(None, description="not used")
     lora_name: str = Field(description="what requests call it")
 

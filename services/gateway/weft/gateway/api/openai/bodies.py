@@ -1,19 +1,25 @@
 """Request bodies of the OpenAI API, as far as supported, with vLLM's extensions.
 
-Unknown fields are ignored, except those in `foreign.py`; `null` is the same as absent. Types are
-strict. Ranges are checked later for both faces (`weft.gateway.validate`), but lengths are checked
-here, so that checking has a bounded cost: a list ends at its first bad item, and lists of objects
-are bounded.
+Unknown fields are refused (`unknown.py`), and so are those of other servers that would change the
+answer (`foreign.py`); `null` is the same as absent. Types are strict. Ranges are checked later for
+both faces (`weft.gateway.validate`), but lengths are checked here, so that checking has a bounded
+cost: a list ends at its first bad item, and lists of objects are bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
-from weft.gateway.api.openai.foreign import refuse_foreign
+from weft.gateway.api.openai.foreign import (
+    HARMLESS,
+    OF_FORMATS,
+    OF_TOOLS,
+    REFUSED,
+    refuse_foreign,
+)
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_CHOICES,
@@ -25,7 +31,10 @@ from weft.gateway.validate import (
     unsupported,
 )
 
-_CONFIG = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+_HISTORY = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+"""Configuration of parts that clients send back from earlier answers."""
+# `refuse_unknown` checks this after validation, since a gateway can be set to ignore such fields.
+_CONFIG = _HISTORY | ConfigDict(json_schema_extra={"additionalProperties": False})
 _MAX_PARTS = 1024
 
 
@@ -93,10 +102,25 @@ Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 LogitBias = Annotated[dict[str, float], few_entries(MAX_LOGIT_BIAS)]
 
 
+class Part(NamedTuple):
+    """Objects of a body in which unknown fields are refused."""
+
+    path: tuple[str, ...]
+    """Names of fields that lead to it; `*` is every item of a list."""
+    model: type[BaseModel]
+    of_others: frozenset[str] = frozenset()
+    """As `Body.of_others`."""
+
+
 class Body(BaseModel):
     """Base of all bodies."""
 
     model_config = _CONFIG
+
+    of_others: ClassVar[frozenset[str]] = frozenset()
+    """Further fields that are no error: those that `check_given` judges, and harmless ones."""
+    parts: ClassVar[tuple[Part, ...]] = ()
+    """Objects that decide what is generated; messages are not among them."""
 
     model: str | None = Field(None, description="a served model; may be absent where there is one")
 
@@ -123,7 +147,7 @@ class StreamOptions(BaseModel):
 class ContentPart(BaseModel):
     """One part of a message's content."""
 
-    model_config = _CONFIG
+    model_config = _HISTORY
 
     type: str = Field(description="`text`, or `refusal`; others are not supported")
     text: str | None = Field(None, description="of a text part")
@@ -133,7 +157,7 @@ class ContentPart(BaseModel):
 class CalledFunction(BaseModel):
     """The field `function` of a call."""
 
-    model_config = _CONFIG
+    model_config = _HISTORY
 
     name: Annotated[str, Field(min_length=1)] = Field(description="the function's")
     arguments: str | dict[str, Any] | list[Any] | None = Field(
@@ -145,7 +169,7 @@ class CalledFunction(BaseModel):
 class ToolCallBody(BaseModel):
     """A call in a message of the assistant."""
 
-    model_config = _CONFIG
+    model_config = _HISTORY
 
     id: str | None = Field(None, description="passed on to the chat template")
     type: Literal["function"] | None = Field(None)
@@ -238,7 +262,7 @@ ToolChoice = Annotated[
 class Message(BaseModel):
     """One message of a conversation."""
 
-    model_config = _CONFIG
+    model_config = _HISTORY
 
     role: Annotated[str, Field(min_length=1)] = Field(
         description="system, developer, user, assistant, tool, or what the chat template knows"
@@ -306,8 +330,23 @@ class StructuredOutputs(BaseModel):
     disable_additional_properties: bool | None = Field(None, description="not supported")
 
 
+_TOOL_PARTS = (
+    Part(("tools", "*"), ToolBody, frozenset({"cache_control", *OF_TOOLS})),
+    # Transformers describes functions with `return`; no server tells the model of it.
+    Part(("tools", "*", "function"), FunctionBody, frozenset({"return", *OF_TOOLS})),
+)
+
+
 class GenerationBody(Body):
     """Fields common to chat and completions."""
+
+    of_others = HARMLESS | REFUSED.keys()
+    parts = (
+        Part(("stream_options",), StreamOptions, frozenset({"include_obfuscation"})),
+        Part(("response_format",), ResponseFormat, frozenset(OF_FORMATS)),
+        Part(("response_format", "json_schema"), JsonSchemaFormat),
+        Part(("structured_outputs",), StructuredOutputs),
+    )
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
@@ -404,6 +443,8 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
+    parts = (*GenerationBody.parts, *_TOOL_PARTS)
+
     messages: Messages = Field(description="the conversation, at least one message")
     max_completion_tokens: Int | None = Field(None, description="newer name of max_tokens")
     logprobs: bool | None = Field(None, description="return log-probabilities")
@@ -439,6 +480,8 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
+    of_others = GenerationBody.of_others | ChatBody.model_fields.keys()
+
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
         """See `Body.check_given`: refuses fields of chats too."""
@@ -462,6 +505,8 @@ class CompletionBody(GenerationBody):
 
 class TokenizeBody(Body):
     """Body of POST /tokenize, as vLLM's. Either `prompt` or `messages`."""
+
+    parts = _TOOL_PARTS
 
     prompt: str | None = Field(None, description="a text")
     messages: Messages | None = Field(None, description="a conversation")

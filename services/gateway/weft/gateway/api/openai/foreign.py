@@ -1,8 +1,8 @@
 """Fields of other servers' APIs: refused by name where they would change the answer, else ignored.
 
-`bodies.py` has the supported fields. A field that is in neither file is unknown and ignored, as
-with most servers. The tables below have the fields that clients of vLLM, SGLang, llama.cpp and
-others send, so that such a client learns which of its settings has no effect.
+`bodies.py` has the supported fields. A field that is in neither file is unknown (`unknown.py`).
+The tables below have the fields that clients of vLLM, SGLang, llama.cpp and others send, so that
+such a client learns which of its settings has no effect.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REFUSED: Mapping[str, Refused] = {
     **_same("watermark watermarking", "a watermark"),
     **_same("logits_processors custom_logit_processor", "code of the request's own"),
     **_same("custom_params vllm_xargs extra_args", "settings of extensions"),
-    **_same("sampling_params", "its fields are given at the top of the body"),
+    **_same("sampling_params extra_body", "its fields are given at the top of the body"),
     # Tokens and lengths.
     "allowed_token_ids": Refused("a list of allowed tokens"),
     **_same("bad_words banned_strings banned_tokens custom_token_bans", "words that must not come"),
@@ -92,6 +92,7 @@ REFUSED: Mapping[str, Refused] = {
     **_same("media_io_kwargs mm_processor_kwargs multi_modal_data", "input other than text"),
     **_same("max_dynamic_patch min_dynamic_patch use_audio_in_video", "input other than text"),
     **_same("audio", "output other than text"),
+    **_same("moderation", "a judgement of the texts beside the answer"),
     **_same("chat_template", "a chat template of the request's own"),
     **_same("documents", "documents for the model"),
     "web_search_options": Refused("documents for the model", asks_when_empty=True),
@@ -143,7 +144,7 @@ _OF_SERVERS = (
 )
 _OF_BOOKS = (
     "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "custom_labels"
+    "prompt_cache_options custom_labels"
 )
 HARMLESS = frozenset(" ".join((_NEEDS_REFUSED, _OF_SERVERS, _OF_BOOKS)).split())
 """Fields of chats and completions that are ignored, since the answer is the same without them:
@@ -156,17 +157,19 @@ _OF_MESSAGES: Mapping[str, Refused] = {
     **_same("audio images image_url", "content other than text"),
     **_same("tools", "tools are given at the top of the body"),
 }
-_OF_TOOLS: Mapping[str, Refused] = _same("defer_loading", "tools that the model is not told of")
-_OF_FORMATS: Mapping[str, Refused] = {
+OF_TOOLS: Mapping[str, Refused] = _same("defer_loading", "tools that the model is not told of")
+"""Refused fields of tools and their functions."""
+OF_FORMATS: Mapping[str, Refused] = {
     **_same("grammar regex pattern", "given as guided_grammar or guided_regex"),
     **_same("structures triggers format", "constraints between tags"),
 }
+"""Refused fields of response_format."""
 LEVELS: tuple[tuple[tuple[str, ...], Mapping[str, Refused]], ...] = (
     ((), REFUSED),
-    (("response_format",), _OF_FORMATS),
+    (("response_format",), OF_FORMATS),
     (("messages", "*"), _OF_MESSAGES),
-    (("tools", "*"), _OF_TOOLS),
-    (("tools", "*", "function"), _OF_TOOLS),
+    (("tools", "*"), OF_TOOLS),
+    (("tools", "*", "function"), OF_TOOLS),
 )
 """Refused fields by the path of their object; `*` is every item of a list."""
 
@@ -181,7 +184,7 @@ def refuse_foreign(body: Mapping[str, Any]) -> None:
         InvalidRequest: There is such a field; `param` is its path.
     """
     for path, refused in LEVELS:
-        for where, level in _at(body, path, ""):
+        for where, level in objects_at(body, path):
             refuse_listed(level, refused, where)
 
 
@@ -198,13 +201,21 @@ def refuse_listed(
             raise unsupported(f"{where}{name}", refused[name].what)
 
 
-def _at(node: Any, path: tuple[str, ...], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects at a path, each with the text that its fields' names begin with."""
+def objects_at(
+    node: Any, path: tuple[str, ...], where: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects at a path, each with the text that its fields' names begin with.
+
+    Args:
+        node: JSON.
+        path: Names of fields; `*` is every item of a list.
+        where: Beginning of that text.
+    """
     if not path:
         if isinstance(node, dict):
             yield where, node
     elif path[0] == "*":
         for index, item in enumerate(node if isinstance(node, list) else ()):
-            yield from _at(item, path[1:], f"{where.removesuffix('.')}[{index}].")
+            yield from objects_at(item, path[1:], f"{where.removesuffix('.')}[{index}].")
     elif isinstance(node, dict):
-        yield from _at(node.get(path[0]), path[1:], f"{where}{path[0]}.")
+        yield from objects_at(node.get(path[0]), path[1:], f"{where}{path[0]}.")

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails, from_json
 from weft.common.rpc.interceptors import TakenBody
 from weft.engine.base.errors import InvalidRequest
 from weft.gateway.api.openai.bodies import Body
+from weft.gateway.api.openai.unknown import refuse_unknown
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -44,9 +45,10 @@ class BodyTooLarge(InvalidRequest):
 class BodyParser:
     """Parses and converts bodies; large ones in a thread, one at a time, so that streams go on."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Sets the size limit of a body, in bytes."""
+    def __init__(self, max_bytes: int, *, ignores_unknown: bool = False) -> None:
+        """Sets the size limit of a body, in bytes, and whether unknown fields are ignored."""
         self._max_bytes = max_bytes
+        self._ignores_unknown = ignores_unknown
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class BodyParser:
         request.data = b""
 
         def work() -> tuple[B, T]:
-            body = parse_body(cls, data, self._max_bytes)
+            body = parse_body(cls, data, self._max_bytes, ignores_unknown=self._ignores_unknown)
             return body, translate(body)
 
         return await self.run(len(data), work)
@@ -92,17 +94,18 @@ class BodyParser:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
+def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bool = False) -> B:
     """Parses and checks a body.
 
     Args:
         cls: The expected model.
         data: JSON in UTF-8.
         max_bytes: Larger bodies are refused.
+        ignores_unknown: Whether unknown fields are ignored, where the body does not forbid them.
 
     Raises:
         InvalidRequest: The body is too large, is not JSON, a field has a wrong type, or is one of
-            another server that would change the answer.
+            another server that would change the answer, or is unknown.
     """
     if len(data) > max_bytes:
         raise BodyTooLarge(
@@ -124,6 +127,8 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
     except ValidationError as error:
         raise explain(error.errors(include_url=False)) from None
     cls.check_given(value)
+    if not ignores_unknown:
+        refuse_unknown(cls, value)
     return body
 
 

@@ -76,13 +76,13 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         models: Catalogue,
         fleet: Fleet,
         adapters: AdapterCalls,
-        max_body_bytes: int,
+        bodies: BodyParser,
     ) -> None:
         self._pipeline = pipeline
         self._models = models
         self._fleet = fleet
         self._adapters = adapters
-        self.bodies = self._bodies = BodyParser(max_body_bytes)
+        self.bodies = self._bodies = bodies
         """Parses the bodies of all dialects."""
 
     def close(self) -> None:

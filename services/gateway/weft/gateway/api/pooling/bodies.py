@@ -1,7 +1,7 @@
 """Request bodies for vectors in place of text, with the fields that clients of OpenAI, Cohere, Jina
 and vLLM send.
 
-Unknown fields are ignored, as in `weft.gateway.api.openai.bodies`. Fields of other servers that
+Unknown fields are refused, as in `weft.gateway.api.openai.bodies`. Fields of other servers that
 would change the answer and are not supported are listed here and refused by name.
 """
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 from weft.gateway.api.dialect_bodies import LENIENT
 from weft.gateway.api.openai.bodies import Body, Ids, Int, T
-from weft.gateway.api.openai.foreign import Refused, refuse_listed
+from weft.gateway.api.openai.foreign import HARMLESS, Refused, refuse_listed
 from weft.gateway.validate import MAX_INPUTS
 
 Inputs = Annotated[list[T], Field(fail_fast=True, max_length=MAX_INPUTS)]
@@ -50,6 +50,8 @@ class PoolBody(Body):
 
     names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     """Names of this body's fields, by the names of the internal request's fields."""
+
+    of_others = HARMLESS | _REFUSED.keys()
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
@@ -130,6 +132,8 @@ class CohereEmbedBody(PoolBody):
         "dimensions": "output_dimension",
         "truncate_prompt_tokens": "max_tokens",
     }
+
+    of_others = PoolBody.of_others | _NOT_COHERES.keys()
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
