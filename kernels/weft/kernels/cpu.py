@@ -366,7 +366,9 @@ class NativeCpu:
         self.selective_scan = declare("weft_selective_scan", None, pointer)
         self.convolution = declare("weft_convolution", None, pointer)
         self.announce = declare("weft_announce", None, pointer, ctypes.c_uint32)
-        self.await_count = declare("weft_await", integer, pointer, ctypes.c_uint32, pointer, long)
+        self.await_count = declare(
+            "weft_await", integer, pointer, ctypes.c_uint32, pointer, long, long
+        )
         self.add_sum = declare(
             "weft_add_sum", integer, pointer, pointer, long, pointer, pointer, integer
         )

@@ -35,28 +35,32 @@ class PageTable:
         self.pages: Int32Array = np.full((max_requests + 1, max_pages), NULL_PAGE, np.int32)
         """[max_requests + 1, max_pages]; entries beyond a request's pages are stale."""
         self.null_row = max_requests
-        self._num_set = np.zeros(max_requests, np.int64)
+        self.num_pages = np.zeros(max_requests, np.int64)
+        """[max_requests]: how many pages each slot's row has."""
+        self.num_additions = 0
+        """Number of times that entries were added to rows."""
         self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
 
     def clear(self, slot: int) -> None:
         """Clears the slot's row for its next request."""
-        self._num_set[slot] = 0
+        self.num_pages[slot] = 0
 
     def is_short(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
         """For each slot, whether its row lacks the page of this index."""
-        return self._num_set[slots] <= indices
+        return self.num_pages[slots] <= indices
 
     def ends_at(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
         """For each slot, whether this index follows the last page of its row."""
-        ends: npt.NDArray[np.bool_] = self._num_set[slots] == indices
+        ends: npt.NDArray[np.bool_] = self.num_pages[slots] == indices
         return ends
 
     def extend(self, slot: int, pages: Sequence[int]) -> None:
         """Sets the slot's row to `pages`; the row already holds a prefix of them."""
-        known, count = int(self._num_set[slot]), len(pages)
+        known, count = int(self.num_pages[slot]), len(pages)
         if known < count:
             self.pages[slot, known:count] = pages[known:]
-            self._num_set[slot] = count
+            self.num_pages[slot] = count
+            self.num_additions += 1
             if self._changed is not None:
                 self._changed.append((slot, known, count))
 
@@ -66,15 +70,11 @@ class PageTable:
         if self._changed is not None:
             self._changed.append((slot, begin, begin + len(pages)))
 
-    def lengths(self, slots: Int64Array) -> Int64Array:
-        """How many pages each slot's row has."""
-        return self._num_set[slots]
-
     def enter(self, slot: int, first: int, pages: Int64Array) -> None:
         """Sets entries of the slot's row from index `first` on, which is at most its length."""
         end = first + len(pages)
         self.pages[slot, first:end] = pages
-        self._num_set[slot] = end
+        self.num_pages[slot] = end
         if self._changed is not None:
             self._changed.append((slot, first, end))
 
@@ -83,7 +83,8 @@ class PageTable:
         the device itself, so `take_changes` omits them unless `note` names them.
         """
         self.pages[slots, indices] = pages
-        self._num_set[slots] = indices + 1
+        self.num_pages[slots] = indices + 1
+        self.num_additions += 1
 
     def note(self, slots: Int64Array, indices: Int64Array) -> None:
         """Makes `take_changes` return appended entries, for steps that do not send them."""

@@ -39,6 +39,8 @@ _SLOT_NUMBERS = _SLOT_BYTES // 8 - _SLOT_HEADER
 _SUM_FLOATS = 1 << 18
 """Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
+_AWAKE_NS = 200_000
+"""How long a rank spins for a frame that is near: rank 0 launches a step's graph meanwhile."""
 _STOPPED, _LATE, _DIFFER = 1, 2, 1 << 20
 """Results of native waits; a rank's number is added to the last two (csrc/peers.h)."""
 
@@ -228,8 +230,12 @@ class SharedGroup:
             free = min(free, 1 + (taken - least & 0xFFFFFFFF))
         return free
 
-    def take(self) -> Int64Array:
+    def take(self, *, is_near: bool = False) -> Int64Array:
         """The next frame of rank 0; waits for it without a limit.
+
+        Args:
+            is_near: Whether the frame is expected within microseconds. The rank then spins for some
+                time before it sleeps, so that rank 0 need not wake it.
 
         Raises:
             RanksLost: The group ends.
@@ -237,7 +243,8 @@ class SharedGroup:
         parts: list[Int64Array] = []
         left = 1
         while left:
-            self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S)
+            awake_ns = _AWAKE_NS if is_near else 0
+            self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S, awake_ns)
             slot = self._ring[self._num_slots % _RING_SLOTS]
             count, left = slot[:_SLOT_HEADER].tolist()
             parts.append(slot[_SLOT_HEADER : _SLOT_HEADER + count].copy())
@@ -277,10 +284,17 @@ class SharedGroup:
         return self._segment.address + index * _COUNTER_BYTES
 
     def _await(
-        self, counter: int, count: int, rank: int, what: str, limit_s: float | None = None
+        self,
+        counter: int,
+        count: int,
+        rank: int,
+        what: str,
+        limit_s: float | None = None,
+        awake_ns: int = 0,
     ) -> None:
         limit_ns = int((self.limit_s if limit_s is None else limit_s) * 1e9)
-        status = self._native.await_count(counter, count & 0xFFFFFFFF, self._stop, limit_ns)
+        count &= 0xFFFFFFFF
+        status = self._native.await_count(counter, count, self._stop, limit_ns, awake_ns)
         if status:
             self._lose(status, rank, what)
 

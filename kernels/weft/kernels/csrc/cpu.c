@@ -401,9 +401,11 @@ void weft_selective_scan(const Selection *s) {
 int weft_max_keys(void) { return MAX_KEYS; }
 int weft_max_taps_of_conv(void) { return MAX_TAPS_OF_CONV; }
 
-/* See `announce` and `await_count`. */
+/* See `announce` and `await_count`. Before it sleeps, a caller spins for `awake_ns`. */
 void weft_announce(Counter *counter, uint32_t count) { announce(counter, count); }
-int weft_await(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns) {
+int weft_await(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns,
+               int64_t awake_ns) {
+  if (awake_ns > 0 && comes_within(counter, count, awake_ns)) return PEERS_FINE;
   int32_t spins = FIRST_SPINS;
   return await_count(counter, count, stop, limit_ns, &spins);
 }

@@ -45,6 +45,18 @@ static inline int has_come(const Counter *counter, uint32_t count) {
   return (int32_t)(__atomic_load_n(&counter->count, __ATOMIC_SEQ_CST) - count) >= 0;
 }
 
+/* Spins until the counter has come to `count`, or for so long. */
+static int comes_within(const Counter *counter, uint32_t count, int64_t ns) {
+  const int64_t end = now_ns() + ns;
+  do {
+    for (int i = 0; i < LEAST_SPINS; i++) {
+      if (has_come(counter, count)) return 1;
+      relax();
+    }
+  } while (now_ns() < end);
+  return 0;
+}
+
 static void announce(Counter *counter, uint32_t count) {
   __atomic_store_n(&counter->count, count, __ATOMIC_SEQ_CST);
 #if defined(__linux__)

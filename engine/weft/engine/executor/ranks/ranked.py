@@ -58,6 +58,8 @@ class RankedExecutor(LocalExecutor):
         self._ranks = ranks
         self._num_sent = np.zeros(self.page_table.null_row, np.int64)
         """Number of entries of each slot's row of the page table that the other ranks have."""
+        self._num_additions_sent = 0
+        """`PageTable.num_additions` when entries were sent last."""
 
     def launch(self, step: StepInput) -> Launched:
         """See `Executor.launch`.
@@ -68,7 +70,7 @@ class RankedExecutor(LocalExecutor):
         if self._ranks is None:
             return super().launch(step)
         group = self._ranks.group
-        group.post(encode_step(step, self._new_pages(step.slots)))
+        group.post(encode_step(step, self._new_pages()))
         try:
             launched = super().launch(step)
         except Exception as error:
@@ -96,7 +98,7 @@ class RankedExecutor(LocalExecutor):
         if self._ranks is None:
             return chains.run(lasts, counts)
         group = self._ranks.group
-        group.post(encode_chains(lasts, counts, self._new_pages(lasts.slots)))
+        group.post(encode_chains(lasts, counts, self._new_pages()))
         try:
             return chains.run(lasts, counts)
         except Exception as error:
@@ -187,16 +189,18 @@ class RankedExecutor(LocalExecutor):
         """The other ranks, if each has a pool of its own; else None."""
         return self._ranks if self.is_asynchronous else None
 
-    def _new_pages(self, slots: Int64Array) -> NewPages:
-        """Page table entries of slots that the other ranks lack."""
-        ends = self.page_table.lengths(slots)
-        firsts = self._num_sent[slots]
-        new = np.flatnonzero(ends > firsts)
-        if not len(new):
+    def _new_pages(self) -> NewPages:
+        """Page table entries that the other ranks lack, of all slots."""
+        table = self.page_table
+        if table.num_additions == self._num_additions_sent:
             return NO_PAGES
-        slots, firsts, ends = slots[new], firsts[new], ends[new]
-        rows = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
-        parts = [self.page_table.pages[slot, first:end] for slot, first, end in rows]
-        pages = np.concatenate(parts)
+        self._num_additions_sent = table.num_additions
+        slots = np.flatnonzero(table.num_pages > self._num_sent)
+        firsts, ends = self._num_sent[slots], table.num_pages[slots]
         self._num_sent[slots] = ends
+        if (ends - firsts == 1).all():
+            pages = table.pages[slots, firsts]
+        else:
+            rows = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
+            pages = np.concatenate([table.pages[slot, first:end] for slot, first, end in rows])
         return NewPages(slots, firsts, ends, pages.astype(np.int64))
