@@ -50,7 +50,7 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
 
 NUM_PROMPT, NUM_NEW, NUM_LONG, PAGE = 100, 10, 400, 16
-NUM_TRIES = 3
+NUM_TRIES = 10
 RANKS = {"first": 8, "second": 20, "third": 3}
 STORM = Scale(
     names=32,

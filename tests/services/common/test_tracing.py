@@ -446,7 +446,7 @@ async def test_a_collector_that_does_not_answer_holds_up_nothing(
             assert len(await spans_of(harness, ids[-1])) == 6
             stopping = time.monotonic()
         # It gives up on what is left instead of waiting for the collector.
-        assert time.monotonic() - stopping < 10
+        assert time.monotonic() - stopping < 25  # The exporter itself would wait for 30 s.
 
 
 async def test_spans_reach_a_collector_over_the_flag(tmp_path: Path) -> None:

@@ -133,10 +133,13 @@ async def test_a_submit_whose_parts_do_not_come_is_refused(
     async with decode_service() as stub, session_of(stub) as session:
         await session.write(submit_of("whole", 2, [5, 6]))
         await session.write(submit_of("parts", 3, [5, 6]))
-        await asyncio.sleep(0.5)
         ping = decode_pb2.SessionRequest.Ping(nonce=1)
-        await session.write(decode_pb2.SessionRequest(ping=ping))
-        (failed,) = (await asyncio.wait_for(session.read(), 60)).failed
+        reading = asyncio.create_task(session.read())
+        async with asyncio.timeout(60):
+            while not reading.done():  # The time is looked at when a message comes.
+                await session.write(decode_pb2.SessionRequest(ping=ping))
+                await asyncio.sleep(0.1)
+        (failed,) = (await reading).failed
         assert (failed.request_id, failed.error.code) == ("parts", "DEADLINE_EXCEEDED")
 
 
