@@ -92,7 +92,7 @@ def storm(
     shared: dict[str, Any] = {"max_running_requests": 8, "prefill_chunk_tokens": 16}
     shared |= request.param
     # A report that the storm falsifies may come behind the one in NIXL's notification, and then the
-    # owner refuses it as a contradiction. A flipped bit is found by the digest whatever comes first.
+    # owner refuses it as a contradiction. Its digest finds a flipped bit whatever comes first.
     arm_corruption(faults.FILL_DIGEST, 0.04)
     if "force_staging" in shared:
         shared["staging_bytes"] = STAGING_PAGES * page_bytes(model_dir)
