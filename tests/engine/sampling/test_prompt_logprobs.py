@@ -165,7 +165,7 @@ def test_a_prompt_that_fills_the_context(model_dir: Path) -> None:
 @pytest.mark.each_of("overlap", "drafter")
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_where_tokens_are_drafted(model_dir: Path, tmp_path: Path, seed: int, drafter: str) -> None:
-    settings: dict[str, Any] = {"drafter": drafter, "draft_gate": "always"}
+    settings: dict[str, Any] = {"drafter": drafter, "draft_gate": "fixed"}
     if drafter == "eagle3":
         settings["draft_dir"] = make_tiny_draft(tmp_path, model_dir, seed)
     prompts = [random_prompt(length) for length in LENGTHS]

@@ -223,9 +223,10 @@ def test_text_that_repeats_itself_is_drafted_from_itself(model_dir: Path) -> Non
     stop = StopCriteria(max_tokens=120, ignore_eos=True)
     with llm(model_dir) as plain:
         expected = plain.generate_all(prompts, params, stop)
-    with llm(model_dir, drafter="ngram") as drafting:
+    # What the gate measures on a busy machine may be no reason for drafts.
+    with llm(model_dir, drafter="ngram", draft_gate="fixed") as drafting:
         same(drafting.generate_all(prompts, params, stop), expected)
-        assert drafting.engine.counters()["speculated_steps"] > 0
+        assert drafting.engine.counters()["speculated_steps"] > 10
         drafter = drafting.engine.drafter
         assert isinstance(drafter, NgramDrafter)
         assert not drafter._texts  # Nothing of who has gone is kept.

@@ -20,6 +20,10 @@ pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 FACES = ("rest", "grpc")
 LONG_TOKENS = 4000
 """Of an answer that is stopped long before."""
+MOST_ROUNDS = 10
+"""Of the same prompts: what the gate of drafts measures on a busy machine may be no reason for any,
+or for a few that happen to be wrong.
+"""
 WAYS = ("nixl", "data", "local", "hit", "preempted")
 KIND_OF_WAY = {
     **{"nixl": "nixl", "hit": "nixl", "data": "data"},
@@ -223,17 +227,23 @@ async def test_drafts_are_verified_and_change_nothing(
     mesh: LocalMesh, reference: TextReference
 ) -> None:
     """Text of many tokens, from pages that a prefill worker filled, draft's entries and all."""
-    asks = [Ask(prompt, DRAFTED_TOKENS, new_salt(), ignore_eos=True) for prompt in DRAFTED]
-    drafted = accepted = 0
+    drafted = accepted = num_rounds = 0
+
+    def are_right() -> bool:
+        return accepted > 0.1 * drafted > 0  # wrong ones: none
+
     async with Caller(mesh) as caller:
-        for ask in asks:
-            answer = await caller.rest(ask)
-            check_text(reference, ask, answer)
-            drafted += answer.timeline.drafted_tokens
-            accepted += answer.timeline.accepted_tokens
-            assert answer.timeline.steps <= DRAFTED_TOKENS + 1 - answer.timeline.accepted_tokens
+        while not are_right() and num_rounds < MOST_ROUNDS:
+            num_rounds += 1
+            for prompt in DRAFTED:
+                ask = Ask(prompt, DRAFTED_TOKENS, new_salt(), ignore_eos=True)
+                answer = await caller.rest(ask)
+                check_text(reference, ask, answer)
+                drafted += answer.timeline.drafted_tokens
+                accepted += answer.timeline.accepted_tokens
+                assert answer.timeline.steps <= DRAFTED_TOKENS + 1 - answer.timeline.accepted_tokens
     print(f"{accepted} of {drafted} drafts were right")
-    assert accepted > 0.1 * drafted > 0  # wrong ones: none
+    assert are_right()
 
 
 @on("nixl")
@@ -255,9 +265,11 @@ async def test_who_wants_no_drafts_gets_none_beside_others(
 async def test_a_stop_string_ends_drafted_text(mesh: LocalMesh, reference: TextReference) -> None:
     """The gateway cuts it where the stop string is complete, and the worker goes on for no more
     than it takes to be told."""
+    names = ("english", "system")
     drafted = 0
     async with Caller(mesh) as caller:
-        for name in ("english", "system"):
+        for turn in range(MOST_ROUNDS * len(names)):
+            name = names[turn % len(names)]
             ids = reference.of(BY_NAME[name], DRAFTED_TOKENS, ignore_eos=True).token_ids
             stop, num_tokens = stop_string(reference, ids)
             ask = Ask(BY_NAME[name], LONG_TOKENS, new_salt(), ignore_eos=True, stop=stop)
@@ -273,6 +285,8 @@ async def test_a_stop_string_ends_drafted_text(mesh: LocalMesh, reference: TextR
             assert num_tokens <= num_generated < LONG_TOKENS / 4
             drafted += answer.timeline.drafted_tokens
             assert answer.timeline.accepted_tokens < num_generated
+            if turn >= len(names) - 1 and drafted:
+                break
     assert drafted > 0
 
 

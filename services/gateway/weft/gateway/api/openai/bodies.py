@@ -341,7 +341,7 @@ class GenerationBody(Body):
     """Fields common to chat and completions."""
 
     of_others = HARMLESS | REFUSED.keys()
-    parts = (
+    parts: ClassVar[tuple[Part, ...]] = (
         Part(("stream_options",), StreamOptions, frozenset({"include_obfuscation"})),
         Part(("response_format",), ResponseFormat, frozenset(OF_FORMATS)),
         Part(("response_format", "json_schema"), JsonSchemaFormat),
