@@ -45,7 +45,8 @@ static inline int has_come(const Counter *counter, uint32_t count) {
   return (int32_t)(__atomic_load_n(&counter->count, __ATOMIC_SEQ_CST) - count) >= 0;
 }
 
-/* Spins until the counter has come to `count`, or for so long. */
+/* Spins until the counter has come to `count`, or for so long. Who counts may have been put on this
+ * core, and gets it by the yield. */
 static int comes_within(const Counter *counter, uint32_t count, int64_t ns) {
   const int64_t end = now_ns() + ns;
   do {
@@ -53,6 +54,7 @@ static int comes_within(const Counter *counter, uint32_t count, int64_t ns) {
       if (has_come(counter, count)) return 1;
       relax();
     }
+    sched_yield();
   } while (now_ns() < end);
   return 0;
 }
