@@ -25,6 +25,8 @@ LONG = Scale(
     seconds=180.0,
     lag_s=1.0,
 )
+KV_BYTES = 16 << 20
+"""A pool that is used as a whole before memory is measured: a page takes memory at its first use."""
 
 
 def test_a_long_storm(tmp_path: Path, rest_binary: Path) -> None:
@@ -36,6 +38,7 @@ def test_a_long_storm(tmp_path: Path, rest_binary: Path) -> None:
         *("--decode", "3", "--prefill", "2", "--adapter-root", str(root)),
         *("--local-prefill-max-tokens", "0", "--gateway-args", "--adapter-linger-s 0.3"),
         *(f"--decode-args={room}", f"--prefill-args={room}"),
+        *("--kv-memory-bytes", str(KV_BYTES)),
         gateways=2,
     )
     try:
