@@ -26,7 +26,7 @@ LONG = Scale(
     lag_s=1.0,
 )
 KV_BYTES = 16 << 20
-"""A pool that is used as a whole before memory is measured: a page takes memory at its first use."""
+"""A pool whose pages are all used before memory is measured: each takes some at its first use."""
 
 
 def test_a_long_storm(tmp_path: Path, rest_binary: Path) -> None:
