@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -202,3 +203,14 @@ def test_the_edge_has_the_flags_that_its_page_names() -> None:
     for flag in set(re.findall(r"`--([a-z-]+)`", page)):
         assert f'"{flag}"' in programs, flag
     assert "--https-cert" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names_that_examples_import_are_there(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            for line in block.text.splitlines():
+                if found := re.fullmatch(r"from (weft\.[\w.]+) import ([\w, ]+)", line.strip()):
+                    module = importlib.import_module(found[1])
+                    for name in found[2].split(", "):
+                        assert hasattr(module, name), line
