@@ -143,7 +143,8 @@ def test_pages_never_match_across_adapters(peft: PeftModels, tmp_path: Path) -> 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_after_preemption_eviction_and_reload(peft: PeftModels, overlap: str) -> None:
     """Two adapters fit on the device and one in host memory."""
-    # The shortest two that run at once need 18 pages in the end, and the longest one 13.
+    # At their ends two of the shortest requests need 18 pages, so that one is pre-empted. The
+    # longest request needs 13, so that it can run alone.
     tight = {"max_loras": 2, "num_pages": 17, "max_running_requests": 4}
     with make_llm(peft, overlap=overlap, **tight) as probe:
         sizes = [probe.load_adapter(directory) for directory in peft.directories.values()]

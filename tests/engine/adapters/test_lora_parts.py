@@ -168,7 +168,7 @@ def test_after_hits_preemption_eviction_and_reload(kind: str, tmp_path: Path) ->
     models = models_of(kind, tmp_path, random.randrange(2**31))
     settings = {**SETTINGS, "lora_projections": PARTS[kind], "max_loras": 2, "overlap": "on"}
     tight = {
-        "num_pages": 26,  # Each needs ten in the end, so that no three can run.
+        "num_pages": 26,  # Each request ends with ten: three have no room.
         "max_running_requests": 4,
         "lora_host_bytes": 200_000 if kind == "experts" else 400_000,
     }

@@ -88,9 +88,9 @@ def test_steps_behind_steps_whose_outcome_the_host_does_not_know(
         if chance == 0.0:  # Behind the end of a text, any draft may be right.
             assert num_accepted == 0
         else:
-            # Of d drafts c + c^2 + ... + c^d are accepted on average: here half of them and more.
-            # Where texts stop soon, most lie behind the end; what is drafted amiss, at another
-            # place or for another text, is accepted once in a vocabulary's size.
+            # If each draft is right with chance c, c + c^2 + ... + c^d of d drafts are accepted on
+            # average, here at least half. Short texts lower the share, since drafts behind their
+            # ends are not accepted. Drafts for a wrong place would be right in one case of VOCAB.
             assert num_accepted > 0.1 * chance * counters["drafted_tokens"]
         while engine.pipeline.num_steps:  # The last step may be under way.
             engine.turn()

@@ -162,7 +162,7 @@ def test_drafts_are_the_models_greedy_text(
     config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=2)
     adapter = make_adapter(tmp_path / "a", config, seed)
     prompts = random_prompts(8, 3 * PAGE)
-    # Texts that end while others are still admitted may all have room, one after the other.
+    # Longer texts with few pages: short ones may end in time for the next, without pre-emption.
     stop = STOP if num_pages == 200 else replace(STOP, max_tokens=3 * NUM_NEW)
     settings = {"enable_lora": True, "num_pages": num_pages}
     with llm(target_dir, **settings) as plain:

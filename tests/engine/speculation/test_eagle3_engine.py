@@ -73,7 +73,7 @@ def check_drafts(target_dir: Path, draft_dir: Path, num_pages: int | None, **set
         for _ in range(6)
     ]
     params = SamplingParams(temperature=1.0, seed=5, n=1 if num_pages else 2)
-    # Texts that end while others are still admitted may all have room, one after the other.
+    # Longer texts with few pages: short ones may end in time for the next, without pre-emption.
     stop = replace(STOP, max_tokens=6 * PAGE) if num_pages else STOP
     with llm(target_dir) as plain:
         expected = plain.generate_all(prompts, params, stop)

@@ -70,7 +70,7 @@ def test_drafts_are_the_heads_whatever_happened_to_a_request(
     naive = make_tiny_mtp(kind, tmp_path / "model", seed, has_own=has_own)
     load, prompts = partial(load_reference, tmp_path / "model"), prompts_of_one_begin()
     params = SamplingParams(temperature=1.0, seed=5, n=1 if num_pages else 2)
-    # Texts that end while others are still admitted may all have room, one after the other.
+    # Longer texts with few pages: short ones may end in time for the next, without pre-emption.
     stop = replace(STOP, max_tokens=6 * PAGE) if num_pages else STOP
     with llm(tmp_path / "model") as plain:
         expected = plain.generate_all(prompts, params, stop)

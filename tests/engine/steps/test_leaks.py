@@ -74,7 +74,7 @@ def page_bytes(model_dir: Path) -> int:
 
 
 def arm_corruption(point: faults.FaultPoint, probability: float) -> None:
-    """Flips a bit at a point, with a probability and without a limit."""
+    """From now on flips a bit at the fault point with this probability, any number of times."""
     point.arm(FaultSpec(point=point.name, kind="corrupt", count=0, probability=probability))
 
 

@@ -26,7 +26,9 @@ LONG = Scale(
     lag_s=1.0,
 )
 KV_BYTES = 16 << 20
-"""A pool whose pages are all used before memory is measured: each takes some at its first use."""
+"""A small KV pool, of which every page has been used before memory is measured. The system gives a
+page its memory at the first use, which is no growth.
+"""
 
 
 def test_a_long_storm(tmp_path: Path, rest_binary: Path) -> None:

@@ -21,8 +21,8 @@ FACES = ("rest", "grpc")
 LONG_TOKENS = 4000
 """Of an answer that is stopped long before."""
 MOST_ROUNDS = 10
-"""Of the same prompts: what the gate of drafts measures on a busy machine may be no reason for any,
-or for a few that happen to be wrong.
+"""How often a test may repeat its prompts until drafts were accepted. The gate decides by measured
+times whether to draft, so that a busy machine may see no drafts, or only a few wrong ones.
 """
 WAYS = ("nixl", "data", "local", "hit", "preempted")
 KIND_OF_WAY = {

@@ -38,7 +38,7 @@ class PageTable:
         self.num_pages = np.zeros(max_requests, np.int64)
         """[max_requests]: how many pages each slot's row has."""
         self.num_additions = 0
-        """Number of times that entries were added to rows."""
+        """How often entries were added to rows; it tells a reader whether there are new ones."""
         self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
 
     def clear(self, slot: int) -> None:

@@ -40,7 +40,9 @@ _SUM_FLOATS = 1 << 18
 """Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
 _AWAKE_NS = 200_000
-"""How long a rank spins for a frame that is near: rank 0 launches a step's graph meanwhile."""
+"""Nanoseconds that a rank spins for a frame that is near before it sleeps. Rank 0 launches a step's
+graph in between.
+"""
 _STOPPED, _LATE, _DIFFER = 1, 2, 1 << 20
 """Results of native waits; a rank's number is added to the last two (csrc/peers.h)."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from weft.gateway.api.openai.bodies import Body
+from weft.gateway.api.openai.bodies import Body, names_of
 from weft.gateway.validate import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, unsupported
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -26,7 +26,7 @@ def _leave_one_unknown(cls: type[BaseModel], value: object) -> object:
     """Leaves one of many unknown fields, since each would become an error."""
     if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
         return value
-    names = {field.alias or name for name, field in cls.model_fields.items()}
+    names = names_of(cls)
     unknown = next(name for name in value if name not in names)
     return {name: value[name] for name in (*names, unknown) if name in value}
 

@@ -9,6 +9,7 @@ cost: a list ends at its first bad item, and lists of objects are bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
@@ -100,6 +101,12 @@ StopIds = Annotated[
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 LogitBias = Annotated[dict[str, float], few_entries(MAX_LOGIT_BIAS)]
+
+
+@cache
+def names_of(model: type[BaseModel]) -> frozenset[str]:
+    """Names of the fields of an object in JSON."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 class Part(NamedTuple):
@@ -332,7 +339,7 @@ class StructuredOutputs(BaseModel):
 
 _TOOL_PARTS = (
     Part(("tools", "*"), ToolBody, frozenset({"cache_control", *OF_TOOLS})),
-    # Transformers describes functions with `return`; no server tells the model of it.
+    # `get_json_schema` of Transformers adds `return`. OpenAI's API has no such field.
     Part(("tools", "*", "function"), FunctionBody, frozenset({"return", *OF_TOOLS})),
 )
 

@@ -204,12 +204,16 @@ def refuse_listed(
 def objects_at(
     node: Any, path: tuple[str, ...], where: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects at a path, each with the text that its fields' names begin with.
+    """Finds the objects at a path of a body.
 
     Args:
         node: JSON.
         path: Names of fields; `*` is every item of a list.
-        where: Beginning of that text.
+        where: Place of `node` itself in the body.
+
+    Yields:
+        The place of each object, such as `tools[0].`, which errors put before a field's name, and
+        the object.
     """
     if not path:
         if isinstance(node, dict):

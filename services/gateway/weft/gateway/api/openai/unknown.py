@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from weft.engine.base.errors import InvalidRequest
-from weft.gateway.api.openai.bodies import Body
+from weft.gateway.api.openai.bodies import Body, names_of
 from weft.gateway.api.openai.foreign import objects_at
 from weft.gateway.validate import invalid
 
@@ -39,13 +39,13 @@ def refuse_unknown(cls: type[Body], value: Mapping[str, Any]) -> None:
 def _check(
     cls: type[BaseModel], others: frozenset[str], level: Mapping[str, Any], where: str
 ) -> None:
-    own = {field.alias or name for name, field in cls.model_fields.items()}
+    own = names_of(cls)
     for name, given in level.items():
         if given is not None and name not in own and name not in others:
             raise _error(name, own, where)
 
 
-def _error(name: str, own: set[str], where: str) -> InvalidRequest:
+def _error(name: str, own: frozenset[str], where: str) -> InvalidRequest:
     alike = difflib.get_close_matches(name[:64], own, n=1, cutoff=_ALIKE)
     advice = f"did you mean {where}{alike[0]}?" if alike else "leave it out"
     return invalid(f"{where}{name[:80]}", f"this server knows no such field; {advice}")
