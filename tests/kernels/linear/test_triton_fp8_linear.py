@@ -122,6 +122,27 @@ def test_rows_are_activated(has_groups: bool, tmp_path: Path) -> None:
     assert ((wide - values).abs() <= 0.55 * values.abs() + largest.max() * 2**-14).all()
 
 
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize("width", [72, 330])
+def test_a_norm_rounds_its_rows(width: int, has_groups: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    x, residual, gain = draw(3, width), draw(3, width), draw(width)
+    tap, streams = draw(3, width + 8)[:, 8:], [residual.clone() for _ in range(2)]
+    with kernel_module("norm", tmp_path) as module:
+        plain, _ = module.add_rms_norm(x, streams[0], gain, 1e-5)
+        normed, rounded = module.add_rounding_norm(
+            x, streams[1], gain, 1e-5, tap=tap, has_groups=has_groups
+        )
+    assert torch.equal(normed, plain)
+    assert torch.equal(streams[1], streams[0])
+    assert torch.equal(tap, streams[0])
+    with kernel_module("fp8_rows", tmp_path) as module:
+        apart = module.quantise_rows(plain, has_groups=has_groups)
+    assert rounded.rows == 3
+    assert torch.equal(rounded.scales[..., :3], apart.scales[..., :3])
+    assert torch.equal(rounded.data[:3].float(), apart.data[:3].float())
+
+
 def _wide_scales(rows: Fp8Rows, k: int) -> torch.Tensor:
     if not rows.has_groups:
         return rows.scales[:, None]
@@ -131,9 +152,17 @@ def _wide_scales(rows: Fp8Rows, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("block_rows", [0, 128])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(
-    "shape", [TileShape(16, 32, FP8_GROUP, 4, 2, True), TileShape(32, 64, FP8_GROUP, 4, 2)]
+    "shape",
+    [
+        TileShape(16, 32, FP8_GROUP, 4, 2, True),
+        TileShape(32, 64, FP8_GROUP, 4, 2),
+        TileShape(16, 32, FP8_GROUP, 4, 2, True, splits=2),
+        TileShape(16, 64, FP8_GROUP, 4, 2, splits=4),  # More than there are tiles of K.
+    ],
 )
 def test_tiles(shape: TileShape, is_gated: bool, block_rows: int, tmp_path: Path) -> None:
+    if is_gated and shape.splits > 1:
+        shape = shape._replace(splits=1)
     fresh_seed()
     rows, k, columns = 37, 300, 256
     n = 2 * columns if is_gated else 140

@@ -39,9 +39,9 @@ _SLOT_NUMBERS = _SLOT_BYTES // 8 - _SLOT_HEADER
 _SUM_FLOATS = 1 << 18
 """Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
-_AWAKE_NS = 200_000
-"""Nanoseconds that a rank spins for a frame that is near before it sleeps. Rank 0 launches a step's
-graph in between.
+_AWAKE_NS = 25_000_000
+"""Nanoseconds that a rank spins for a frame before it sleeps, if it may: longer than most steps of
+a GPU, so that rank 0, which sends a frame or two for each step, wakes no rank between steps.
 """
 _STOPPED, _LATE, _DIFFER = 1, 2, 1 << 20
 """Results of native waits; a rank's number is added to the last two (csrc/peers.h)."""
@@ -232,12 +232,12 @@ class SharedGroup:
             free = min(free, 1 + (taken - least & 0xFFFFFFFF))
         return free
 
-    def take(self, *, is_near: bool = False) -> Int64Array:
+    def take(self, *, spins: bool = False) -> Int64Array:
         """The next frame of rank 0; waits for it without a limit.
 
         Args:
-            is_near: Whether the frame is expected within microseconds. The rank then spins for some
-                time before it sleeps, so that rank 0 need not wake it.
+            spins: Whether the rank spins for some time before it sleeps, so that rank 0 need not
+                wake it. It takes a core meanwhile, and yields it to whoever else needs it.
 
         Raises:
             RanksLost: The group ends.
@@ -245,7 +245,7 @@ class SharedGroup:
         parts: list[Int64Array] = []
         left = 1
         while left:
-            awake_ns = _AWAKE_NS if is_near else 0
+            awake_ns = _AWAKE_NS if spins else 0
             self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S, awake_ns)
             slot = self._ring[self._num_slots % _RING_SLOTS]
             count, left = slot[:_SLOT_HEADER].tolist()

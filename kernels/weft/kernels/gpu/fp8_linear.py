@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 MAX_OWN_ROWS = 256
 """Most rows of products with weights of channels that our own kernel multiplies faster than torch
 (measured on an H100)."""
+_OWN_BLOCKS = ((16, 8192), (64, 4096))
+"""Most rows and columns of products with weights of blocks that our own kernel multiplies faster
+than torch (measured on an H100)."""
 
 
 def linear(
@@ -67,27 +70,47 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     is_apart = w.is_fixed or lora is not None or not _is_activated_within(rows, matrix)
     if rows == 0 or is_apart:
         return silu_and_mul(linear(x, w, lora=lora))
+    if rows > MAX_ROWS:
+        return _gated(_rounded(x, matrix), w, x.dtype)
     out = torch.empty((rows, w.out_features // 2), dtype=x.dtype, device=x.device)
-    if rows <= MAX_ROWS:
-        few_rows(x, matrix, out, FewRows(w.bias, is_gated=True))
-    else:
-        multiply_fp8(_rounded(x, matrix), matrix, out, w.bias, None, is_gated=True)
+    few_rows(x, matrix, out, FewRows(w.bias, is_gated=True))
     return out
 
 
+def _gated(x: Fp8Rows, w: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty((x.rows, w.out_features // 2), dtype=dtype, device=x.data.device)
+    multiply_fp8(x, matrix_of(w), out, w.bias, None, is_gated=True)
+    return out
+
+
+def rounded_linear(x: Fp8Rows, w: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
+    """`linear` without adapters, of rows that were rounded for such a weight (`rounds_rows`)."""
+    return _multiply_rounded(x, matrix_of(w), w.bias, None, dtype)
+
+
 def gated_mlp(
-    x: torch.Tensor, gate_up: LinearWeight, down: LinearWeight, lora: LoraAddition | None = None
+    x: torch.Tensor,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    lora: LoraAddition | None = None,
+    rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
     """down(silu(gate(x)) * up(x)) of more than MAX_ROWS; `lora`: to gate and up.
 
-    The activation rounds its result, which is then not kept in other floats.
+    The activation rounds its result, which is then not kept in other floats. `rounded` are the rows
+    of x if they were rounded already; not with adapters.
     """
-    matrix = matrix_of(down)
-    if lora is None and _is_activated_within(x.shape[0], matrix_of(gate_up)):
-        inner = _rounded(gate_up_silu(x, gate_up, None), matrix)
+    check_operands(x, gate_up, None)
+    matrix, of_gate = matrix_of(down), matrix_of(gate_up)
+    if lora is None:
+        rounded = _rounded(x, of_gate) if rounded is None else rounded
+        if _is_activated_within(x.shape[0], of_gate):
+            inner = _rounded(_gated(rounded, gate_up, x.dtype), matrix)
+            return _multiply_rounded(inner, matrix, down.bias, None, x.dtype)
+        both = rounded_linear(rounded, gate_up, x.dtype)
     else:
         both = linear(x, gate_up, lora=lora)
-        inner = quantise_rows(both, has_groups=isinstance(matrix, Fp8Blocks), is_gated=True)
+    inner = quantise_rows(both, has_groups=has_groups(down), is_gated=True)
     return _multiply_rounded(inner, matrix, down.bias, None, x.dtype)
 
 
@@ -101,6 +124,11 @@ def rounds_rows(rows: int, w: LinearWeight) -> bool:
     deterministic mode does not: it rounds any number, for the tile `FIXED`.
     """
     return rows > MAX_ROWS and not w.is_fixed and isinstance(w.form, Fp8Channels | Fp8Blocks)
+
+
+def has_groups(w: LinearWeight) -> bool:
+    """Whether rows that such a weight multiplies have a scale for each group of columns."""
+    return isinstance(w.form, Fp8Blocks)
 
 
 def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
@@ -159,8 +187,10 @@ def suits_torch(rows: int, matrix: Fp8Matrix) -> bool:
     """Whether torch multiplies so many rounded rows, and faster than our own kernel."""
     if isinstance(matrix, Fp8Channels):
         return rows > MAX_OWN_ROWS and not any(size % 16 for size in matrix.shape)
-    # cuBLAS reads the scales of 4 blocks along K at once.
     columns, k = matrix.shape
+    if any(rows <= most_rows and columns <= most for most_rows, most in _OWN_BLOCKS):
+        return False
+    # cuBLAS reads the scales of 4 blocks along K at once.
     return matrix.rows == FP8_GROUP and not columns % FP8_GROUP and not k % (4 * FP8_GROUP)
 
 

@@ -47,20 +47,26 @@ def quantise_rows(x: torch.Tensor, *, has_groups: bool, is_gated: bool = False) 
     """
     rows, k = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
     groups = cdiv(k, FP8_GROUP)
-    # torch's product of groups takes whole tiles of rows; what stands in the last ones is ignored.
-    whole = cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
-    data = torch.empty((whole, k), dtype=FP8, device=x.device)
-    shape = (groups, whole) if has_groups else (rows,)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    found = empty_rows(rows, k, x.device, has_groups=has_groups)
     block = next_power_of_2(groups)
     # Groups are independent of each other: more programs share a row of many.
     at_once = min(block, 8) if has_groups else block
     _fp8_rows_kernel[(rows, cdiv(groups, at_once))](
-        data, scales, x, whole, groups, K=k, IS_GATED=is_gated, HAS_GROUPS=has_groups,
-        GROUPS=at_once, num_warps=max(1, min(16, at_once * FP8_GROUP // _ELEMENTS_PER_WARP)),
+        found.data, found.scales, x, found.data.shape[0], groups, K=k, IS_GATED=is_gated,
+        HAS_GROUPS=has_groups, GROUPS=at_once,
+        num_warps=max(1, min(16, at_once * FP8_GROUP // _ELEMENTS_PER_WARP)),
         **launch_options(x.device),
     )  # fmt: skip
-    return Fp8Rows(data, scales, rows)
+    return found
+
+
+def empty_rows(rows: int, k: int, device: torch.device, *, has_groups: bool) -> Fp8Rows:
+    """Memory for so many rows of k numbers, and their scales."""
+    # torch's product of groups takes whole tiles of rows; what stands in the last ones is ignored.
+    whole = cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
+    data = torch.empty((whole, k), dtype=FP8, device=device)
+    shape = (cdiv(k, FP8_GROUP), whole) if has_groups else (rows,)
+    return Fp8Rows(data, torch.empty(shape, dtype=torch.float32, device=device), rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -102,10 +108,10 @@ def store_fp8_row(
     groups: int,
     at: tl.tensor,
     mask: tl.tensor,
-    K: tl.constexpr,
+    k: int,
     HAS_GROUPS: tl.constexpr,
 ) -> None:
-    """Rounds `values` [GROUPS, GROUP] float32 of a row, zero beyond K, and stores them."""
+    """Rounds `values` [GROUPS, GROUP] float32 of a row, zero beyond k, and stores them."""
     largest = tl.max(tl.abs(values), axis=1)
     if HAS_GROUPS:
         tl.store(scales + group.to(tl.int64) * rows + row, largest / _MAX, mask=group < groups)
@@ -115,4 +121,4 @@ def store_fp8_row(
         tl.store(scales + row, most / _MAX)
         inverse = 1.0 / tl.maximum(most, _LEAST)
     rounded = tl.clamp(values * inverse * _MAX, -_MAX, _MAX).to(data.dtype.element_ty)
-    tl.store(data + row * K + at, rounded, mask=mask)
+    tl.store(data + row * k + at, rounded, mask=mask)

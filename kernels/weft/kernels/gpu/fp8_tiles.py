@@ -15,6 +15,7 @@ from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_rows import Fp8Rows
 from weft.kernels.gpu.fp8_weights import GROUP, WeightScales
+from weft.kernels.gpu.groups_product import sum_parts
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.sliced_linear import residual_of, store_product
 from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
@@ -22,7 +23,7 @@ from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
 _LONG = 8192
 """K from which on fewer columns are computed at once, so that all multiprocessors have some."""
 _FEW_COLUMNS = 4096
-"""Columns up to which 65 to 256 rows are cut smaller, for the same reason."""
+"""Columns up to which programs share K, or 65 to 256 rows are cut smaller, for the same reason."""
 _ROW_TILES_TOGETHER = 8
 """Tiles of rows that share the weight's tiles in the cache."""
 
@@ -41,6 +42,8 @@ class TileShape(NamedTuple):
     """The weight's rows are those of an instruction: of few rows that wastes less."""
     is_copied: bool = False
     """The copy engine fetches tiles."""
+    splits: int = 1
+    """Programs that share K; a further launch sums their parts. Not where gated."""
 
 
 FIXED = TileShape(64, 64, FP8_GROUP, 4, 4, is_copied=True)
@@ -50,15 +53,18 @@ same order in any batch. Its tiles are narrow, so that few rows still make enoug
 
 
 def tile_shape(rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> TileShape:
-    """The launch shape of a product (measured on an H100, K of 4,096 and 14,336)."""
+    """The launch shape of a product (measured on an H100, K of 2,048, 4,096 and 14,336)."""
+    few = max(16, next_power_of_2(rows))
     if is_blocks:
-        few = max(16, next_power_of_2(rows))
         if rows <= 64:
-            return TileShape(few, 128, FP8_GROUP, 8, 5, is_turned=True)
+            wanted = 1 if is_gated else (512 if few == 16 else 256) // cdiv(columns, 64)
+            splits = max(1, min(wanted, 8 if few == 16 else 4, k // FP8_GROUP))
+            return TileShape(few, 64, FP8_GROUP, 4, 5, is_turned=True, splits=splits)
         return TileShape(128, 128, FP8_GROUP, 8, 4, is_copied=True)
     if rows <= 32 or (rows <= 64 and k <= _LONG):
-        few = max(16, next_power_of_2(rows))
-        return TileShape(few, 64, 256, 4, 5 if few == 16 else 4, is_turned=True)
+        splits = 2 if few == 16 and columns <= _FEW_COLUMNS and not is_gated else 1
+        stages = 5 if few == 16 and splits == 1 else 4
+        return TileShape(few, 64, 256, 4, stages, is_turned=True, splits=splits)
     if rows <= 64:
         return TileShape(64, 32, 256, 4, 5)
     if not is_gated and columns <= _FEW_COLUMNS and rows <= 256:
@@ -97,16 +103,21 @@ def multiply_fp8(
         shape = shape._replace(columns=min(shape.columns, scales.rows), tile=FP8_GROUP)
     is_copied = shape.is_copied and can_copy(x.data) and can_copy(matrix.data)
     tiles = (cdiv(rows, shape.rows), cdiv(columns, shape.columns))
-    _fp8_tiles_kernel[(tiles[0] * tiles[1],)](
-        out,
+    is_split, target = shape.splits > 1, out
+    if is_split:
+        parts = (shape.splits, rows, columns)
+        target = torch.empty(parts, dtype=torch.float32, device=x.data.device)
+    options = launch_options(x.data.device)
+    _fp8_tiles_kernel[(tiles[0] * tiles[1], shape.splits)](
+        target,
         x.data,
         matrix.data,
         copied_tiles(x.data, shape.rows, shape.tile) if is_copied else None,
         copied_tiles(matrix.data, shape.columns, shape.tile) if is_copied else None,
         x.scales,
         scales.scales,
-        bias,
-        residual,
+        None if is_split else bias,
+        None if is_split else residual,
         rows,
         x.data.shape[0],
         columns,
@@ -117,11 +128,14 @@ def multiply_fp8(
         COLUMNS=shape.columns,
         TILE=shape.tile,
         IS_TURNED=shape.is_turned,
+        SPLITS=shape.splits,
         TOGETHER=_ROW_TILES_TOGETHER,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **launch_options(x.data.device),
+        **options,
     )
+    if is_split:
+        sum_parts(out, target, bias, residual, options)
 
 
 @triton.jit(do_not_specialize=["rows", "whole_rows"])
@@ -146,10 +160,13 @@ def _fp8_tiles_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     IS_TURNED: tl.constexpr,
+    SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
+    """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    OWN: tl.constexpr = ((K + TILE - 1) // TILE + SPLITS - 1) // SPLITS * TILE
     row_tiles = tl.cdiv(rows, ROWS)
     per_set = TOGETHER * tl.cdiv(columns, COLUMNS)
     place = tl.program_id(0) % per_set
@@ -176,7 +193,13 @@ def _fp8_tiles_kernel(
     else:
         product = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = product
-    for start in range(0, K, TILE):
+    own = 0
+    end = K
+    if SPLITS > 1:
+        own = tl.program_id(1) * OWN
+        end = tl.minimum(own + OWN, K)
+        out += tl.program_id(1).to(tl.int64) * rows * columns
+    for start in range(own, end, TILE):
         at = (start + part)[None, :]
         if x_tiles is not None:
             values = x_tiles.load([first_row, start])

@@ -65,12 +65,14 @@ class TensorShape(NamedTuple):
 
     rows: int
     columns: int
-    """Output columns of a program, at least 16 a warp; of a gated pair so many of each."""
+    """Output columns of a program, at least 16 a warp; of a gated pair so many of each, unless K is
+    shared.
+    """
     warps: int
     stages: int
     """Times 128 columns of x and of the weight that are being loaded."""
     splits: int = 1
-    """Programs that share K; a further launch sums their parts. Not where gated."""
+    """Programs that share K; a further launch sums their parts, and gates them."""
 
     @property
     def is_wide(self) -> bool:
@@ -145,6 +147,7 @@ def multiply_wide(
     shape = shape or tensor_shape(rows, columns, k, is_gated=is_gated)
     is_split, target = shape.splits > 1, out
     if is_split:
+        columns = weight.shape[0]
         target = torch.empty((shape.splits, rows, columns), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.columns), shape.splits)
     options = options or launch_options(x.device)
@@ -160,7 +163,7 @@ def multiply_wide(
         columns=columns,
         width=weight.scales.shape[1],
         K=k,
-        IS_GATED=is_gated,
+        IS_GATED=is_gated and not is_split,
         IS_WIDE=shape.is_wide,
         ROWS=shape.rows,
         COLUMNS=shape.columns,
@@ -173,7 +176,7 @@ def multiply_wide(
         **options,
     )
     if is_split:
-        sum_parts(out, target, bias, residual, options)
+        sum_parts(out, target, bias, residual, options, is_gated=is_gated)
 
 
 _PAIRS = gl.constexpr(

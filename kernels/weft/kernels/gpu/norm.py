@@ -6,8 +6,11 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.fp8_rows import Fp8Rows, empty_rows, store_fp8_row
+from weft.kernels.gpu.fp8_weights import GROUP
 from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.gpu.lora_fold import FOLDED, NOTHING, Folded, added_to_row, ranks_at_once
+from weft.kernels.quantised import FP8_GROUP
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,13 +32,28 @@ def add_rms_norm(
 
     To `x` is added what adapters add. `tap`, [T, H] with rows of any stride, gets the sum as well.
     """
-    if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
-        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
     out = torch.empty_like(x)
-    if tap is not None and (tap.shape != x.shape or tap.dtype != x.dtype or tap.stride(1) != 1):
-        raise ValueError(f"tap {tuple(tap.shape)} {tap.dtype} is not like x")
     _launch(out, x, residual, weight, eps, added, tap)
     return out, residual
+
+
+def add_rounding_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    added: Folded | None = None,
+    tap: torch.Tensor | None = None,
+    *,
+    has_groups: bool,
+) -> tuple[torch.Tensor, Fp8Rows]:
+    """`add_rms_norm`, and instead of the sum its result as `quantise_rows` rounds it, in one
+    launch.
+    """
+    out = torch.empty_like(x)
+    rounded = empty_rows(x.shape[0], x.shape[1], x.device, has_groups=has_groups)
+    _launch(out, x, residual, weight, eps, added, tap, rounded)
+    return out, rounded
 
 
 def _launch(
@@ -46,6 +64,7 @@ def _launch(
     eps: float,
     added: Folded | None = None,
     tap: torch.Tensor | None = None,
+    rounded: Fp8Rows | None = None,
 ) -> None:
     rows, width = x.shape
     is_typed = weight.dtype in (x.dtype, torch.float32)
@@ -54,13 +73,21 @@ def _launch(
             f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
             f"{x.dtype} contiguous={x.is_contiguous()}"
         )
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
+    if tap is not None and (tap.shape != x.shape or tap.dtype != x.dtype or tap.stride(1) != 1):
+        raise ValueError(f"tap {tuple(tap.shape)} {tap.dtype} is not like x")
     if rows == 0:
         return
-    block = next_power_of_2(width)
+    block = next_power_of_2(width if rounded is None else max(width, FP8_GROUP))
     sums, block_sums = (1, 1) if added is None else added.sums
     _rms_norm_kernel[(rows,)](
         *(out, x, residual, weight, tap, width, 0 if tap is None else tap.stride(0), eps),
         *(NOTHING if added is None else added.arguments()),
+        *((None, None, 0) if rounded is None else (*rounded[:2], rounded.data.shape[0])),
+        HAS_GROUPS=rounded is not None and rounded.has_groups,
         BLOCK=block, SUMS=sums, BLOCK_SUMS=block_sums,
         AT_ONCE=ranks_at_once(block, x.element_size()),
         num_warps=max(1, min(16, block // (512 if added is None else 256))),
@@ -68,7 +95,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=FOLDED)
+@triton.jit(do_not_specialize=[*FOLDED, "whole_rows"])
 def _rms_norm_kernel(
     out: tl.tensor,
     x: tl.tensor,
@@ -84,7 +111,11 @@ def _rms_norm_kernel(
     rank_width: int,
     entry_width: int,
     stride: int,
+    rounded: tl.tensor,
+    rounded_scales: tl.tensor,
+    whole_rows: int,
     IS_DEPENDENT: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
@@ -114,5 +145,13 @@ def _rms_norm_kernel(
             tl.store(tap + tap_at, total, mask=mask)
         row = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / width + eps)
-    normed = row * scale * gain
-    tl.store(out + begin + column, normed.to(out.dtype.element_ty), mask=mask)
+    normed = (row * scale * gain).to(out.dtype.element_ty)
+    tl.store(out + begin + column, normed, mask=mask)
+    if rounded is not None:
+        group = tl.arange(0, BLOCK // GROUP)
+        at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        values = tl.reshape(tl.where(mask, normed.to(tl.float32), 0.0), [BLOCK // GROUP, GROUP])
+        store_fp8_row(
+            rounded, rounded_scales, values, tl.program_id(0).to(tl.int64), whole_rows, group,
+            (width + GROUP - 1) // GROUP, at, at < width, width, HAS_GROUPS,
+        )  # fmt: skip

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import torch
 from weft.kernels.activation import SILU
-from weft.kernels.gpu.fp8_linear import gated_mlp, rounds_rows
+from weft.kernels.gpu import fp8_linear
+from weft.kernels.gpu.fp8_linear import gated_mlp, has_groups, rounds_rows
+from weft.kernels.gpu.fp8_rows import Fp8Rows
 from weft.kernels.gpu.linear import (
     add_product,
     adds_within,
@@ -20,7 +22,7 @@ from weft.kernels.gpu.moe import begin_ranks, routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.moe_direct import joins_shared
 from weft.kernels.gpu.moe_parts import ExpertParts, SharedExpert
-from weft.kernels.gpu.norm import add_rms_norm
+from weft.kernels.gpu.norm import add_rms_norm, add_rounding_norm
 from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
 from weft.kernels.norm import AnyNorm, Norm
@@ -84,7 +86,7 @@ class GpuStream(Stream):
         elif pending is None:
             normed = Normed(norm(self._value))
         else:
-            normed = Normed(_add_and_norm(self._value, pending, norm, tap))
+            normed = _add_and_norm(self._value, pending, norm, tap)
         self._take(tap)
         return normed
 
@@ -203,6 +205,28 @@ def _part(pending: Pending) -> torch.Tensor:
     return linear(x, w, lora=lora)
 
 
+class _RoundedNormed(Normed):
+    """A norm whose rows were rounded to FP8 in the same launch, for products with FP8 weights."""
+
+    def __init__(self, value: torch.Tensor, rounded: Fp8Rows) -> None:
+        super().__init__(value)
+        self.rounded = rounded
+
+    def linear(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+        """See `Normed.linear`."""
+        rounded = _rounded_for(self, w, lora)
+        if rounded is None:
+            return super().linear(w, lora)
+        return fp8_linear.rounded_linear(rounded, w, self.value.dtype)
+
+
+def _rounded_for(x: Normed, w: LinearWeight, lora: LoraAddition | None) -> Fp8Rows | None:
+    """The rows of x as a product with the weight takes them, if they were rounded so."""
+    if lora is not None or not isinstance(x, _RoundedNormed) or not rounds_rows(x.rounded.rows, w):
+        return None
+    return x.rounded if x.rounded.has_groups == has_groups(w) else None
+
+
 class _NormedByProducts(Normed):
     """A norm that is computed within the products that read it; valid until the next addition."""
 
@@ -240,17 +264,23 @@ def _add_and_norm(
     pending: Pending,
     norm: Norm,
     tap: torch.Tensor | None,
-) -> torch.Tensor:
+) -> Normed:
     """Adds to the stream by the kernel of the norm that follows, whose result this is.
 
-    Not of experts it puts the sum to `tap` too, if given.
+    Not of experts it puts the sum to `tap` too, if given. Behind a product of rounded rows its rows
+    are rounded as well: the product that reads them most often has a weight of the same format.
     """
     if isinstance(pending, Combine | SharedCombine):
-        return _combine(pending, NormAfter(value, *norm))
+        return Normed(_combine(pending, NormAfter(value, *norm)))
     if isinstance(pending, Computed):
-        return add_rms_norm(pending.value, value, *norm, None, tap)[0]
+        return Normed(add_rms_norm(pending.value, value, *norm, None, tap)[0])
     out, added = _product(pending) if isinstance(pending, Sum) else _gated(pending)
-    return add_rms_norm(out, value, *norm, added, tap)[0]
+    last = pending.w if isinstance(pending, Sum) else pending.down
+    if not rounds_rows(out.shape[0], last):
+        return Normed(add_rms_norm(out, value, *norm, added, tap)[0])
+    return _RoundedNormed(
+        *add_rounding_norm(out, value, *norm, added, tap, has_groups=has_groups(last))
+    )
 
 
 def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
@@ -268,7 +298,8 @@ def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
     x, both, down, to_gate_up, to_down = pending
     rows = x.value.shape[0]
     if to_down is None and rounds_rows(rows, both) and rounds_rows(rows, down):
-        return gated_mlp(x.value, both, down, to_gate_up), None
+        rounded = _rounded_for(x, both, to_gate_up)
+        return gated_mlp(x.value, both, down, to_gate_up, rounded), None
     is_plain = all(isinstance(w.form, PlainForm) and not w.is_fixed for w in (both, down))
     can_add = 0 < rows <= MAX_FOLDED_ROWS and is_plain
     if to_gate_up is None or to_down is None or not can_add:

@@ -192,11 +192,9 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
         RanksLost: The group ends.
     """
     drawable: Drawable | None = None
-    is_draw_near = False
     while True:
-        frame = decode(group.take(is_near=is_draw_near))
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.
-        is_draw_near = executor.is_asynchronous and isinstance(frame, Step)
+        frame = decode(group.take(spins=executor.is_asynchronous))
         match frame:
             case Step(step, pages, limits):
                 pages.enter(executor.page_table)
