@@ -88,8 +88,7 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
     16: (
         GroupsShape(16, 32, 4, 4, 4, 2), TensorShape(16, 32, 2, 6), TensorShape(16, 32, 2, 4),
         TensorShape(16, 64, 4, 6), TensorShape(16, 64, 4, 6, 4), TensorShape(16, 64, 4, 4, 8),
-        TensorShape(16, 32, 2, 6, 4), TensorShape(16, 64, 4, 6, 2), TensorShape(16, 64, 4, 6, 3),
-        TensorShape(16, 32, 2, 6, 2),
+        TensorShape(16, 32, 2, 6, 4),
     ),
     32: (
         GroupsShape(32, 64, 0, 4, 6), TensorShape(32, 64, 4, 4), TensorShape(32, 64, 4, 4, 4),
@@ -182,14 +181,12 @@ def draw(product: Product, number_format: Format) -> PackedGroups:
 
 
 def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: Shape) -> None:
-    """The product by our kernel; what it does not gate is gated by a launch of its own."""
+    """The product by our kernel; what cannot be gated is, by a launch of its own."""
     out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
     if isinstance(shape, FewRowsShape):
         multiply_few(out, x, w, is_gated=product.is_gated, shape=shape)
         return
-    is_gated = product.is_gated and (
-        shape.columns < 128 if shape.splits == 1 else isinstance(shape, TensorShape)
-    )
+    is_gated = product.is_gated and shape.splits == 1 and shape.columns < 128
     if product.is_gated and not is_gated:
         out = torch.empty((x.shape[0], product.n), device="cuda", dtype=BF16)
     if isinstance(shape, TensorShape):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.gpu.groups_linear import in_floats
-from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups, sum_parts
+from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups
 from weft.kernels.packed_groups import PackedExperts, PackedGroups, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -98,17 +98,6 @@ def test_more_programs_than_blocks_share_k() -> None:
     out = torch.full((rows, columns), float("nan")).half()
     multiply_groups(out, x, packed, GroupsShape(32, 64, 0, 4, 2, splits=8))
     assert_as_exact(out, product(torch.float32).half(), product(torch.float64))
-
-
-def test_parts_of_a_gated_pair_are_summed_first() -> None:
-    fresh_seed()
-    splits, rows, columns = 3, 5, 1100
-    parts, bias = torch.randn(splits, rows, 2 * columns), torch.randn(2 * columns).half()
-    out = torch.full((rows, columns), float("nan")).half()
-    sum_parts(out, parts, bias, None, {"IS_DEPENDENT": False}, is_gated=True)
-    gate, up = (parts.double().sum(dim=0) + bias.double()).chunk(2, dim=1)
-    exact = F.silu(gate) * up
-    assert_as_exact(out, exact.half(), exact)
 
 
 @pytest.mark.parametrize(("group", "kind"), KINDS)

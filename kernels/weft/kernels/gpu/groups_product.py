@@ -192,14 +192,11 @@ def sum_parts(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     options: LaunchOptions,
-    *,
-    is_gated: bool = False,
 ) -> None:
     """Sums [splits, M, N] float32 in order, adds the bias [N] and the residual [M, N], and rounds
-    once into `out`, [M, N], which may be the residual. Where gated, `out` is [M, N / 2] and gets
-    silu of the first columns times the others.
+    once into `out`, [M, N], which may be the residual.
     """
-    splits, rows, columns = parts.shape[0], *out.shape
+    splits, rows, columns = parts.shape
     _sum_kernel[(rows, triton.cdiv(columns, _SUMMED))](
         out,
         parts,
@@ -207,7 +204,6 @@ def sum_parts(
         residual,
         columns,
         parts.stride(0),
-        IS_GATED=is_gated,
         SPLITS=splits,
         TILE=_SUMMED,
         num_warps=4,
@@ -601,7 +597,6 @@ def _sum_kernel(
     columns: int,
     stride: int,
     IS_DEPENDENT: tl.constexpr,
-    IS_GATED: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -612,30 +607,12 @@ def _sum_kernel(
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
     at = row * columns + column
-    if IS_GATED:
-        own = parts + row * 2 * columns + column
-        total = _summed(own, mask, bias, column, stride, SPLITS)
-        up = _summed(own + columns, mask, bias, column + columns, stride, SPLITS)
-        total = total / (1.0 + tl.exp(-total)) * up
-    else:
-        total = _summed(parts + at, mask, bias, column, stride, SPLITS)
+    total = tl.zeros([TILE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = parts + tl.cast(split, tl.int64) * stride + at
+        total += tl.load(part, mask=mask, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _summed(
-    parts: tl.tensor,
-    mask: tl.tensor,
-    bias: tl.tensor,
-    column: tl.tensor,
-    stride: int,
-    SPLITS: tl.constexpr,
-) -> tl.tensor:
-    total = tl.zeros(mask.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + tl.cast(split, tl.int64) * stride, mask=mask, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    return total

@@ -65,14 +65,21 @@ class TensorShape(NamedTuple):
 
     rows: int
     columns: int
-    """Output columns of a program, at least 16 a warp; of a gated pair so many of each, unless K is
-    shared.
-    """
+    """Output columns of a program, at least 16 a warp; of a gated pair so many of each."""
     warps: int
     stages: int
     """Times 128 columns of x and of the weight that are being loaded."""
     splits: int = 1
-    """Programs that share K; a further launch sums their parts, and gates them."""
+    """Programs that share K; a further launch sums their parts. Not where gated."""
+    is_paired: bool = False
+    """A program computes so many columns twice: the numbers of one half become operands while the
+    other half is multiplied, as those of gate and up do. Not where gated.
+    """
+
+    @property
+    def of_program(self) -> int:
+        """Columns of the weight that a program reads together."""
+        return self.columns * (2 if self.is_paired else 1)
 
     @property
     def is_wide(self) -> bool:
@@ -80,9 +87,11 @@ class TensorShape(NamedTuple):
         return self.rows > _MAX_NARROW_ROWS
 
 
-def tensor_shape(rows: int, columns: int, k: int, *, is_gated: bool) -> TensorShape:
+def tensor_shape(
+    rows: int, columns: int, k: int, *, is_gated: bool, can_pair: bool = True
+) -> TensorShape:
     """The launch shape of a product (measured on an H100 with groups of 128, K of 4,096 and
-    14,336).
+    14,336). `can_pair`: whether registers suffice for two products of so many rows.
     """
     if rows <= _MAX_NARROW_ROWS:
         few = 8 if rows <= 8 else 16
@@ -92,6 +101,9 @@ def tensor_shape(rows: int, columns: int, k: int, *, is_gated: bool) -> TensorSh
     few = 32 if rows <= 32 else 64
     if is_gated:
         return TensorShape(few, 64, 4, 4)
+    if can_pair:
+        programs = triton.cdiv(columns, 128) * triton.cdiv(rows, few)
+        return TensorShape(few, 64, 4, 4, _splits(256, programs, k), is_paired=True)
     tile = 128 if columns * k > _LARGE_WEIGHT else 64
     programs = triton.cdiv(columns, tile) * triton.cdiv(rows, few)
     return TensorShape(few, tile, tile // 16, 4, _splits(256, programs, k))
@@ -144,12 +156,13 @@ def multiply_wide(
         options: Launch options; None: those of the device.
     """
     (rows, k), columns = x.shape, out.shape[1]
-    shape = shape or tensor_shape(rows, columns, k, is_gated=is_gated)
+    if shape is None:
+        can_pair = rows in _FASTER_ROWS[weight.offsets is not None, weight.unit, True]
+        shape = tensor_shape(rows, columns, k, is_gated=is_gated, can_pair=can_pair)
     is_split, target = shape.splits > 1, out
     if is_split:
-        columns = weight.shape[0]
         target = torch.empty((shape.splits, rows, columns), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.columns), shape.splits)
+    grid = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.of_program), shape.splits)
     options = options or launch_options(x.device)
     _tensor_cores_kernel[grid](
         target,
@@ -163,7 +176,8 @@ def multiply_wide(
         columns=columns,
         width=weight.scales.shape[1],
         K=k,
-        IS_GATED=is_gated and not is_split,
+        IS_GATED=is_gated,
+        IS_PAIRED=shape.is_paired,
         IS_WIDE=shape.is_wide,
         ROWS=shape.rows,
         COLUMNS=shape.columns,
@@ -176,7 +190,7 @@ def multiply_wide(
         **options,
     )
     if is_split:
-        sum_parts(out, target, bias, residual, options, is_gated=is_gated)
+        sum_parts(out, target, bias, residual, options)
 
 
 _PAIRS = gl.constexpr(
@@ -451,6 +465,7 @@ def _tensor_cores_kernel(
     IS_DEPENDENT: gl.constexpr,
     K: gl.constexpr,
     IS_GATED: gl.constexpr,
+    IS_PAIRED: gl.constexpr,
     IS_WIDE: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -467,6 +482,9 @@ def _tensor_cores_kernel(
             pack=1,
         )  # fmt: skip
     HAS_OFFSETS: gl.constexpr = offsets is not None
+    # `up` is the second product of a gated pair, or that of the second half of columns.
+    HAS_SECOND: gl.constexpr = IS_GATED or IS_PAIRED
+    TOGETHER: gl.constexpr = 2 * COLUMNS if IS_PAIRED else COLUMNS
     BLOCKS: gl.constexpr = 64 // HALF
     PER_STEP: gl.constexpr = 128 // UNIT
     PER_BLOCK: gl.constexpr = PER_STEP // BLOCKS
@@ -488,30 +506,37 @@ def _tensor_cores_kernel(
 
     # Columns that do not exist read what belongs to the last.
     copied: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [WARPS, 1], [1, 0])
-    column = tile * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, copied))
+    column = tile * TOGETHER + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, copied))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, copied))
     at = data + (gl.minimum(column, columns - 1) * WIDTH)[:, None] + word[None, :]
     at_up = at + columns * WIDTH
+    if IS_PAIRED:
+        second = gl.minimum(column + COLUMNS, columns - 1)
+        at_up = data + (second * WIDTH)[:, None] + word[None, :]
     is_word = (column >= 0)[:, None] & (word < WORDS)[None, :]
     words_shared: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // WORDS, WORDS // 4, order=[1, 0])
     bank = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, COLUMNS, WORDS], words_shared)
     bank_up = bank
-    if IS_GATED:
+    if HAS_SECOND:
         bank_up = gl.allocate_shared_memory(
             gl.int32, [STAGES * BLOCKS, COLUMNS, WORDS], words_shared
         )
     for i in gl.static_range(STAGES - 1):
         _copy_words(bank, i, at, is_word, begin + i, end, WIDTH, HALF)
-        if IS_GATED:
+        if HAS_SECOND:
             _copy_words(bank_up, i, at_up, is_word, begin + i, end, WIDTH, HALF)
-    own = gl.minimum(tile * COLUMNS + gl.arange(0, COLUMNS, layout=by_column), columns - 1)
+    first = tile * TOGETHER + gl.arange(0, COLUMNS, layout=by_column)
+    own = gl.minimum(first, columns - 1)
+    own_up = own + columns
+    if IS_PAIRED:
+        own_up = gl.minimum(first + COLUMNS, columns - 1)
     given = _given(scales, offsets, own, begin, width, GROUPS, PER_STEP)
     given_next = _given(scales, offsets, own, begin + 1, width, GROUPS, PER_STEP)
     given_up = given
     given_up_next = given_next
-    if IS_GATED:
-        given_up = _given(scales, offsets, own + columns, begin, width, GROUPS, PER_STEP)
-        given_up_next = _given(scales, offsets, own + columns, begin + 1, width, GROUPS, PER_STEP)
+    if HAS_SECOND:
+        given_up = _given(scales, offsets, own_up, begin, width, GROUPS, PER_STEP)
+        given_up_next = _given(scales, offsets, own_up, begin + 1, width, GROUPS, PER_STEP)
     if IS_DEPENDENT:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -552,7 +577,7 @@ def _tensor_cores_kernel(
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         _copy_columns(ring, free, from_x, place, is_row, ahead, end, K, HALF)
         _copy_words(bank, free, at, is_word, ahead, end, WIDTH, HALF)
-        if IS_GATED:
+        if HAS_SECOND:
             _copy_words(bank_up, free, at_up, is_word, ahead, end, WIDTH, HALF)
         async_copy.commit_group()
         for block in gl.static_range(BLOCKS):
@@ -560,16 +585,16 @@ def _tensor_cores_kernel(
             summed = (zeros, zeros)
             if HAS_OFFSETS:
                 begun = _begun((ones, ones), taken, zeros, UNIT, IS_WIDE, second_of)
-                first = _finished(begun[0], (ones, ones), 0, IS_WIDE)
-                summed = (first, first)
+                of_rows = _finished(begun[0], (ones, ones), 0, IS_WIDE)
+                summed = (of_rows, of_rows)
                 if PER_BLOCK == 2:
-                    summed = (first, _finished(begun[1], (ones, ones), 0, IS_WIDE))
+                    summed = (of_rows, _finished(begun[1], (ones, ones), 0, IS_WIDE))
             words = bank.index(stage * BLOCKS + block).load(words_of)
             operands = _operands(words, select, COLUMNS, HALF, numbers_of, first_of)
             begun = _begun(operands, taken, zeros, UNIT, IS_WIDE, second_of)
             operands_up = operands
             begun_up = begun
-            if IS_GATED:
+            if HAS_SECOND:
                 # The other operands are made while these are multiplied.
                 words_up = bank_up.index(stage * BLOCKS + block).load(words_of)
                 operands_up = _operands(words_up, select, COLUMNS, HALF, numbers_of, first_of)
@@ -577,7 +602,7 @@ def _tensor_cores_kernel(
             for i in gl.static_range(PER_BLOCK):
                 # A tuple's place is a constant only if it is written where it is used.
                 part = _finished(
-                    begun[i], operands, PER_BLOCK - 1 - i + (2 if IS_GATED else 0), IS_WIDE
+                    begun[i], operands, PER_BLOCK - 1 - i + (2 if HAS_SECOND else 0), IS_WIDE
                 )
                 total += _scaled(
                     part,
@@ -586,7 +611,7 @@ def _tensor_cores_kernel(
                     given[2 * (block * PER_BLOCK + i) + 1],
                     HAS_OFFSETS,
                 )
-            if IS_GATED:
+            if HAS_SECOND:
                 for i in gl.static_range(PER_BLOCK):
                     part = _finished(begun_up[i], operands_up, PER_BLOCK - 1 - i, IS_WIDE)
                     up += _scaled(
@@ -598,24 +623,42 @@ def _tensor_cores_kernel(
                     )
         given = given_next
         given_next = _given(scales, offsets, own, step + 2, width, GROUPS, PER_STEP)
-        if IS_GATED:
+        if HAS_SECOND:
             given_up = given_up_next
-            given_up_next = _given(
-                scales, offsets, own + columns, step + 2, width, GROUPS, PER_STEP
-            )
+            given_up_next = _given(scales, offsets, own_up, step + 2, width, GROUPS, PER_STEP)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     async_copy.wait_group(0)
     if bias is not None:
         total += gl.load(bias + own).to(gl.float32)[:, None]
-        if IS_GATED:
-            up += gl.load(bias + own + columns).to(gl.float32)[:, None]
+        if HAS_SECOND:
+            up += gl.load(bias + own_up).to(gl.float32)[:, None]
     if IS_GATED:
         total = gl.fdiv(total, 1.0 + gl.exp(-total)) * up
+    to = out + split * rows * columns
+    _store(to, total, residual, tile * TOGETHER, rows, columns, ROWS, COLUMNS, WARPS)
+    if IS_PAIRED:
+        after = tile * TOGETHER + COLUMNS
+        _store(to, up, residual, after, rows, columns, ROWS, COLUMNS, WARPS)
+
+
+@gluon.jit
+def _store(
+    out: gl.tensor,
+    total: gl.tensor,
+    residual: gl.tensor,
+    first: gl.tensor,
+    rows: int,
+    columns: int,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    WARPS: gl.constexpr,
+) -> None:
+    """Adds the residual to a product, [COLUMNS, ROWS], and stores it from column `first` on."""
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
-    out_column = tile * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, stored))
-    out_row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, stored))
-    mask = (out_column < columns)[:, None] & (out_row < rows)[None, :]
-    to = (split * rows + out_row)[None, :] * columns + out_column[:, None]
+    column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, stored))
+    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, stored))
+    mask = (column < columns)[:, None] & (row < rows)[None, :]
+    to = row[None, :] * columns + column[:, None]
     if residual is None:
         whole = gl.convert_layout(total.to(out.dtype.element_ty), stored)
     else:
