@@ -54,7 +54,7 @@ Llama-3.1-8B, except those with offsets in groups of 64, which take what groups 
 _MAX_NARROW_ROWS = 16
 """Most rows that warps multiply by themselves."""
 _LARGE_WEIGHT = 1 << 24
-"""Numbers beyond which programs of more columns take less time."""
+"""Numbers beyond which programs of more columns take less time, from 33 rows on."""
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Triton 3.9 has other names for both; the earlier one of copies raises there."""
@@ -90,8 +90,8 @@ class TensorShape(NamedTuple):
 def tensor_shape(
     rows: int, columns: int, k: int, *, is_gated: bool, can_pair: bool = True
 ) -> TensorShape:
-    """The launch shape of a product (measured on an H100 with groups of 128, K of 4,096 and
-    14,336). `can_pair`: whether registers suffice for two products of so many rows.
+    """The launch shape of a product (measured on an H100 and an H200 with groups of 128, K of 4,096
+    and 14,336). `can_pair`: whether registers suffice for two products of so many rows.
     """
     if rows <= _MAX_NARROW_ROWS:
         few = 8 if rows <= 8 else 16
@@ -101,12 +101,14 @@ def tensor_shape(
     few = 32 if rows <= 32 else 64
     if is_gated:
         return TensorShape(few, 64, 4, 4)
-    if can_pair:
-        programs = triton.cdiv(columns, 128) * triton.cdiv(rows, few)
-        return TensorShape(few, 64, 4, 4, _splits(256, programs, k), is_paired=True)
-    tile = 128 if columns * k > _LARGE_WEIGHT else 64
-    programs = triton.cdiv(columns, tile) * triton.cdiv(rows, few)
-    return TensorShape(few, tile, tile // 16, 4, _splits(256, programs, k))
+    is_large = columns * k > _LARGE_WEIGHT
+    is_paired = can_pair and (few == 32 or is_large)
+    tile = 64 if is_paired or not is_large else 128
+    programs = triton.cdiv(columns, 2 * tile if is_paired else tile) * triton.cdiv(rows, few)
+    splits = _splits(256, programs, k)
+    if few == 32 and is_paired:
+        return TensorShape(few, tile, 4, 3, splits, is_paired)
+    return TensorShape(few, tile, tile // 16, 4, splits, is_paired)
 
 
 def _splits(wanted: int, programs: int, k: int) -> int:
