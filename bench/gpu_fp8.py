@@ -85,12 +85,13 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
     16: (
         TileShape(16, 64, 256, 4, 5, True), TileShape(16, 128, 128, 8, 5, True),
         TileShape(16, 64, 128, 4, 8, True), TileShape(16, 64, 256, 4, 7, True),
+        TileShape(16, 64, 128, 4, 5, True, splits=8), TileShape(16, 64, 256, 4, 4, True, splits=2),
     ),
     64: (
         TileShape(64, 64, 256, 4, 4, True), TileShape(64, 128, 128, 8, 5, True),
         TileShape(64, 32, 256, 4, 5), TileShape(64, 64, 256, 4, 4, False, True),
         TileShape(64, 32, 256, 4, 7), TileShape(64, 32, 256, 4, 7, False, True),
-        TileShape(64, 64, 256, 4, 5, True, True),
+        TileShape(64, 64, 256, 4, 5, True, True), TileShape(64, 64, 128, 4, 5, True, splits=4),
     ),
     256: (
         TileShape(128, 128, 128, 8, 4, False, True), TileShape(64, 128, 256, 4, 4, False, True),
@@ -182,6 +183,8 @@ def run_shape(
 
 def suits(shape: Shape, product: Product, scales: str) -> bool:
     """Whether a kernel can be launched with this shape."""
+    if isinstance(shape, TileShape) and shape.splits > 1 and product.is_gated:
+        return False
     if scales == "blocks" and not isinstance(shape, SpreadShape):
         return shape.tile == FP8_GROUP and shape.columns <= FP8_GROUP
     return True

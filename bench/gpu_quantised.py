@@ -93,11 +93,13 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
     32: (
         GroupsShape(32, 64, 0, 4, 6), TensorShape(32, 64, 4, 4), TensorShape(32, 64, 4, 4, 4),
         TensorShape(32, 64, 4, 6, 8), TensorShape(32, 128, 8, 4, 8),
+        TensorShape(32, 64, 4, 3, 8, True), TensorShape(32, 64, 4, 3, 5, True),
     ),
     64: (
         GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8), TensorShape(64, 64, 4, 4),
         TensorShape(64, 128, 8, 4), TensorShape(64, 64, 4, 4, 4), TensorShape(64, 128, 8, 4, 4),
         TensorShape(64, 128, 8, 4, 8), TensorShape(64, 64, 4, 3),
+        TensorShape(64, 64, 4, 4, 8, True), TensorShape(64, 64, 4, 4, 5, True),
     ),
     256: (
         GroupsShape(256, 128, 0, 8, 2, 1, True), TensorShape(64, 64, 4, 4),
