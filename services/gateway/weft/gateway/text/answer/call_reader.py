@@ -163,19 +163,24 @@ class CallReader:
     def _whole(self) -> str:
         """Reads the complete object."""
         try:
-            call = loads(self.text)
+            self.name, arguments = _call_of(self.text)
         except RecursionError as error:
             raise ValueError("too deeply nested") from error
-        name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or not name:
-            raise ValueError("no name")
-        arguments = call.get("arguments", call.get("parameters")) or {}
-        if isinstance(arguments, str):
-            arguments = loads(arguments)  # Some models write them as a string.
-        if not isinstance(arguments, dict):
-            raise ValueError("arguments that are no object")
-        self.name = encodable(name)
-        return encodable(json.dumps(arguments, ensure_ascii=False))
+        return arguments
+
+
+def _call_of(text: str) -> tuple[str, str]:
+    """Name and arguments of a call."""
+    call = loads(text)
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError("no name")
+    arguments = call.get("arguments", call.get("parameters")) or {}
+    if isinstance(arguments, str):
+        arguments = loads(arguments)  # Some models write them as a string.
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments that are no object")
+    return encodable(name), encodable(json.dumps(arguments, ensure_ascii=False))
 
 
 def _name(quoted: str) -> str:
