@@ -163,6 +163,10 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
         "response_format.json_schema.schema",
     ),
+    *(
+        ({"response_format": {"type": "json_object", "schema": schema}}, "response_format.schema")
+        for schema in ({"type": "string"}, {"type": ["null"]}, {"type": "array", "items": {}})
+    ),
     ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": "a" * 70_000}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),

@@ -106,8 +106,8 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bo
         ignores_unknown: Whether unknown fields are ignored, where the body does not forbid them.
 
     Raises:
-        InvalidRequest: The body is too large or too deep, is not JSON, a field has a wrong type, or is one of
-            another server that would change the answer, or is unknown.
+        InvalidRequest: The body is too large or too deep, is not JSON, a field has a wrong type, is
+            one of another server that would change the answer, or is unknown.
     """
     if len(data) > max_bytes:
         raise BodyTooLarge(
