@@ -33,7 +33,7 @@ MAX_UNIQUE_ARRAYS = 2048
 """Most arrays that `uniqueItems` is written out as."""
 MAX_CASES = 256
 """Most combinations of optional properties written out for a bound on their number."""
-MAX_LOOKS = 2_000_000
+MAX_LOOKS = 1_000_000
 """Most looks at schemas that are compared, some seconds of work: alternatives that refer to one
 another could be compared in exponentially many ways.
 """
@@ -349,14 +349,11 @@ class _Rewriter:
         parts = self._list(schema, "oneOf", at)
         around = {name: schema[name] for name in ("type",) if name in schema}
         behind = [self.behind_references(part, at) for part in parts]
-        overlaps = {
-            i: [
-                j
-                for j in range(len(parts))
-                if j != i and not are_disjoint(behind[i], behind[j], self.behind_references, around)
-            ]
-            for i in range(len(parts))
-        }
+        overlaps: dict[int, list[int]] = {i: [] for i in range(len(parts))}
+        for i, j in itertools.combinations(overlaps, 2):
+            if not are_disjoint(behind[i], behind[j], self.behind_references, around):
+                overlaps[i].append(j)
+                overlaps[j].append(i)
         if not any(overlaps.values()):
             return [self._either(parts, at, is_closed=is_closed, is_merged=is_merged)]
         opposites = {
