@@ -160,6 +160,8 @@ class _Rewriter:
         self._names: dict[tuple[str, bool, bool], str] = {}
         """Names of definitions, by the schema's place and whether it is closed and merged."""
         self._to_do: list[tuple[str, str, Json, bool, bool]] = []
+        self._anchored: dict[str, list[tuple[str, Json]]] = {}
+        """Places and schemas by the anchor that they have."""
         self._depth = 0
         self._num_looks = 0
 
@@ -293,7 +295,9 @@ class _Rewriter:
         fragment = unquote(fragment)
         found = self._root
         if fragment and not fragment.startswith("/"):
-            anchored = [*_anchored(self._root, fragment, "#")]
+            if fragment not in self._anchored:
+                self._anchored[fragment] = [*_anchored(self._root, fragment, "#")]
+            anchored = self._anchored[fragment]
             self._require(len(anchored) == 1, at, f"{reference!r} names nothing in the schema")
             return anchored[0]
         for part in fragment.split("/")[1:]:
