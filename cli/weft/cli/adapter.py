@@ -25,6 +25,7 @@ from weft.cli.channel import (
     open_blocking_channel,
 )
 from weft.cli.numbers import MAX_SECONDS, number
+from weft.cli.tables import print_table
 from weft.common.rpc.tls import Identity
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -115,7 +116,7 @@ def show(console: Console, adapters: Sequence[gateway_pb2.RegisteredAdapter]) ->
         content = one.adapter.digest.hex()[:12]
         state = _STATES.get(one.state, "?")
         table.add_row(name, escape(one.parent), state, content, escape(one.path), escape(workers))
-    console.print(table)
+    print_table(console, table)
     for one in adapters:
         for holder in one.holders:
             if holder.error:

@@ -14,6 +14,7 @@ from rich.table import Table
 from weft.cli import fault_proxy
 from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
+from weft.cli.tables import print_table
 from weft.common.faults import KIND_NUMBERS, spec_to_proto
 from weft.engine.base.errors import WeftError
 from weft.engine.base.faults import BOARD, FaultSpec
@@ -100,7 +101,7 @@ async def _list(operators: Operators, console: Console) -> int:
                 str(fault.count) if fault.count else "no bound",
             )
     if table.row_count:
-        console.print(table)
+        print_table(console, table)
     else:
         sys.stdout.write("no fault is armed\n")
     return status
@@ -112,7 +113,7 @@ def _show_points(console: Console) -> None:
         table.add_column(column)
     for point in BOARD.points:
         table.add_row(point.name, ", ".join(point.kinds), point.where)
-    console.print(table)
+    print_table(console, table)
 
 
 def _spec(arguments: argparse.Namespace) -> FaultSpec:

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from weft.cli.numbers import MAX_DAYS, whole_number
+from weft.cli.tables import print_table
 from weft.engine.base.errors import ConfigError, WeftError
 from weft.gateway.admission.keys import KeyEntry, locked_keys, new_key, read_keys, write_keys
 
@@ -73,7 +74,7 @@ def _show(entries: Sequence[KeyEntry]) -> None:
         dates = [f"{day:%Y-%m-%d}" if day else "never" for day in (entry.created, entry.expires)]
         adapters = "manages" if entry.manages_adapters else ""
         table.add_row(entry.id, entry.tenant, entry.cache_group or "its own", adapters, *dates)
-    Console().print(table)
+    print_table(Console(), table)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
+from weft.cli.tables import print_table
 from weft.cli.trace_timeline import first_token_pieces
 from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.rpc.tls import Identity
@@ -102,7 +103,7 @@ def show(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
     table.add_column("")
     for root in build_trees(spans):
         _add(table, root, "", "")
-    console.print(table)
+    print_table(console, table)
 
 
 def show_timeline(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
@@ -117,7 +118,7 @@ def show_timeline(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
         for piece in pieces:
             what = f"[yellow]{escape(piece.what)}[/]" if piece.is_gap else escape(piece.what)
             table.add_row(_ms(piece.begin_s), _ms(piece.duration_s), what, escape(piece.where))
-        console.print(table)
+        print_table(console, table)
         between_s = sum(piece.duration_s for piece in pieces if piece.is_between)
         within_s = sum(piece.duration_s for piece in pieces if piece.is_gap) - between_s
         console.print(

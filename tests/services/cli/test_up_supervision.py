@@ -238,8 +238,8 @@ def test_a_stubborn_service_is_killed(
         time.sleep(0.3)  # two equal signals at once could merge into one
         mesh.process.send_signal(signal.SIGINT)
     assert mesh.process.wait(120) == 0
-    killed = {e["name"] for e in mesh.entries() if e.get("event") == "killed"}
-    assert killed == {"decode-0", "gateway"}
+    killed = {(e["name"], e["is_late"]) for e in mesh.entries() if e.get("event") == "killed"}
+    assert killed == {("decode-0", not hurry), ("gateway", not hurry)}
     assert not [pid for pid in mesh.pids() if is_alive(pid)]
 
 

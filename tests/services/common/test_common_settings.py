@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -11,6 +12,9 @@ from weft.cli.up.command import main as up
 from weft.cli.up.flags import check_flags
 from weft.cli.up.settings import UpSettings
 from weft.common.settings import ServiceSettings, list_text, load_settings
+from weft.decode.main import main as serve_decode
+from weft.gateway.main import main as serve_gateway
+from weft.prefill.main import main as serve_prefill
 
 
 class DemoSettings(ServiceSettings):
@@ -141,6 +145,31 @@ def test_problems_are_explained(
     message = capsys.readouterr().err
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("start", "flag", "problem"),
+    [
+        (up, "--adapter-root", "no such folder"),
+        (serve_gateway, "--adapter-root", "no such folder"),
+        (serve_gateway, "--tenants-file", "no such file"),
+        (serve_decode, "--adapter-root", "no such folder"),
+        (serve_prefill, "--adapter-root", "no such folder"),
+    ],
+)
+def test_paths_that_are_not_there_are_told_before_the_start(
+    start: Callable[[Sequence[str]], int],
+    flag: str,
+    problem: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    needed = [] if start is up else ["--model-dir", "m"]
+    needed += ["--decode", "h:1"] if start is serve_gateway else []
+    with pytest.raises(SystemExit) as stop:
+        start([*needed, flag, str(tmp_path / "none")])
+    assert stop.value.code == 2
+    assert f"{flag} = '{tmp_path / 'none'}': {problem}" in capsys.readouterr().err
 
 
 def test_unknown_key_and_bad_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

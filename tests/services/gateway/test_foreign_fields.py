@@ -161,6 +161,16 @@ async def test_fields_of_messages(mesh: Harness, change: Any, param: str) -> Non
     assert error.param == f"messages[1].{param}"
 
 
+async def test_refusals_name_what_to_give_instead(mesh: Harness) -> None:
+    change: dict[str, Any]
+    for change, told in (
+        ({"repeat_penalty": 1.2}, "give repetition_penalty instead"),
+        ({"session_id": "", "end_session": True}, "needs a session_id that is not empty"),
+    ):
+        error = await refused(mesh, "ChatCompletions", {"messages": USER, **change})
+        assert told in error.message
+
+
 async def test_fields_of_tools(mesh: Harness) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
     plain = {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}

@@ -163,6 +163,10 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
         "response_format.json_schema.schema",
     ),
+    *(
+        ({"response_format": {"type": "json_object", "schema": schema}}, "response_format.schema")
+        for schema in ({"type": "string"}, {"type": ["null"]}, {"type": "array", "items": {}})
+    ),
     ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": "a" * 70_000}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
@@ -239,8 +243,8 @@ BODIES: list[tuple[bytes, str]] = [
     (b"null", "object"),
     (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "JSON"),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "JSON"),
-    (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "JSON"),
-    (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, "JSON"),
+    (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
+    (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, "nested"),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature"),
     (b'{"messages": [{"role": "user", "content": "x"}], "top_p": -Infinity}', "top_p"),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature"),

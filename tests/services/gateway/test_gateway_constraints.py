@@ -49,6 +49,13 @@ CASES: list[tuple[dict[str, Any], common_pb2.Constraint | None]] = [
     ({}, None),
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, constraint(json_schema=json.dumps(OBJECT))),
+    *(
+        (
+            {"response_format": {"type": "json_object", "schema": given}},
+            constraint(json_schema=json.dumps({**given, "type": "object"})),
+        )
+        for given in ({}, {"anyOf": [{"type": "null"}, OBJECT]}, {"type": ["null", "object"]})
+    ),
     (
         {
             "response_format": {

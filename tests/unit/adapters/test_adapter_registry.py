@@ -23,6 +23,7 @@ from weft.common.adapters.manifest import (
     parse,
     serialise,
 )
+from weft.common.adapters.paths import components
 from weft.common.adapters.registry import MANIFEST, Registry
 from weft.engine.base.errors import AdapterError, ConfigError, InvalidRequest, Overloaded, WeftError
 from weft.engine.checkpoint.adapters.digest import adapter_digest
@@ -92,6 +93,12 @@ def test_paths_out_of_the_root_are_refused(tmp_path: Path, path: str, seed: int)
         add(registry, path)
     assert caught.value.param == "path"
     assert copies(root) == []
+
+
+@pytest.mark.parametrize("path", [".", "./", "././."])
+def test_the_root_itself_is_refused_as_such(path: str) -> None:
+    with pytest.raises(InvalidRequest, match="not the root itself"):
+        components(path)
 
 
 def test_absolute_paths_are_refused_even_inside_the_root(tmp_path: Path, seed: int) -> None:

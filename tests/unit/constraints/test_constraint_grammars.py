@@ -172,3 +172,36 @@ def test_tags_are_refused_with_the_place(constraint: Constraint, told: str) -> N
     with pytest.raises(ValueError, match=r".") as refused:
         SOURCE.compile(constraint)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        # Each has a size that takes minutes as soon as the time grows with its square.
+        ("\n" * 2_000_000, "has no rule `root`"),
+        ('root ::= "a"{1,' + " " * 400_000, "a name is expected"),
+        ('start: "' + r"\"" * 400_000, None),
+        ("start: /" + r"\/" * 400_000, None),
+        ("start: x" + "\n" * 1_000_000, None),
+    ],
+)
+def test_time_grows_with_the_text(grammar: str, told: str | None) -> None:
+    with pytest.raises(ValueError, match=told):
+        of(grammar)
+
+
+def test_many_first_characters_take_little_time() -> None:
+    choices = " | ".join(f'"{chr(0x4E00 + n)}"' for n in range(12_000))
+    assert accepts(of(f"root ::= {choices}"), chr(0x4E00 + 11_999))
+
+
+def test_rules_that_name_one_another_too_much_are_refused() -> None:
+    rules = [f'r{n} ::= "{chr(0x4E00 + n)}"? r{n + 1}' for n in range(1500)]
+    with pytest.raises(ValueError, match="is too complex"):
+        of("\n".join(["root ::= r0", *rules, 'r1500 ::= "z" root?']))
+
+
+def test_what_an_open_text_hides_is_refused() -> None:
+    for opener in '"/':
+        with pytest.raises(ValueError, match="special token"):
+            of(f'start: "a"\nb: {opener}\\" <x>\n')

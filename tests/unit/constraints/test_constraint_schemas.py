@@ -352,3 +352,12 @@ def test_a_class_that_may_match_anywhere_is_cheap() -> None:
     assert accepts(grammar, '"  a  "')
     assert accepts(grammar, json.dumps("a" * 300))
     assert not accepts(grammar, '"  "')
+
+
+def test_schemas_that_take_endless_comparisons_are_refused() -> None:
+    defs: dict[str, Any] = {"a20": {"type": "string"}}
+    for n in range(20):
+        further = {"$ref": f"#/$defs/a{n + 1}"}
+        defs[f"a{n}"] = {"oneOf": [further, {"type": "null", "allOf": [further]}]}
+    with pytest.raises(ValueError, match="is too complex"):
+        compiled({"$ref": "#/$defs/a0", "$defs": defs})

@@ -74,6 +74,21 @@ def refusal_of(cls: type[Body], data: str) -> InvalidRequest | None:
     return None
 
 
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_deep_bodies_are_refused_as_deep(opening: str, closing: str) -> None:
+    for depth in (203, 100_000):
+        told = refusal_of(ChatBody, f"{opening * depth}1{closing * depth}")
+        assert told is not None
+        assert told.http_status == 400
+        assert "nested too deeply: at most 200" in told.message
+        told = refusal_of(ChatBody, f"{opening * depth}")
+        assert told is not None
+        assert "nested too deeply" in told.message
+    told = refusal_of(ChatBody, f"{opening * 199}1{closing * 199}")
+    assert told is not None
+    assert "deep" not in told.message
+
+
 @pytest.mark.parametrize("cls", GOOD)
 def test_each_type_is_taken_or_refused_by_name(cls: type[Body]) -> None:
     good = GOOD[cls]

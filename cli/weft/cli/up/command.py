@@ -32,7 +32,7 @@ from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.cli.up.summary import keep_summary
 from weft.common.admin import read_token
-from weft.common.settings import load_settings
+from weft.common.settings import load_settings, require_paths
 from weft.engine.base.errors import ConfigError, WeftError
 from weft.engine.base.gpus import num_usable_gpus
 
@@ -42,6 +42,7 @@ _TAIL_LINES = 25
 def main(argv: Sequence[str]) -> int:
     """Runs `weft up`; returns the exit status."""
     settings = load_settings(UpSettings, argv)
+    require_paths(settings)
     check_flags(settings)
     settings = with_devices(settings, num_usable_gpus())
     console = Console(file=cast("IO[str]", SteadyOutput()))

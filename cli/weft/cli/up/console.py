@@ -114,9 +114,10 @@ class ConsoleReporter(Reporter):
         """See `Reporter`."""
         self._line(f"{name} starts again in {delay_s:.1f} s")
 
-    def killed(self, name: str) -> None:
+    def killed(self, name: str, *, is_late: bool) -> None:
         """See `Reporter`."""
-        self._line(f"[yellow]{name} did not stop in time and was killed")
+        how = "did not stop in time and was killed" if is_late else "was interrupted and killed"
+        self._line(f"[yellow]{name} {how}")
 
     def notice(self, text: str) -> None:
         """Shows a notice that is not a failure."""

@@ -20,6 +20,7 @@ class UpSettings(Settings):
 
     program: ClassVar[str] = "up"
     command: ClassVar[str] = "weft"
+    folders: ClassVar[tuple[str, ...]] = ("adapter_root",)
 
     prefill: int = Field(
         1,

@@ -53,8 +53,10 @@ class Reporter:
     def stopping(self, grace_s: float) -> None:
         """Called when a signal ends the mesh; running requests have so long."""
 
-    def killed(self, name: str) -> None:
-        """Called when a process did not stop in time and was killed."""
+    def killed(self, name: str, *, is_late: bool) -> None:
+        """Called when a process was killed: `is_late` as it did not stop in time, else since the
+        end was to come at once.
+        """
 
 
 class RestartBackoff:
@@ -226,7 +228,7 @@ class Supervisor:
         for process in late:
             process.kill()
         for process in late:
-            self._reporter.killed(process.spec.name)
+            self._reporter.killed(process.spec.name, is_late=not at_once.is_set())
         await all_gone
 
 

@@ -43,6 +43,10 @@ class Settings(BaseModel):
     """Program name in `--help`, and in the environment prefix `WEFT_<PROGRAM>_`."""
     command: ClassVar[str] = "weft serve"
     """Command that precedes that name on a command line."""
+    folders: ClassVar[tuple[str, ...]] = ()
+    """Names of fields with folders that must be there at the start."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """Names of fields with files that must be there at the start."""
 
     def describe(self) -> dict[str, object]:
         """The effective values as JSON types, for the start-up log."""
@@ -255,6 +259,28 @@ def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] 
             return cls.model_validate(values)
         except ValidationError as error:
             problems = _explain(cls, error, origin)
+    _refuse(cls, problems)
+
+
+def require_paths(settings: Settings) -> None:
+    """Ends the program if a path that it was given is not there. Not a part of `load_settings`,
+    which also reads settings for other machines.
+
+    Raises:
+        SystemExit: With status 2 and a readable message on all paths that are missing.
+    """
+    problems = [
+        f"{_flag(name)} = {str(path)!r}: no such {kind}"
+        for kind, names in (("folder", settings.folders), ("file", settings.files))
+        for name in names
+        if (path := getattr(settings, name)) is not None
+        and not (path.is_dir() if kind == "folder" else path.exists())
+    ]
+    if problems:
+        _refuse(type(settings), problems)
+
+
+def _refuse(cls: type[Settings], problems: Sequence[str]) -> NoReturn:
     lines = "\n".join(f"  {problem}" for problem in problems)
     sys.stderr.write(f"{cls.command} {cls.program}: settings are not valid\n{lines}\n")
     raise SystemExit(2)

@@ -252,6 +252,14 @@ class ValkeyServers:
             node.problem = ""
             node.breaker.succeeded()
 
+    async def greet(self) -> None:
+        """Asks the servers until one answers, so that the log tells at the start of servers that do
+        not, and later that they do.
+        """
+        while self._is_cluster is None:
+            await self._read_map()
+            await asyncio.sleep(MAP_REST_S)
+
     # -- the map ---------------------------------------------------------------------------------
 
     def _node_of(self, key: bytes | str | int) -> _Node | None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 from weft.common.rpc.server import run
-from weft.common.settings import load_settings
+from weft.common.settings import load_settings, require_paths
 from weft.common.worker.host import run_worker
 from weft.common.worker.settings import WorkerSettings, engine_field
 from weft.decode.service import DecodeService
@@ -66,4 +66,5 @@ class DecodeSettings(WorkerSettings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit status."""
     settings = load_settings(DecodeSettings, sys.argv[1:] if argv is None else argv)
+    require_paths(settings)
     return run(run_worker(settings, "decode", DecodeService))

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from weft.common.rpc.server import run
-from weft.common.settings import load_settings
+from weft.common.settings import load_settings, require_paths
 from weft.common.telemetry.logging import configure_logging
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.gateway import sabotage
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: The settings are not valid (2), or help was asked for (0).
     """
     settings = load_settings(GatewaySettings, argv)
+    require_paths(settings)
     configure_logging("gateway", settings.log_level, settings.log_format)
     if settings.enable_faults:
         sabotage.install()

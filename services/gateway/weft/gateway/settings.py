@@ -39,6 +39,8 @@ class GatewaySettings(ServiceSettings):
     """Front door of a Weft mesh: templates, tokenises, routes, streams."""
 
     program: ClassVar[str] = "gateway"
+    folders: ClassVar[tuple[str, ...]] = ("adapter_root",)
+    files: ClassVar[tuple[str, ...]] = ("tenants_file",)
 
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 = any free one")
     model_dir: Path = Field(

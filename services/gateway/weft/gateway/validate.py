@@ -77,7 +77,7 @@ def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) 
     check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_session_id(request.session_id)
     if request.ends_session and not request.session_id:
-        raise invalid("end_session", "needs session_id")
+        raise invalid("end_session", "needs a session_id that is not empty")
     if len(request.routing_key.encode()) > MAX_ROUTING_KEY_BYTES:
         raise invalid("routing_key", f"at most {MAX_ROUTING_KEY_BYTES} bytes")
     if request.timeout_s is not None and not request.timeout_s > 0:

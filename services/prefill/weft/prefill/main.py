@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from weft.common.rpc.server import run
-from weft.common.settings import load_settings
+from weft.common.settings import load_settings, require_paths
 from weft.common.worker.host import run_worker
 from weft.common.worker.settings import WorkerSettings
 from weft.prefill.service import PrefillService
@@ -22,4 +22,5 @@ class PrefillSettings(WorkerSettings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit status."""
     settings = load_settings(PrefillSettings, sys.argv[1:] if argv is None else argv)
+    require_paths(settings)
     return run(run_worker(settings, "prefill", PrefillService))

@@ -235,6 +235,13 @@ func (e *edge) handleError(
 	failure.Write(w)
 }
 
+// unserved has the paths of OpenAI's operations that Weft does not have, but that look like the path
+// of a response with an id, to which other methods apply.
+var unserved = map[string]bool{
+	"/v1/responses/compact":      true,
+	"/v1/responses/input_tokens": true,
+}
+
 // handleRoutingError answers a request that no route takes.
 func (e *edge) handleRoutingError(
 	ctx context.Context,
@@ -246,6 +253,9 @@ func (e *edge) handleRoutingError(
 ) {
 	if probeOf(ctx) != nil {
 		return
+	}
+	if httpStatus == http.StatusMethodNotAllowed && unserved[r.URL.Path] {
+		httpStatus = http.StatusNotFound
 	}
 	failure := apierror.New(httpStatus, "invalid_path", "The path is malformed.").For(r.Context())
 	switch httpStatus {

@@ -9,17 +9,22 @@ single characters. A grammar without recursion becomes one terminal.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from typing import NamedTuple
 
 from weft.engine.features.constraints.patterns import spell
 
 MAX_DEPTH = 100
 """Most nested groups, and longest chain of rules that name one another."""
+MAX_STEPS = 1_000_000
+"""Most looks at parts of rules: about a second. Rules that name one another are looked at until
+nothing changes, which for rules written to that end takes time in the cube of their number.
+"""
 _SPACE = re.compile(r"(?:[ \t]|#[^\n]*)+")
 _SPACE_AND_LINES = re.compile(r"(?:\s|#[^\n]*)+")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _DEFINED = re.compile(r"\s*::=")
-_TIMES = re.compile(r"[*+?]|\{\s*(\d+)\s*(?:(,)\s*(\d+)?\s*)?\}")
+_TIMES = re.compile(r"[*+?]|\{\s*+(\d++)\s*+(?:(,)\s*+(\d++)?\s*+)?+\}")
 _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
 _ESCAPES |= {"^": "^", "/": "/", "'": "'"}
@@ -73,7 +78,7 @@ def convert_gbnf(text: str) -> str:
     """Writes the grammar in the notation of llguidance, beginning at the rule `root`.
 
     Raises:
-        ValueError: The grammar is malformed; the message says where.
+        ValueError: The grammar is malformed, and the message says where; or it is too complex.
     """
     rules = _Reader(text).rules()
     if "root" not in rules:
@@ -89,9 +94,14 @@ class _Writer:
         """Rules without recursion, in themselves or in the rules that they name."""
         firsts = [edge for node in rules.values() for edge in _edges(node)]
         self._edges = sorted({0, *(low for low, _ in firsts), *(high + 1 for _, high in firsts)})
+        self._num_steps = 0
         self._sets = dict.fromkeys(rules, _Sets(0, False, 0))
-        while (found := {name: self._of(node) for name, node in rules.items()}) != self._sets:
-            self._sets = found
+        before: dict[str, _Sets] = {}
+        while before != self._sets:
+            before = dict(self._sets)
+            # From the last rule, since a rule mostly stands before those that it names.
+            for name, node in reversed(rules.items()):
+                self._sets[name] = self._of(node)
 
     def write(self) -> str:
         """All rules, in the notation of llguidance."""
@@ -125,7 +135,13 @@ class _Writer:
             return f"({' | '.join(parts)})"
         return " ".join(parts) or '""'
 
+    def _count(self, num_steps: int) -> None:
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            raise ValueError("is too complex: its rules name one another in too many ways")
+
     def _of(self, node: _Node) -> _Sets:
+        self._count(1)
         if isinstance(node, _Text):
             return _Sets(self._mask(node.firsts), not node.firsts, 0)
         if isinstance(node, _Reference):
@@ -151,11 +167,12 @@ class _Writer:
         return _Sets(firsts, is_empty, more)
 
     def _mask(self, ranges: tuple[tuple[int, int], ...]) -> int:
-        return sum(
-            1 << index
-            for index, edge in enumerate(self._edges)
-            if any(low <= edge <= high for low, high in ranges)
-        )
+        self._count(len(ranges))
+        mask = 0
+        for low, high in ranges:
+            begin, end = (bisect_left(self._edges, edge) for edge in (low, high + 1))
+            mask |= (1 << end) - (1 << begin)
+        return mask
 
     def _follow(self, lifted: set[str]) -> dict[str, int]:
         """The characters that may follow each rule that is named by others."""
@@ -165,10 +182,11 @@ class _Writer:
             before = dict(follow)
             for name in before:
                 if name not in lifted:
-                    self._add(self._rules[name], before[name], follow)
+                    self._add(self._rules[name], follow[name], follow)
         return follow
 
     def _add(self, node: _Node, behind: int, follow: dict[str, int]) -> None:
+        self._count(1)
         if isinstance(node, _Reference):
             follow[node.name] = follow.get(node.name, 0) | behind
         elif isinstance(node, _Repeated):

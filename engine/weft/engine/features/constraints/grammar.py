@@ -35,8 +35,13 @@ _JSON = {
     "json_allowed_escapes": 'nrbtf\\"',
     "whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}",
 }
-_LARK = re.compile(r"^\s*(?:%llguidance\b|start(?:\[[^\]\n]*\])?\s*:(?!:=))", re.MULTILINE)
-_LARK_SKIPPED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
+# Clients' texts are searched with these, so each takes time in proportion to the text: a match
+# begins within one line, and a text that is opened and never closed is read once.
+_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start(?:\[[^\]\n]*+\])?\s*+:(?!:=))", re.MULTILINE)
+_LARK_SKIPPED = re.compile(
+    r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)++/|//[^\n]*|#[^\n]*'
+    r'|(?P<open>"(?:[^"\\\n]|\\.)*+|/(?:[^/\\\n]|\\.)++)'
+)
 _LARK_REFUSED = {
     "~": "`~`, which may match half a character",
     "max_tokens": "max_tokens",
@@ -46,7 +51,7 @@ _LARK_REFUSED = {
     "<": "`<`, a special token,",
 }
 _PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
-_IN_LARK = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
+_IN_LARK = re.compile(r"\n[^\S\n]*+\d++ \| ")
 
 
 class GrammarSource:
@@ -102,7 +107,7 @@ def _checked_lark(text: str) -> str:
     Raises:
         ValueError: The grammar uses a feature that is not enforced.
     """
-    bare = _LARK_SKIPPED.sub("", text)
+    bare = _LARK_SKIPPED.sub(r"\g<open>", text)
     for name, what in _LARK_REFUSED.items():
         if re.search(rf"\b{name}\s*=" if name.isidentifier() else re.escape(name), bare):
             raise ValueError(f"{what} is not supported in grammars")
@@ -111,7 +116,9 @@ def _checked_lark(text: str) -> str:
 
 def _problem(error: str, constraint: Constraint) -> str:
     """llguidance's error message, without the rewritten grammar."""
-    error = _IN_LARK.sub("", error.strip())
+    error = error.strip()
+    if quoted := _IN_LARK.search(error):
+        error = error[: quoted.start()].rstrip()
     if error.startswith("panic"):
         return "cannot be compiled"
     if constraint.kind == "ebnf" and _LARK.search(constraint.text):

@@ -72,6 +72,8 @@ def convert_regex(regex: str) -> str:
 class _Converter:
     def __init__(self, text: str, *, keeps_anchors: bool) -> None:
         self._text = text
+        self._end = len(text.rstrip(")"))
+        """Where nothing but the ends of groups follows."""
         self._keeps_anchors = keeps_anchors
         self._at = 0
 
@@ -116,9 +118,9 @@ class _Converter:
 
     def _anchor(self, character: str, is_start: bool, depth: int) -> str:
         """Converts an anchor; at an end of a pattern for a whole text it changes nothing."""
-        rest = self._text[self._at + 1 :]
         if not self._keeps_anchors:
-            is_end = not rest.strip(")") or (depth == 1 and rest[0] == "|")
+            behind = self._at + 1
+            is_end = behind >= self._end or (depth == 1 and self._text[behind] == "|")
             self._require(
                 is_start if character == "^" else is_end,
                 f"`{character}` is supported at the {'beginning' if character == '^' else 'end'} "

@@ -33,6 +33,10 @@ MAX_UNIQUE_ARRAYS = 2048
 """Most arrays that `uniqueItems` is written out as."""
 MAX_CASES = 256
 """Most combinations of optional properties written out for a bound on their number."""
+MAX_LOOKS = 1_000_000
+"""Most looks at schemas that are compared, some seconds of work: alternatives that refer to one
+another could be compared in exponentially many ways.
+"""
 MAX_DEPTH = 100
 """Most levels of schemas within one another; llguidance reads 128 of JSON."""
 _OF_TYPE: dict[str, tuple[str, ...]] = {
@@ -156,7 +160,10 @@ class _Rewriter:
         self._names: dict[tuple[str, bool, bool], str] = {}
         """Names of definitions, by the schema's place and whether it is closed and merged."""
         self._to_do: list[tuple[str, str, Json, bool, bool]] = []
+        self._anchored: dict[str, list[tuple[str, Json]]] = {}
+        """Places and schemas by the anchor that they have."""
         self._depth = 0
+        self._num_looks = 0
 
     def run(self) -> dict[str, Json]:
         """Rewrites the whole schema."""
@@ -273,6 +280,10 @@ class _Rewriter:
             self._to_do.append((name, place, target, is_closed, is_merged))
         return [{"$ref": f"#/$defs/{self._names[key]}"}]
 
+    @functools.cached_property
+    def _is_based(self) -> bool:
+        return _has_base(self._root)
+
     def _resolve(self, reference: Json, at: str) -> tuple[str, Json]:
         """Place and schema that a reference names (RFC 6901, or an anchor)."""
         self._require(isinstance(reference, str), at, "a string is expected")
@@ -280,11 +291,13 @@ class _Rewriter:
         own = self._root.get("$id", self._root.get("id", "")) if self._root is not True else ""
         is_own = not base or (isinstance(own, str) and own.partition("#")[0] == base)
         self._require(is_own, at, "only references into the schema are supported")
-        self._require(not _has_base(self._root), at, "an `$id` inside the schema is not supported")
+        self._require(not self._is_based, at, "an `$id` inside the schema is not supported")
         fragment = unquote(fragment)
         found = self._root
         if fragment and not fragment.startswith("/"):
-            anchored = [*_anchored(self._root, fragment, "#")]
+            if fragment not in self._anchored:
+                self._anchored[fragment] = [*_anchored(self._root, fragment, "#")]
+            anchored = self._anchored[fragment]
             self._require(len(anchored) == 1, at, f"{reference!r} names nothing in the schema")
             return anchored[0]
         for part in fragment.split("/")[1:]:
@@ -299,6 +312,8 @@ class _Rewriter:
 
     def behind_references(self, schema: Json, at: str = "#") -> Json:
         """The schema that a chain of references without other keywords ends in."""
+        self._num_looks += 1
+        self._require(self._num_looks <= MAX_LOOKS, at, "is too complex: too much is compared")
         for _ in range(32):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -338,14 +353,11 @@ class _Rewriter:
         parts = self._list(schema, "oneOf", at)
         around = {name: schema[name] for name in ("type",) if name in schema}
         behind = [self.behind_references(part, at) for part in parts]
-        overlaps = {
-            i: [
-                j
-                for j in range(len(parts))
-                if j != i and not are_disjoint(behind[i], behind[j], self.behind_references, around)
-            ]
-            for i in range(len(parts))
-        }
+        overlaps: dict[int, list[int]] = {i: [] for i in range(len(parts))}
+        for i, j in itertools.combinations(overlaps, 2):
+            if not are_disjoint(behind[i], behind[j], self.behind_references, around):
+                overlaps[i].append(j)
+                overlaps[j].append(i)
         if not any(overlaps.values()):
             return [self._either(parts, at, is_closed=is_closed, is_merged=is_merged)]
         opposites = {

@@ -56,7 +56,9 @@ def components(path: str) -> list[str]:
     if path.startswith("/"):
         raise _refused("give it relative to the adapter root, not as an absolute path")
     parts = [part for part in path.split("/") if part not in ("", ".")]
-    if not parts or any(part.startswith(".") for part in parts):
+    if not parts:
+        raise _refused("give a folder in the adapter root, not the root itself")
+    if any(part.startswith(".") for part in parts):
         raise _refused("`..` and hidden folders are not allowed")
     return parts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from weft.common.settings import PageSettings
@@ -26,6 +26,8 @@ def engine_field(name: str, default: Any, description: str) -> Any:
 
 class WorkerSettings(PageSettings):
     """A worker: a gRPC server and its engine process."""
+
+    folders: ClassVar[tuple[str, ...]] = ("adapter_root",)
 
     worker_id: str = Field(
         "",

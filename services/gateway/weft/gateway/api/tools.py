@@ -19,6 +19,8 @@ from weft.gateway.text.answer.demand import (
 )
 from weft.gateway.validate import MAX_TOOLS, check_range, invalid
 
+_BEHIND = re.compile(r"[^ \t\r\n,]")
+"""What goes on behind an object of a past call's arguments."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Tool = Mapping[str, Any]
@@ -172,7 +174,8 @@ def _read_past(text: str) -> object:
                 raise ValueError("more than one value")
             return value
         objects |= value
-        at = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n,"))
+        more = _BEHIND.search(text, end)
+        at = len(text) if more is None else more.start()
     return objects
 
 

@@ -167,5 +167,7 @@ def _behind(ahead: str, prompt: Prompt) -> Prompt:
 
 def _other_task(card: ModelCard, task: Task, what: str) -> Exception:
     return invalid(
-        "model", f"the model `{card.name}` serves {_NEEDS[task]}, not {what}; name another model"
+        "model",
+        f"the model `{card.name}` serves {_NEEDS[task]}, not {what}; that takes a model of another "
+        "kind",
     )

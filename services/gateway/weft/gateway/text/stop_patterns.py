@@ -140,7 +140,10 @@ class _Parser:
         if char == "$" and self._depth == 0 and self._peek() in ("", "|"):
             return _All([])  # a text ends where a match does
         if char in "^$":
-            raise PatternError(f"anchors such as {char} are supported at the end alone, as $")
+            raise PatternError(
+                f"anchors such as {char} are not supported, except a $ at the end, which changes "
+                "nothing"
+            )
         return CharSet(char)
 
     def _group(self) -> _Node:

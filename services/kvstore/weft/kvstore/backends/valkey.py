@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 from valkey.exceptions import OutOfMemoryError
+from weft.common.tasks import start_logged
 from weft.common.valkey_servers import Command, Reply, ValkeyServers, read_password
 from weft.engine.base.clock import monotonic
 from weft.engine.protocol.reports import TierReport
@@ -74,6 +75,7 @@ class ValkeySource:
             password = read_password(settings.valkey_password_file, "valkey_password_file")
         self._settings = settings
         self._servers = ValkeyServers(settings.valkey_url, password, settings.valkey_timeout_s)
+        self._greeting = start_logged(self._servers.greet())
 
     async def page_bytes_of(self, key: bytes) -> int:
         """See `BackendSource.page_bytes_of`."""
@@ -98,6 +100,7 @@ class ValkeySource:
 
     async def close(self) -> None:
         """See `BackendSource.close`."""
+        self._greeting.cancel()
         await self._servers.close()
 
 

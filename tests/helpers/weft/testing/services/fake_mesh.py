@@ -48,8 +48,8 @@ class Recorder:
     def stopping(self, grace_s: float) -> None:
         append(self._record, {"event": "stopping"})
 
-    def killed(self, name: str) -> None:
-        append(self._record, {"event": "killed", "name": name})
+    def killed(self, name: str, *, is_late: bool) -> None:
+        append(self._record, {"event": "killed", "name": name, "is_late": is_late})
 
 
 def main() -> int:

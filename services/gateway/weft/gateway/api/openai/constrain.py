@@ -62,7 +62,7 @@ def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
         if given.schema_ is None:
             yield _schema("response_format", _ANY_OBJECT)
         else:
-            yield _schema("response_format.schema", given.schema_)
+            yield _schema("response_format.schema", _of_objects(given.schema_))
     elif given.schema_ is not None:
         raise invalid("response_format.schema", "is for type json_object; give json_schema.schema")
     elif given.json_schema is None:
@@ -71,6 +71,15 @@ def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
         schema = given.json_schema.schema_
         param = "response_format.json_schema.schema"
         yield _schema(param, _ANY_OBJECT if schema is None else schema)
+
+
+def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema without the values that are no objects."""
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        message = "allows no object; use type json_schema for other values"
+        raise invalid("response_format.schema", message)
+    return {**schema, "type": "object"}
 
 
 def _guided(body: GenerationBody) -> Iterator[GivenConstraint]:

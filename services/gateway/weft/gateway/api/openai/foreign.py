@@ -17,7 +17,7 @@ class Refused(NamedTuple):
     """A field that is refused, unless its value asks for nothing."""
 
     what: str
-    """What it asks for, or the name of the field that does the same here."""
+    """What it asks for, or the field that does the same here."""
     neutral: tuple[object, ...] = ()
     """Further values that ask for nothing."""
     asks_when_empty: bool = False
@@ -54,7 +54,7 @@ REFUSED: Mapping[str, Refused] = {
     **_same("guidance guidance_scale cfg_scale negative_prompt", "classifier-free guidance"),
     **_same("samplers sampler_order sampler_priority sampler_seq", "an order of samplers"),
     **_same("min_keep", "a least number of candidates", 1),
-    **_same("repeat_penalty", "given as repetition_penalty", 1),
+    **_same("repeat_penalty", "give repetition_penalty instead", 1),
     **_same("length_penalty", "a penalty of beam search", 1),
     **_same("use_beam_search early_stopping", "beam search"),
     **_same("watermark watermarking", "a watermark"),
@@ -64,18 +64,18 @@ REFUSED: Mapping[str, Refused] = {
     # Tokens and lengths.
     "allowed_token_ids": Refused("a list of allowed tokens"),
     **_same("bad_words banned_strings banned_tokens custom_token_bans", "words that must not come"),
-    **_same("max_new_tokens n_predict max_gen_len max_length", "given as max_tokens", -1),
-    **_same("min_new_tokens", "given as min_tokens"),
-    **_same("n_cmpl", "given as n", 1),
+    **_same("max_new_tokens n_predict max_gen_len max_length", "give max_tokens instead", -1),
+    **_same("min_new_tokens", "give min_tokens instead"),
+    **_same("n_cmpl", "give n instead", 1),
     **_same("truncate_prompt_tokens truncate", "cutting the prompt"),
     **{
         name: Refused("a limit of the reasoning", (-1,), asks_when_empty=True)
         for name in ("thinking_token_budget", "thinking_budget", "reasoning_budget")
     },
-    **_same("t_max_predict_ms t_max_prompt_ms", "given as timeout", -1),
+    **_same("t_max_predict_ms t_max_prompt_ms", "give timeout instead", -1),
     **_same("n_indent", "an indentation of lines"),
     **_same("no_stop_trim", "a stop string is kept with include_stop_str_in_output"),
-    **_same("ban_eos_token", "given as ignore_eos"),
+    **_same("ban_eos_token", "give ignore_eos instead"),
     "spaces_between_special_tokens": _off("special tokens without spaces"),
     # Constraints.
     **_same("json_schema", "a schema is given as response_format or guided_json"),
@@ -98,7 +98,7 @@ REFUSED: Mapping[str, Refused] = {
     "web_search_options": Refused("documents for the model", asks_when_empty=True),
     "enable_thinking": Refused("given in chat_template_kwargs", asks_when_empty=True),
     "thinking": Refused("given in chat_template_kwargs", asks_when_empty=True),
-    **_same("reasoning", "given as reasoning_effort"),
+    **_same("reasoning", "give reasoning_effort instead"),
     **_same("task", "tasks of one model"),
     "verbosity": Refused("a length that the model aims at", ("medium",)),
     "token_healing": Refused("another last token of the prompt"),
@@ -116,9 +116,9 @@ REFUSED: Mapping[str, Refused] = {
     # What an answer shows.
     **_same("return_hidden_states return_routed_experts", "states of the model"),
     **_same("return_tokens_as_token_ids", "token ids in place of tokens"),
-    **_same("return_tokens return_prompt_token_ids", "given as return_token_ids"),
+    **_same("return_tokens return_prompt_token_ids", "give return_token_ids instead"),
     **_same("logprob_token_ids", "log-probabilities of chosen tokens"),
-    **_same("n_probs top_n_tokens", "given as logprobs"),
+    **_same("n_probs top_n_tokens", "give logprobs instead"),
     **_same("post_sampling_probs", "probabilities behind the filters"),
     **_same("return_prompt_text return_full_text", "the prompt is repeated with echo"),
     **_same("return_meta_info return_cached_tokens_details details", "more facts of the request"),
@@ -160,7 +160,7 @@ _OF_MESSAGES: Mapping[str, Refused] = {
 OF_TOOLS: Mapping[str, Refused] = _same("defer_loading", "tools that the model is not told of")
 """Refused fields of tools and their functions."""
 OF_FORMATS: Mapping[str, Refused] = {
-    **_same("grammar regex pattern", "given as guided_grammar or guided_regex"),
+    **_same("grammar regex pattern", "give guided_grammar or guided_regex instead"),
     **_same("structures triggers format", "constraints between tags"),
 }
 """Refused fields of response_format."""

@@ -31,6 +31,8 @@ _MAX_BRACKETS = 1 << 18
 """Most opening brackets: lists and objects take far more memory than their text. Brackets inside
 strings count as well; a text with this many has more tokens than a context.
 """
+_MAX_DEPTH = 200
+"""Levels of lists and objects that the parser surely takes."""
 _JSON_KINDS = {"list_type": "array", "dict_type": "object", "model_type": "object"}
 """JSON's names for kinds of values for which pydantic has Python's."""
 
@@ -104,8 +106,8 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bo
         ignores_unknown: Whether unknown fields are ignored, where the body does not forbid them.
 
     Raises:
-        InvalidRequest: The body is too large, is not JSON, a field has a wrong type, or is one of
-            another server that would change the answer, or is unknown.
+        InvalidRequest: The body is too large or too deep, is not JSON, a field has a wrong type, is
+            one of another server that would change the answer, or is unknown.
     """
     if len(data) > max_bytes:
         raise BodyTooLarge(
@@ -120,7 +122,10 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bo
     try:
         value = from_json(data)
     except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", stage="validate") from None
+        problem = f"is not valid JSON: {error}"
+        if str(error).startswith("recursion limit"):
+            problem = f"is nested too deeply: at most {_MAX_DEPTH} levels are accepted"
+        raise InvalidRequest(f"the body {problem}", stage="validate") from None
     try:
         # Not model_validate_json: its own tree of nested lists is several times as large.
         body = cls.model_validate(value)

@@ -23,9 +23,9 @@ _REFUSED = {
     "late_chunking": Refused("vectors of chunks that see one another"),
     "embedding_types": Refused("vectors of several number formats", (["float"],)),
     "output_dtype": Refused("a number format other than float32", ("float", "float32")),
-    "output_dimension": Refused("given as dimensions"),
+    "output_dimension": Refused("give dimensions instead"),
     "endianness": Refused("another order of bytes", ("native", "little")),
-    "truncate": Refused("given as truncate_prompt_tokens", ("NONE",)),
+    "truncate": Refused("give truncate_prompt_tokens instead", ("NONE",)),
     "truncation_side": Refused("inputs cut at their begin", ("right",)),
     "activation": Refused("values of classes without the model's own activation", (True,), True),
     "softmax": Refused("values of classes without the model's own activation", (True,), True),
@@ -37,10 +37,10 @@ _REFUSED = {
 }
 """Fields of other servers that would change the answer; bodies that set them are refused."""
 _NOT_COHERES = {
-    "dimensions": Refused("given as output_dimension"),
-    "encoding_format": Refused("given as embedding_types", ("float",)),
-    "prompt_name": Refused("given as input_type"),
-    "truncate_prompt_tokens": Refused("given as max_tokens"),
+    "dimensions": Refused("give output_dimension instead"),
+    "encoding_format": Refused("give embedding_types instead", ("float",)),
+    "prompt_name": Refused("give input_type instead"),
+    "truncate_prompt_tokens": Refused("give max_tokens instead"),
 }
 """Fields of the other bodies that Cohere's has by other names."""
 

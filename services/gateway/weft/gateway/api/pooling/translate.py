@@ -54,7 +54,7 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
         InvalidRequest: The body asks for something unsupported, or its fields contradict each
             other.
     """
-    refuse(body, {"messages": "conversations as input", "task": "given as prompt_name"})
+    refuse(body, {"messages": "conversations as input", "task": "give prompt_name instead"})
     if body.prompt_name and body.input_type and body.prompt_name != body.input_type:
         raise invalid("input_type", "contradicts prompt_name; give one of them")
     output = OUTPUTS[body.output_type or "dense"]
@@ -125,7 +125,7 @@ def rerank_request(body: RerankBody, facts: CallFacts) -> GenerateRequest:
     refuse(
         body,
         {
-            "max_tokens_per_doc": "given as truncate_prompt_tokens",
+            "max_tokens_per_doc": "give truncate_prompt_tokens instead",
             "rank_fields": "documents of several fields",
         },
     )

@@ -9,6 +9,9 @@ from typing import Any
 
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
 _INSIDE_STRINGS = re.compile(r'["\\]')
+_MAX_DEPTH = 200
+"""Most levels of lists and objects, as in a body: what reads them later recurses for each."""
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -162,10 +165,7 @@ class CallReader:
 
     def _whole(self) -> str:
         """Reads the complete object."""
-        try:
-            call = loads(self.text)
-        except RecursionError as error:
-            raise ValueError("too deeply nested") from error
+        call = loads(self.text)
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not name:
             raise ValueError("no name")
@@ -195,9 +195,21 @@ def loads(text: str) -> Any:
     such as NaN, are refused.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is none, or is too deeply nested.
     """
+    _check_depth(text)
     return json.loads(text, strict=False, parse_constant=_number, parse_float=_number)
+
+
+def _check_depth(text: str) -> None:
+    if text.count("[") + text.count("{") <= _MAX_DEPTH:
+        return
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        mark = found[0]
+        depth += (mark in "[{") - (mark in "]}")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is too deeply nested: more than {_MAX_DEPTH} levels")
 
 
 def _number(text: str) -> float:
@@ -211,13 +223,12 @@ def parse_json(text: str) -> Any:
     """Parses JSON.
 
     Raises:
-        ValueError: The text is no JSON, or names lone surrogates.
+        ValueError: The text is no JSON, is too deeply nested, or names lone surrogates.
     """
+    _check_depth(text)
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError("it is too deeply nested") from error
     except UnicodeEncodeError as error:
         raise ValueError("it has half of a character, a lone surrogate") from error
     return value

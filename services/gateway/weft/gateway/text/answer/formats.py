@@ -103,7 +103,9 @@ QWEN3_CODER = ToolFormat(
         TagSyntax(
             opener="<function=",
             closer="</function>",
-            name=r"<function=\s*[\"']?(?P<name>[^>\n]*?)[\"']?\s*>",
+            # Blanks and a quote at the name's end are not a part of it.
+            name=r"<function=\s*+[\"']?+"
+            r"(?P<name>(?:[^>\s\"']++|[\"'](?!\s*+>)|[^\S\n]++(?=[^>\s]))*+)[\"']?+\s*+>",
             parameter=r"<parameter=(?P<key>[^>\n]{1,256})>(?P<value>.*?)"
             r"(?:</parameter>|(?=<parameter=)|\Z)",
         ),

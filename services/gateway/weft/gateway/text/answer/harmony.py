@@ -23,10 +23,10 @@ _LONGEST = max(map(len, _MARKS))
 _BLANKS = " \t\r\n"
 _MAX_HEADER = 512
 _HEADER = re.compile(
-    r"(?:<\|start\|>\s*[\w.:-]{0,64})?(?:\s*to=(?P<to>[^\s<]+))?\s*"
-    r"(?:<\|channel\|>\s*(?P<channel>[\w-]{0,64})"
-    r"(?:\s+to=(?P<then>[^\s<]+))?(?:\s+[\w/+.-]{1,64})?)?\s*"
-    r"(?:<\|constrain\|>\s*[\w/+.-]{0,64}\s*)?"
+    r"(?:<\|start\|>\s*+[\w.:-]{0,64})?(?:\s*+to=(?P<to>[^\s<]++))?\s*+"
+    r"(?:<\|channel\|>\s*+(?P<channel>[\w-]{0,64})"
+    r"(?:(?:\s++|(?<=\s))to=(?P<then>[^\s<]++))?(?:(?:\s++|(?<=\s))[\w/+.-]{1,64})?)?\s*+"
+    r"(?:<\|constrain\|>\s*+[\w/+.-]{0,64}\s*+)?"
 )
 """A message's header, before its text: role, recipient, channel, kind of content."""
 _FUNCTION = re.compile(r"functions\.([\w.-]{1,256})")
@@ -103,13 +103,13 @@ class HarmonyParser:
                 return False
             self._open("", "")
             return bool(self._held)
-        header, mark, behind = text.partition(_MESSAGE)
-        found = _HEADER.fullmatch(header)
-        is_over = len(text) > _MAX_HEADER or any(one in text for one in _ENDS)
-        if mark and found is not None and len(header) <= _MAX_HEADER:
+        header, mark, _ = text[: _MAX_HEADER + len(_MESSAGE)].partition(_MESSAGE)
+        found = _HEADER.fullmatch(header) if mark else None
+        if found is not None:
             self._open(found["channel"] or "", found["then"] or found["to"] or "")
-            self._held = behind
+            self._held = text[len(header) + len(mark) :]
             return True
+        is_over = len(text) > _MAX_HEADER or any(one in text for one in _ENDS)
         if not mark and not is_over and not is_last:
             return False
         # An unknown message is shown together with its mark, or the mark would be found again.

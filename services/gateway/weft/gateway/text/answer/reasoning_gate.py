@@ -21,6 +21,8 @@ class ReasoningGate:
         self._is_begun = begins_reasoning
         self._held = ""
         """Text whose end may begin a mark. Until the opener is known, it has not been returned."""
+        self._blanks: list[str] = []
+        """Blanks before it, while they have not been returned either."""
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Takes more text; returns the reasoning's part, with its marks, and the answer's part.
@@ -29,15 +31,17 @@ class ReasoningGate:
         if not self._marks:
             return "", text
         if not self._is_begun:
-            self._held += text
-            bare = self._held.lstrip()
+            begin = 0 if self._held else len(text) - len(text.lstrip())
+            self._blanks.append(text[:begin])
+            bare = self._held = self._held + text[begin:]
             if len(bare) < len(self._opener) and self._opener.startswith(bare) and not is_last:
                 return "", ""
+            text, self._held = "".join((*self._blanks, bare)), ""
+            self._blanks.clear()
             if not bare.startswith(self._opener):
                 self._marks.clear()
-                text, self._held = self._held, ""
                 return "", text
-            text, self._held, self._is_begun = self._held, "", True
+            self._is_begun = True
         free = 0
         seen, num_known = self._held + text, len(self._held)
         while self._marks:

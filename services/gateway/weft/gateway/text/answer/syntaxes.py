@@ -163,11 +163,8 @@ class CollectedReader:
             self._pieces, self.rest = [call], closer + rest
         else:
             self._pieces, self.rest = [call + closer], rest
-        try:
-            name, arguments = self._syntax.parse(call, self._tools)
-            given = encodable(json.dumps(arguments, ensure_ascii=False))
-        except RecursionError as error:
-            raise ValueError("too deeply nested") from error
+        name, arguments = self._syntax.parse(call, self._tools)
+        given = encodable(json.dumps(arguments, ensure_ascii=False))
         if not name:
             raise ValueError("no name")
         self.name = encodable(name)

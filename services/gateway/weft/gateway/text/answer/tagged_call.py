@@ -99,5 +99,5 @@ def _value(text: str, types: set[str] | None) -> Any:
         return text
     try:
         return loads(bare.lower() if bare in ("True", "False") else bare)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
