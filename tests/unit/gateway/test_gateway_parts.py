@@ -9,14 +9,23 @@ import re
 from datetime import datetime
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
-from weft.engine.base.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
+from weft.common.rpc.errors import to_status
+from weft.engine.base.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+    Starting,
+)
 from weft.gateway.admission.admission import Admission
 from weft.gateway.api.openai.bodies import ChatBody
 from weft.gateway.api.openai.parse import parse_body
+from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_vectors import PromptVectors
 from weft.gateway.telemetry.metrics import LoopHistogram
 from weft.gateway.text.model_card import least_tokens, load_model_card
@@ -189,6 +198,26 @@ def render(source: str, **arguments: object) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"}, now=lambda: datetime(2026, 3, 4))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b "}]
     return template.render(messages, **arguments)  # type: ignore[arg-type]
+
+
+async def test_a_peer_that_starts_is_asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    backoff = ReconnectBackoff()
+    details = ("grpc-status-details-bin", to_status(Starting("loads")).SerializeToString())
+    for trailer, longest in (((), 1.0), ((details,), 0.2), ((), 1.0)):
+        error = grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(*trailer)
+        )
+        delays.clear()
+        for _ in range(20):
+            backoff.failed(error)
+            await backoff.sleep()
+        assert longest / 2 <= max(delays) <= longest
 
 
 def test_template_features() -> None:

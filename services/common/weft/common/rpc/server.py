@@ -280,7 +280,7 @@ class ServiceServer:
             if stopping not in done:
                 stopping.cancel()
                 await asyncio.gather(stopping, return_exceptions=True)
-                await self.grpc.stop(0)
+                await self.close_ports()
             else:
                 stopping.result()
         finally:
@@ -319,17 +319,21 @@ class ServiceServer:
         if self._telling is not None:
             self._telling.cancel()
         now = asyncio.get_running_loop().time()
-        await self.grpc.stop(max(0.0, min(1.0, deadline - now)))
-        if self._admin is not None:
-            await self._admin.stop()
-        if self._health_only is not None:
-            await self._health_only.stop(None)
+        await self.close_ports(max(0.0, min(1.0, deadline - now)))
         await self.close_export()
         if self._metrics_http is not None:
             # shutdown() waits for the server thread's poll; off the loop.
             await asyncio.to_thread(self._metrics_http.shutdown)
             self._metrics_http.server_close()
             self._metrics_http = None
+
+    async def close_ports(self, grace_s: float = 0.0) -> None:
+        """Closes the ports of calls, operators and probes; calls that run end after `grace_s`."""
+        await self.grpc.stop(grace_s)
+        if self._admin is not None:
+            await self._admin.stop()
+        if self._health_only is not None:
+            await self._health_only.stop(None)
 
     async def close_export(self) -> None:
         """Exports the remaining spans, within a time limit."""

@@ -175,7 +175,7 @@ class WorkerHost:
         self._service = front.service
         await server.start((front.service.name, "weft.v1.WorkerService"))
         self._closing.push_async_callback(server.close_export)
-        self._closing.push_async_callback(server.grpc.stop, 0)
+        self._closing.push_async_callback(server.close_ports)
         return front
 
     async def serve(self, front: Front) -> int:

@@ -15,7 +15,7 @@ import grpc
 from weft.common.rpc.errors import from_error_detail, from_rpc_error
 from weft.common.rpc.streams import WRITE_AFTER_END
 from weft.common.tasks import is_ending, run_together
-from weft.engine.base.errors import PeerUnavailable, WeftError
+from weft.engine.base.errors import PeerUnavailable, Starting, WeftError
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 _WELCOME_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_STARTING_BACKOFF_S = 0.2
+"""Longest delay while the peer answers that it starts."""
 _RETRY_AFTER_S = 1.0
 _MAX_ARRIVED = 64
 """Messages read ahead of those that are dispatched. With more, the worker merges its messages."""
@@ -76,6 +78,11 @@ class ReconnectBackoff:
     def reset(self) -> None:
         """Returns to the first delay after a success."""
         self._next_s = self._first_s
+
+    def failed(self, error: grpc.aio.AioRpcError) -> None:
+        """Keeps the delay short where the peer answers that it starts: requests wait for it."""
+        if isinstance(from_rpc_error(error), Starting):
+            self._next_s = min(self._next_s, _STARTING_BACKOFF_S)
 
     async def sleep(self) -> None:
         """Waits for half to all of the current delay and doubles it."""
@@ -163,6 +170,7 @@ class DecodeSession:
                 await self._serve(backoff)
             except grpc.aio.AioRpcError as error:
                 self.problem = f"session broke: {from_rpc_error(error)}"
+                backoff.failed(error)
             except WRITE_AFTER_END:
                 self.problem = "the worker ended the session"
             except (PeerUnavailable, TimeoutError) as error:

@@ -131,6 +131,7 @@ class FleetWorker:
                 await self._follow(backoff)
             except grpc.aio.AioRpcError as error:
                 self.start = progress_of(error)
+                backoff.failed(error)
                 known = from_rpc_error(error)
                 self._failure = str(known) if self.start else f"not reachable: {known}"
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
