@@ -166,10 +166,13 @@ def test_paths_that_are_not_there_are_told_before_the_start(
 ) -> None:
     needed = [] if start is up else ["--model-dir", "m"]
     needed += ["--decode", "h:1"] if start is serve_gateway else []
-    with pytest.raises(SystemExit) as stop:
-        start([*needed, flag, str(tmp_path / "none")])
-    assert stop.value.code == 2
-    assert f"{flag} = '{tmp_path / 'none'}': {problem}" in capsys.readouterr().err
+    for path, told in ((tmp_path / "none", problem), (tmp_path / ("n" * 300), "name too long")):
+        with pytest.raises(SystemExit) as stop:
+            start([*needed, flag, str(path)])
+        assert stop.value.code == 2
+        shown = capsys.readouterr().err
+        assert f"{flag} = '{path}': " in shown
+        assert told in shown
 
 
 def test_unknown_key_and_bad_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,29 @@ CASES: list[tuple[dict[str, Any], common_pb2.Constraint | None]] = [
         )
         for given in ({}, {"anyOf": [{"type": "null"}, OBJECT]}, {"type": ["null", "object"]})
     ),
+    *(
+        (
+            {"response_format": {"type": "json_object", "schema": given}},
+            constraint(json_schema=json.dumps(given, ensure_ascii=False)),
+        )
+        for given in (
+            {"allOf": [{}, OBJECT]},
+            {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"oneOf": [SCHEMA, OBJECT]}}},
+            {"anyOf": [OBJECT, {"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [OBJECT]}}},
+        )
+    ),
+    *(
+        (
+            {"response_format": {"type": "json_object", "schema": {**rest, "$ref": "#/$defs/a"}}},
+            constraint(
+                json_schema=json.dumps({**rest, "type": "object", "allOf": [{"$ref": "#/$defs/a"}]})
+            ),
+        )
+        for rest in (
+            {"type": "object", "$defs": {"a": {"type": "array"}}},
+            {"$defs": {"a": {"anyOf": [OBJECT, {"$ref": "#/$defs/a"}]}}},
+        )
+    ),
     (
         {
             "response_format": {

@@ -205,3 +205,11 @@ def test_what_an_open_text_hides_is_refused() -> None:
     for opener in '"/':
         with pytest.raises(ValueError, match="special token"):
             of(f'start: "a"\nb: {opener}\\" <x>\n')
+
+
+def test_expressions_of_several_lines() -> None:
+    grammar = of('start: /(?x) a  # "<" or ~\n b/ x\nx: "<"')
+    assert accepts(grammar, "ab<")
+    for line in ('"/ <[1]> | "q"', "#/ <[1]>", '"/ ~ "b"'):
+        with pytest.raises(ValueError, match="is not supported in grammars"):
+            of(f"start: /a\n{line}")

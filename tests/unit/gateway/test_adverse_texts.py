@@ -29,6 +29,16 @@ def test_a_long_name_of_a_function(name: str) -> None:
     assert (part.calls, part.content) == ([], text)
 
 
+def test_types_that_references_lead_to_in_many_ways() -> None:
+    """Each way alone would take minutes."""
+    first, second = ({"anyOf": [{"$ref": f"#/d/{name}"}] * 20_000} for name in "ab")
+    whole = {"properties": {"p": first}, "d": {"a": second, "b": {"type": ["null", "array"]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": whole}}]
+    text = "<tool_call><function=f><parameter=p>[1]</parameter></function></tool_call>"
+    (call,) = TextParser(QWEN3_CODER, schemas=tools).push(text, is_last=True).calls
+    assert json.loads(call.arguments) == {"p": [1]}
+
+
 def test_names_between_blanks_and_quotes() -> None:
     rng = random.Random(4)
     for _ in range(300):

@@ -270,14 +270,22 @@ def require_paths(settings: Settings) -> None:
         SystemExit: With status 2 and a readable message on all paths that are missing.
     """
     problems = [
-        f"{_flag(name)} = {str(path)!r}: no such {kind}"
+        f"{_flag(name)} = {str(path)!r}: {problem}"
         for kind, names in (("folder", settings.folders), ("file", settings.files))
         for name in names
-        if (path := getattr(settings, name)) is not None
-        and not (path.is_dir() if kind == "folder" else path.exists())
+        if (path := getattr(settings, name)) is not None and (problem := _missing(path, kind))
     ]
     if problems:
         _refuse(type(settings), problems)
+
+
+def _missing(path: Path, kind: str) -> str:
+    """Why there is no folder or file at a path; empty: there is one."""
+    try:
+        is_there = path.is_dir() if kind == "folder" else path.exists()
+    except OSError as error:  # Such as that of a folder above it that may not be searched.
+        return (error.strerror or str(error)).lower()
+    return "" if is_there else f"no such {kind}"
 
 
 def _refuse(cls: type[Settings], problems: Sequence[str]) -> NoReturn:

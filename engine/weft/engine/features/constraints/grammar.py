@@ -36,11 +36,12 @@ _JSON = {
     "whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}",
 }
 # Clients' texts are searched with these, so each takes time in proportion to the text: a match
-# begins within one line, and a text that is opened and never closed is read once.
+# begins within one line, and a text that is opened and never closed is read once. An expression may
+# span lines, as llguidance reads it.
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start(?:\[[^\]\n]*+\])?\s*+:(?!:=))", re.MULTILINE)
 _LARK_SKIPPED = re.compile(
-    r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)++/|//[^\n]*|#[^\n]*'
-    r'|(?P<open>"(?:[^"\\\n]|\\.)*+|/(?:[^/\\\n]|\\.)++)'
+    r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\]|\\.)++/|//[^\n]*|#[^\n]*'
+    r'|(?P<open>"(?:[^"\\\n]|\\.)*+|/(?:[^/\\]|\\.)++)'
 )
 _LARK_REFUSED = {
     "~": "`~`, which may match half a character",

@@ -17,6 +17,8 @@ _UNSUPPORTED = {
     "disable_additional_properties": "a schema says so itself, by additionalProperties",
 }
 """Fields of `structured_outputs` that would change the output, by name."""
+_MAX_DEPTH = 32
+"""Most references and alternatives that are followed to find out whether they are objects."""
 
 
 CONSTRAINING = frozenset(
@@ -74,12 +76,60 @@ def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
 
 
 def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema without the values that are no objects."""
+    """The schema without the values that are no objects.
+
+    One that has none stays as it is: a type beside a reference or alternatives would let their
+    objects have members that they do not list.
+    """
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         message = "allows no object; use type json_schema for other values"
         raise invalid("response_format.schema", message)
-    return {**schema, "type": "object"}
+    if ("type" not in schema or "$ref" in schema) and _Objects(schema).are_all(schema):
+        return schema
+    if "$ref" not in schema:
+        return {**schema, "type": "object"}
+    # Drafts up to 7 ignore what stands beside a reference.
+    rest = {name: value for name, value in schema.items() if name != "$ref"}
+    parts = rest.get("allOf")
+    parts = [*(parts if isinstance(parts, list) else ()), {"$ref": schema["$ref"]}]
+    return {**rest, "type": "object", "allOf": parts}
+
+
+class _Objects:
+    """Finds out whether schemas within one allow objects alone."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[str, bool] = {}
+        """What was found out of references; False of one that leads to itself."""
+
+    def are_all(self, schema: object, depth: int = 0) -> bool:
+        """Whether a schema surely allows nothing but objects."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return False
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference not in self._known:
+                self._known[reference] = False
+                self._known[reference] = self.are_all(self._named(reference), depth + 1)
+            return self._known[reference]
+        if schema.get("type") == "object":
+            return True
+        for name, enough in (("allOf", any), ("anyOf", all), ("oneOf", all)):
+            parts = schema.get(name)
+            found = parts if isinstance(parts, list) else ()
+            if found and enough(self.are_all(part, depth + 1) for part in found):
+                return True
+        return False
+
+    def _named(self, reference: str) -> object:
+        if not reference.startswith("#/"):
+            return None
+        found: Any = self._root
+        for name in reference[2:].split("/"):
+            name = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
 
 
 def _guided(body: GenerationBody) -> Iterator[GivenConstraint]:

@@ -43,49 +43,61 @@ def _parse(
     name = "" if found is None else found["name"].strip()
     if found is None or not name:
         raise ValueError("no name")
-    types = _types_of(tools, name)
+    schemas, whole = _parameters_of(tools, name)
     arguments = {}
     for one in parameter.finditer(text, found.end()):
         groups = one.groupdict()
         key, told = groups["key"].strip(), groups.get("string")
-        of_schema = types.get(key)
         if told is not None:
             of_schema = {"string"} if told == "true" else {"object"}
+        else:
+            of_schema = _types(schemas.get(key), whole)
         arguments[key] = _value(groups["value"], of_schema)
     return name, arguments
 
 
-def _types_of(tools: Tools, name: str) -> dict[str, set[str]]:
-    """Types of a function's parameters that have some."""
+def _parameters_of(tools: Tools, name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Schemas of a function's parameters, and the schema that they are in."""
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
             whole = function.get("parameters") or {}
             schemas = whole.get("properties")
             if isinstance(schemas, Mapping):
-                return {key: _types(one, whole, _MAX_DEPTH) for key, one in schemas.items()}
-    return {}
+                return schemas, whole
+    return {}, {}
 
 
-def _types(schema: Any, whole: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    given = schema.get("type")
-    found = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
-    for name in ("anyOf", "oneOf"):
-        branches = schema.get(name)
-        for branch in branches if isinstance(branches, list) else ():
-            found |= _types(branch, whole, depth - 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        there: Any = whole
-        for step in reference[2:].split("/"):
-            there = there.get(step) if isinstance(there, Mapping) else None
-        found |= _types(there, whole, depth - 1)
+def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """Types of a schema and its alternatives; each reference is followed once."""
+    found: set[str] = set()
+    followed: set[str] = set()
+    level = [schema]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for one in level:
+            if not isinstance(one, Mapping):
+                continue
+            given = one.get("type")
+            given = given if isinstance(given, list) else [given]
+            found |= {kind for kind in given if isinstance(kind, str)}
+            for name in ("anyOf", "oneOf"):
+                branches = one.get(name)
+                below += branches if isinstance(branches, list) else ()
+            reference = one.get("$ref")
+            if not isinstance(reference, str) or reference in followed:
+                continue
+            followed.add(reference)
+            if reference.startswith("#/"):
+                there: Any = whole
+                for step in reference[2:].split("/"):
+                    there = there.get(step) if isinstance(there, Mapping) else None
+                below.append(there)
+        level = below
     return found
 
 
-def _value(text: str, types: set[str] | None) -> Any:
+def _value(text: str, types: set[str]) -> Any:
     """A parameter's value: a text unless its types say otherwise, without the line breaks next to
     its tags.
     """
