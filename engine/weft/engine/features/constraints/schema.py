@@ -33,7 +33,7 @@ MAX_UNIQUE_ARRAYS = 2048
 """Most arrays that `uniqueItems` is written out as."""
 MAX_CASES = 256
 """Most combinations of optional properties written out for a bound on their number."""
-MAX_LOOKS = 1_000_000
+MAX_LOOKS = 2_500_000
 """Most looks at schemas that are compared, some seconds of work: alternatives that refer to one
 another could be compared in exponentially many ways.
 """
