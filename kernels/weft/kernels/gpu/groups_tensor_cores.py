@@ -72,13 +72,13 @@ class TensorShape(NamedTuple):
     splits: int = 1
     """Programs that share K; a further launch sums their parts. Not where gated."""
     is_paired: bool = False
-    """A program computes so many columns twice: the numbers of one half become operands while the
-    other half is multiplied, as those of gate and up do. Not where gated.
+    """A program computes two tiles of `columns` columns, and unpacks the numbers of one while tensor
+    cores multiply the other. A gated pair is computed so in any case; then this is False.
     """
 
     @property
     def of_program(self) -> int:
-        """Columns of the weight that a program reads together."""
+        """Output columns of a program, in one tile or two; of a gated pair so many of each."""
         return self.columns * (2 if self.is_paired else 1)
 
     @property
@@ -484,7 +484,7 @@ def _tensor_cores_kernel(
             pack=1,
         )  # fmt: skip
     HAS_OFFSETS: gl.constexpr = offsets is not None
-    # `up` is the second product of a gated pair, or that of the second half of columns.
+    # `up` is the second product: that of a gated pair, or that of a program's second tile.
     HAS_SECOND: gl.constexpr = IS_GATED or IS_PAIRED
     TOGETHER: gl.constexpr = 2 * COLUMNS if IS_PAIRED else COLUMNS
     BLOCKS: gl.constexpr = 64 // HALF

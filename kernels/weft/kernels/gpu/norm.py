@@ -47,8 +47,8 @@ def add_rounding_norm(
     *,
     has_groups: bool,
 ) -> tuple[torch.Tensor, Fp8Rows]:
-    """`add_rms_norm`, and instead of the sum its result as `quantise_rows` rounds it, in one
-    launch.
+    """Like `add_rms_norm`, but returns the norm's result and, in place of the sum, that result
+    rounded to FP8 as by `quantise_rows`. All of it is one launch.
     """
     out = torch.empty_like(x)
     rounded = empty_rows(x.shape[0], x.shape[1], x.device, has_groups=has_groups)

@@ -267,8 +267,9 @@ def _add_and_norm(
 ) -> Normed:
     """Adds to the stream by the kernel of the norm that follows, whose result this is.
 
-    Not of experts it puts the sum to `tap` too, if given. Behind a product of rounded rows its rows
-    are rounded as well: the product that reads them most often has a weight of the same format.
+    Not of experts it puts the sum to `tap` too, if given. If the product that is added took rounded
+    rows, the norm rounds its own rows too, since the product behind it mostly has a weight of the
+    same format.
     """
     if isinstance(pending, Combine | SharedCombine):
         return Normed(_combine(pending, NormAfter(value, *norm)))

@@ -80,7 +80,7 @@ class ReconnectBackoff:
         self._next_s = self._first_s
 
     def failed(self, error: grpc.aio.AioRpcError) -> None:
-        """Keeps the delay short where the peer answers that it starts: requests wait for it."""
+        """Keeps the delay short if the peer answers that it is starting, since requests wait."""
         if isinstance(from_rpc_error(error), Starting):
             self._next_s = min(self._next_s, _STARTING_BACKOFF_S)
 
