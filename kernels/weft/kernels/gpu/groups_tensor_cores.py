@@ -72,8 +72,8 @@ class TensorShape(NamedTuple):
     splits: int = 1
     """Programs that share K; a further launch sums their parts. Not where gated."""
     is_paired: bool = False
-    """A program computes two tiles of `columns` columns, and unpacks the numbers of one while tensor
-    cores multiply the other. A gated pair is computed so in any case; then this is False.
+    """A program computes two tiles of `columns` columns, and unpacks the numbers of one while the
+    tensor cores multiply the other. A gated pair is computed so in any case; then this is False.
     """
 
     @property
