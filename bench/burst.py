@@ -132,7 +132,9 @@ class Simulation:
             decodes_beside=device.decodes_beside,
             shared_step_tokens=shared_step_tokens,
         )
-        budget = PromptBudget(self.costs, TARGET_S, first_token_weight, device.step_tokens)
+        budget = PromptBudget(
+            self.costs, TARGET_S, first_token_weight, device.step_tokens, spares_running=False
+        )
         self.scheduler = Scheduler(
             limits,
             pages,

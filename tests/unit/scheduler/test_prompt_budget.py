@@ -19,8 +19,10 @@ class Rates:
         return int(self.tokens_per_s_beside * duration_s) // 16 * 16
 
 
-def budget(rates: Rates, weight: float = 1.0, target_s: float = 0.1) -> PromptBudget:
-    return PromptBudget(rates, target_s, weight, STEP_TOKENS)
+def budget(
+    rates: Rates, weight: float = 1.0, target_s: float = 0.1, *, spares_running: bool = True
+) -> PromptBudget:
+    return PromptBudget(rates, target_s, weight, STEP_TOKENS, spares_running=spares_running)
 
 
 def test_a_burst_beside_few_running_requests_takes_whole_steps() -> None:
@@ -55,6 +57,7 @@ def test_prompts_that_could_be_shipped_add_little_to_a_step() -> None:
     """They may add the time of a step of decodes, and at least 12 ms, below which a GPU idles."""
     rates = Rates(tokens_per_s_beside=40_000, decode_s=0.02)
     assert budget(rates).tokens(20, 1, is_overflow=True) == 800
+    assert budget(rates, spares_running=False).tokens(20, 1, is_overflow=True) == 4000
     assert budget(rates).tokens(20, 1) == 4000
     assert budget(Rates(40_000, 0.005)).tokens(20, 1, is_overflow=True) == 480
     assert budget(rates, target_s=0.01).tokens(20, 1, is_overflow=True) == 400

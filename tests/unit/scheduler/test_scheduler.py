@@ -180,8 +180,19 @@ def test_prompts_beside_decodes_keep_to_their_share_of_a_step() -> None:
     assert alone.num_generated == 1
 
 
-@pytest.mark.parametrize("kind", ["prefill", "kvstore", None])
-def test_prompts_that_a_prefill_worker_could_compute_take_less_of_a_step(kind: str | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_overflow", "takes_less"),
+    [
+        ("prefill", None, True),
+        ("prefill", True, True),
+        ("prefill", False, False),
+        ("kvstore", None, False),
+        (None, None, False),
+    ],
+)
+def test_prompts_that_overflow_take_less_of_a_step(
+    kind: str | None, is_overflow: bool | None, takes_less: bool
+) -> None:
     limits = SchedulerLimits(PAGE, 64, 64, 4)
 
     def tokens(num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int:
@@ -195,9 +206,10 @@ def test_prompts_that_a_prefill_worker_could_compute_take_less_of_a_step(kind: s
     if kind is not None:
         candidate = FillCandidate(worker_id="p", address="", epoch=1, kind=kind)
         prompt.candidates.append(candidate)
+    prompt.is_overflow = is_overflow
     bench.step()
     assert decoding.num_generated == 2
-    assert prompt.num_computed == (PAGE if kind == "prefill" else 5 * PAGE)
+    assert prompt.num_computed == (PAGE if takes_less else 5 * PAGE)
 
 
 def test_what_is_left_behind_a_fill_does_not_wait_for_other_prompts(

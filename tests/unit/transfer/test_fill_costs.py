@@ -107,8 +107,13 @@ def test_it_goes_where_it_takes_less() -> None:
     num_tokens = random.randrange(320, 4_096, PAGE)
     match = num_tokens - 160
     assert decide(costs, num_tokens, match).is_remote
-    assert not decide(costs, num_tokens, match, queued=num_tokens).is_remote
-    assert not decide(costs, 16, 16).is_remote, "a fill takes longer than so few tokens here"
+    assert not decide(costs, num_tokens, match).is_overflow
+    queued = decide(costs, num_tokens, match, queued=num_tokens)
+    assert not queued.is_remote
+    assert queued.is_overflow
+    few = decide(costs, 16, 16, queued=num_tokens)
+    assert not few.is_remote, "a fill takes longer than so few tokens here"
+    assert not few.is_overflow
 
 
 def test_what_moves_beside_computing_costs_nothing() -> None:
@@ -422,4 +427,6 @@ def test_the_choice_is_never_much_slower_than_the_better_side(is_busy: bool) -> 
 
 def test_with_a_bound_nothing_is_measured() -> None:
     costs = FillCosts(100, PAGE)
-    assert [decide(costs, num_tokens).is_remote for num_tokens in (99, 100, 101)] == [0, 0, 1]
+    decisions = [decide(costs, num_tokens, queued=9_999) for num_tokens in (99, 100, 101)]
+    assert [decision.is_remote for decision in decisions] == [0, 0, 1]
+    assert not any(decision.is_overflow for decision in decisions)

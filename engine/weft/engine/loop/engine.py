@@ -134,6 +134,7 @@ class Engine:
             config.inter_token_target_s,
             config.first_token_weight,
             config.max_step_tokens,
+            spares_running=parts.executor.is_asynchronous,
         )
         self.scheduler = self._make_scheduler(pages, fills, events)
         self.costs.local_load = self._local_load

@@ -12,9 +12,9 @@ Where the first is at least the second, prompts take the whole step; else they k
 So a burst that finds few running requests is worked off as fast as the device can, and a steady
 stream of prompts never makes many running requests wait for few.
 
-A worker that has prefill workers beside it computes a prompt only when those are busy. Such a
-prompt keeps to a smaller target, the time of a step of decodes, so that it disturbs the running
-requests less.
+A prompt that is computed here only because the prefill workers are busy keeps to a smaller target,
+the time of a step of decodes, so that it disturbs the running requests less. On a CPU it does not:
+small pieces are computed slowly there, and prefill workers mostly share the CPU's cores.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from __future__ import annotations
 from typing import Protocol
 
 MIN_OVERFLOW_TARGET_S = 0.012
-"""Least target of prompts that a prefill worker could have computed: smaller pieces would use a GPU
-badly."""
+"""Least target of prompts that are here because prefill workers are busy: smaller pieces would use
+a GPU badly."""
 
 
 class StepRates(Protocol):
@@ -62,15 +62,23 @@ class PromptBudget:
         first_token_weight: Worth of a second of delay of a first token, in seconds of delay of
             next tokens. 0: prompts always keep to the target.
         max_step_tokens: Tokens of the largest step.
+        spares_running: Whether prompts that overflow keep to the smaller target.
     """
 
     def __init__(
-        self, rates: StepRates, target_s: float, first_token_weight: float, max_step_tokens: int
+        self,
+        rates: StepRates,
+        target_s: float,
+        first_token_weight: float,
+        max_step_tokens: int,
+        *,
+        spares_running: bool,
     ) -> None:
         self._rates = rates
         self._target_s = target_s
         self._weight = first_token_weight
         self._max_step_tokens = max_step_tokens
+        self._spares_running = spares_running
 
     def tokens(self, num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int:
         """Prompt tokens for the next step.
@@ -78,10 +86,10 @@ class PromptBudget:
         Args:
             num_running: Requests that get their next token in it.
             num_waiting: Prompts that are not computed yet, whether admitted or not.
-            is_overflow: Prefill workers could compute them.
+            is_overflow: They are computed here because prefill workers have other work.
         """
         rates, target_s = self._rates, self._target_s
-        if is_overflow:
+        if is_overflow and self._spares_running:
             target_s = min(target_s, max(MIN_OVERFLOW_TARGET_S, rates.decode_s))
         kept = rates.tokens_within(target_s)
         rate = rates.tokens_per_s_beside

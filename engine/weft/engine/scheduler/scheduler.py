@@ -249,9 +249,9 @@ class Scheduler:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
 
     def _has_overflow(self) -> bool:
-        """Whether prompts come next that a prefill worker could have computed."""
+        """Whether prompts come next that are here because a prefill worker has other work."""
         return any(
-            request.has_prefill_worker and not self._is_behind_fill(request)
+            request.may_overflow and not self._is_behind_fill(request)
             for request in chain(self.prefilling, islice(self.waiting, 1))
         )
 

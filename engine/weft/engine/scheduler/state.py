@@ -94,6 +94,10 @@ class Request:
     """Whether a fill job's pages are digested when they are shipped."""
     candidates: list[FillCandidate] = field(default_factory=list)
     """Fillers not yet tried, best first."""
+    is_overflow: bool | None = None
+    """Whether its prompt is computed here only because the prefill worker has other work; None: it
+    was not decided yet.
+    """
     lookup_until: float = 0.0
     """Time until which the KV store's answer is awaited; 0: no answer is awaited."""
     passes_over_tiers: bool = False
@@ -230,9 +234,13 @@ class Request:
         return len(self.tokens) - self.num_computed - self.num_launched
 
     @property
-    def has_prefill_worker(self) -> bool:
-        """Whether a prefill worker that was not tried yet could compute its prompt."""
-        return any(one.kind == "prefill" for one in self.candidates)
+    def may_overflow(self) -> bool:
+        """`is_overflow`; while it is not decided, whether a prefill worker could compute the prompt
+        at all.
+        """
+        if self.is_overflow is None:
+            return any(one.kind == "prefill" for one in self.candidates)
+        return self.is_overflow
 
     @property
     def num_to_compute(self) -> int:

@@ -65,6 +65,8 @@ class FillDecision(NamedTuple):
     remote_s: float | None
     local_s: float | None
     """Forecast of the first token alone; the choice also weighs the delay of running requests."""
+    is_overflow: bool = False
+    """Whether the choice is local and would be remote if the filler had no other work."""
 
 
 class LocalLoad(NamedTuple):
@@ -219,7 +221,9 @@ class FillCosts:
         if may_try:
             trials = self._local if is_remote else self._remote
             is_remote ^= trials.is_due(best_s, cost_s)
-        return FillDecision(is_remote, remote_s, local_s)
+        queue_s = candidate.queued_tokens / candidate.tokens_per_second
+        is_overflow = not is_remote and remote_s - queue_s < weighed_s
+        return FillDecision(is_remote, remote_s, local_s, is_overflow)
 
     def _rate_beside(self, load: LocalLoad, num_tokens: int, filler_rate: float) -> float:
         """Prompt tokens per second of this engine for a remainder, beside its running requests."""

@@ -133,6 +133,7 @@ class OwnerFills:
         decision = self._costs.decide(request, begin, end_token, self._page_bytes, num_more)
         request.timeline.remote_cost_s = decision.remote_s
         request.timeline.local_cost_s = decision.local_s
+        request.is_overflow = decision.is_overflow
         if not decision.is_remote:
             self.counters.local_decisions += 1
         return decision.is_remote
