@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -42,6 +43,20 @@ func statusOf(t *testing.T, connection net.Conn) int {
 	return response.StatusCode
 }
 
+// countedBody adds up what the edge has read, once it asks for more.
+type countedBody struct {
+	io.ReadCloser
+	last  int
+	taken *atomic.Int64
+}
+
+func (b *countedBody) Read(p []byte) (int, error) {
+	b.taken.Add(int64(b.last))
+	var err error
+	b.last, err = b.ReadCloser.Read(p)
+	return b.last, err
+}
+
 func TestBodiesHaveRoomTogether(t *testing.T) {
 	release := make(chan struct{})
 	gateway := &fakeGateway{chat: func(_ *httpbody.HttpBody, stream server) error {
@@ -51,16 +66,22 @@ func TestBodiesHaveRoomTogether(t *testing.T) {
 		<-release
 		return nil
 	}}
-	front := httptest.NewServer(handler(t, gateway, edge.Config{
+	served := handler(t, gateway, edge.Config{
 		MaxHeldBytes: 2 * maxBody, BodyPause: time.Minute,
+	})
+	var taken atomic.Int64
+	front := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		r.Body = &countedBody{ReadCloser: r.Body, taken: &taken}
+		served.ServeHTTP(w, r)
 	}))
 	t.Cleanup(front.Close)
 
 	first, second := upload(t, front.URL, maxBody), upload(t, front.URL, maxBody)
-	waitFor(t, func() bool {
-		got := post(t, front.URL, strings.Repeat(" ", 100))
-		return got.status == http.StatusServiceUnavailable && got.header.Get("Retry-After") != ""
-	})
+	waitFor(t, func() bool { return taken.Load() == 2*(maxBody-1) })
+	got := post(t, front.URL, strings.Repeat(" ", 100))
+	if got.status != http.StatusServiceUnavailable || got.header.Get("Retry-After") == "" {
+		t.Errorf("status %d, headers %v", got.status, got.header)
+	}
 	// What the gateway has takes no room any more, although its answer goes on.
 	for _, connection := range []net.Conn{first, second} {
 		if _, err := io.WriteString(connection, " "); err != nil {
