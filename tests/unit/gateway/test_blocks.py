@@ -66,6 +66,22 @@ def test_cuts_change_nothing() -> None:
         assert "".join([block.text for block in whole.blocks]) == text
 
 
+def test_a_stop_token_that_comes_alone_keeps_its_log_probability() -> None:
+    entries = [common_pb2.TokenLogprob(token_id=number) for number in (5, 6)]
+    stop = common_pb2.FINISH_REASON_STOP
+    together = BlockReader(None)
+    together.push(Delta(0, "text", (), entries, stop, None))
+    apart = BlockReader(None)
+    apart.push(Delta(0, "text", (), entries[:1], None, None))
+    steps = apart.push(Delta(0, "", (), entries[1:], stop, None))
+    assert apart.blocks[0].logprobs == together.blocks[0].logprobs == entries
+    assert [(step.what, list(step.logprobs)) for step in steps] == [
+        ("add", entries[1:]),
+        ("end", []),
+    ]
+    assert shown(apart) == shown(together)
+
+
 def test_blanks_beside_calls_are_no_text() -> None:
     reader, _ = read(f"\n\n{CALL}\n{CALL}\n", [], is_parsed=True)
     assert [block.kind for block in reader.blocks] == ["call", "call"]

@@ -111,6 +111,9 @@ class BlockReader:
         if not self.blocks or (self._blanks and not self.has_calls):
             blanks, self._blanks = self._blanks, ""
             self._add(steps, self._open(steps, "text"), blanks)
+        if self._logprobs and self._is_in("text"):
+            # Of a stop token, which has no text and may come alone.
+            self._add(steps, self.blocks[-1], "")
         self._end(steps)
 
     def _add_content(self, steps: list[Step], content: str) -> None:
