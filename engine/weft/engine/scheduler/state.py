@@ -95,8 +95,8 @@ class Request:
     candidates: list[FillCandidate] = field(default_factory=list)
     """Fillers not yet tried, best first."""
     is_overflow: bool | None = None
-    """Whether its prompt is computed here only because the prefill worker has other work; None: it
-    was not decided yet.
+    """Whether its prompt is computed here only because the prefill worker has other work. It is
+    None until the place of computing is decided.
     """
     lookup_until: float = 0.0
     """Time until which the KV store's answer is awaited; 0: no answer is awaited."""

@@ -163,7 +163,7 @@ def _fp8_tiles_kernel(
     SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
-    """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
+    """Where programs share K, `out` is [SPLITS, M, N] float32 and gets each program's part."""
     release_next(IS_DEPENDENT)
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     OWN: tl.constexpr = ((K + TILE - 1) // TILE + SPLITS - 1) // SPLITS * TILE

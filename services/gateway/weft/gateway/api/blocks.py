@@ -112,7 +112,7 @@ class BlockReader:
             blanks, self._blanks = self._blanks, ""
             self._add(steps, self._open(steps, "text"), blanks)
         if self._logprobs and self._is_in("text"):
-            # Of a stop token, which has no text and may come alone.
+            # These are of a stop token, which has no text and may come in a delta of its own.
             self._add(steps, self.blocks[-1], "")
         self._end(steps)
 

@@ -102,7 +102,9 @@ class _Objects:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._known: dict[str, bool] = {}
-        """What was found out of references; False of one that leads to itself."""
+        """For each reference that was followed, whether it allows objects alone. It is False while
+        the reference is being followed, so that one that leads to itself ends there.
+        """
 
     def are_all(self, schema: object, depth: int = 0) -> bool:
         """Whether a schema surely allows nothing but objects."""

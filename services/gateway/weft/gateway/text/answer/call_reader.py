@@ -10,7 +10,9 @@ from typing import Any
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
 _INSIDE_STRINGS = re.compile(r'["\\]')
 _MAX_DEPTH = 200
-"""Most levels of lists and objects, as in a body: what reads them later recurses for each."""
+"""Most levels of lists and objects in a call, as many as in a request's body. The code that reads
+the value later recurses once for each level.
+"""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'

@@ -103,7 +103,7 @@ QWEN3_CODER = ToolFormat(
         TagSyntax(
             opener="<function=",
             closer="</function>",
-            # Blanks and a quote at the name's end are not a part of it.
+            # A quote or blanks at the end of the name do not belong to it.
             name=r"<function=\s*+[\"']?+"
             r"(?P<name>(?:[^>\s\"']++|[\"'](?!\s*+>)|[^\S\n]++(?=[^>\s]))*+)[\"']?+\s*+>",
             parameter=r"<parameter=(?P<key>[^>\n]{1,256})>(?P<value>.*?)"
