@@ -297,14 +297,15 @@ def loads_of(section: str, system: str, options: argparse.Namespace) -> list[lis
     return []
 
 
-def run_load(flags: list[str]) -> list[Row]:
+def run_load(flags: list[str], prints: bool = True) -> list[Row]:
     """Rows of `load.py`, in a process of its own: its clients then start without torch."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         script = Path(__file__).with_name("load.py")
         # The compared prompts have warmed the mesh up.
         more = ["--no-warm-up", "--out", out]
-        subprocess.run([sys.executable, script, *flags, *more], check=False)
+        output = None if prints else subprocess.DEVNULL
+        subprocess.run([sys.executable, script, *flags, *more], stdout=output, check=False)
         return [Row(**row) for row in json.loads(out.read_text())["rows"]]
 
 

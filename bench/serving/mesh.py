@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from serving.load import LoadError
@@ -27,13 +28,16 @@ class MeshError(Exception):
 class MeshProcess:
     """A `weft up` with a state folder of its own."""
 
-    def __init__(self, model: str, dtype: str, flags: str) -> None:
+    def __init__(
+        self, model: str, dtype: str, flags: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Starts it; `wait_until_ready` comes next.
 
         Args:
             model: As `--model`.
             dtype: As `--dtype`.
             flags: Further flags of `weft up`, in one string.
+            environment: Variables beside those of this process.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="weft-bench-")
         self.state = Path(self._folder.name) / "mesh"
@@ -56,7 +60,7 @@ class MeshProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"NO_COLOR": "1"},
+                env={**os.environ, "NO_COLOR": "1", **(environment or {})},
             )
 
     @property
