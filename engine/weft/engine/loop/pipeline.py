@@ -30,6 +30,7 @@ from weft.engine.drawing.draws import Draw, Drawer, Drawn
 from weft.engine.drawing.encode import step_input
 from weft.engine.executor.port import Drawable, Executor
 from weft.engine.loop.flight import FlightRecorder
+from weft.engine.loop.step_ends import StepEnds
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.scheduler import Scheduler
@@ -80,17 +81,9 @@ class _Step:
     """Mark of all of this step's device work, where turns may leave the step."""
 
 
-WATCH_S = 2e-4
-"""Shortest interval between two looks whether a step has ended."""
-CLOSE_S = 3e-4
-"""Seconds before the expected end of a step of decodes from which on a turn waits for it."""
 MAX_PLAIN_TOKENS = 32
 """Most prompt tokens with which a step still counts as one of decodes, such as ends of shipped
 prompts.
-"""
-MOST_RISE = 1.25
-"""Largest growth of the expected duration from step to step. Too short an expectation costs an
-unneeded look; one that is too long, after a step that was slow by chance, leaves the device idle.
 """
 
 
@@ -107,7 +100,7 @@ class StepPipeline:
         drafter: Drafter of requests with drafts; None: there are none.
         host: The lock that other threads yield; released while this thread waits for the device.
         lead_s: Where turns leave steps: time before the expected end of a step of decodes at which
-            the next one begins, at the latest; what planning and starting took lately counts too.
+            the next one begins, at the latest (`StepEnds`).
     """
 
     def __init__(
@@ -132,7 +125,7 @@ class StepPipeline:
         self._is_overlapped = is_overlapped
         self._is_asynchronous = executor.is_asynchronous
         self._host = host
-        self._lead_s = lead_s
+        self._ends = StepEnds(lead_s)
         self.leaves = False
         """Whether a turn may return while a step is under way, to be called again."""
         self._flying: _Step | None = None
@@ -140,12 +133,6 @@ class StepPipeline:
         """The step behind the one under way, whose drawing has not begun. None after a turn that
         waited.
         """
-        self._plain_s = 0.0
-        """Expected duration of a step of decodes alone; 0: unknown."""
-        self._token_s = 0.0
-        """Expected duration of any other step for each of its tokens; 0: unknown."""
-        self._start_s = 0.0
-        """Longest recent time that the host took to plan and start a step."""
         self._last_ended_at = 0.0
         self._goes_on = False
         """Whether the last turn had work and left some."""
@@ -173,7 +160,9 @@ class StepPipeline:
         if self._behind is not None:
             return False
         step = self._flying
-        return step is None or not self.leaves or self._begins_in_s(step) <= 0.0
+        if step is None or not self.leaves:
+            return True
+        return self._ends.begins_in_s(self._passed_s(step), is_plain=step.is_plain) <= 0.0
 
     def rest_s(self) -> float:
         """Seconds that the caller may wait after a turn that left a step under way. It may return
@@ -182,30 +171,16 @@ class StepPipeline:
         step = self._flying
         if step is None:
             return 0.0
-        if self._behind is None and (begins_in_s := self._begins_in_s(step)) > 0.0:
-            return max(WATCH_S, begins_in_s / 2)
-        left_s = self._expected_end(step) - self._clock()
-        if step.is_plain and self._plain_s:
-            return max(0.0, left_s - CLOSE_S)
-        return max(WATCH_S, 0.8 * left_s)
+        return self._ends.rest_s(
+            self._passed_s(step),
+            step.plan.num_tokens,
+            is_plain=step.is_plain,
+            is_followed=self._behind is not None,
+        )
 
-    def _begins_in_s(self, step: _Step) -> float:
-        """Seconds until the step behind this one is to begin; at most 0: now."""
-        lead_s = self._lead_s + 2 * self._start_s
-        if not step.is_plain or self._plain_s <= lead_s:
-            return 0.0
-        return self._expected_end(step) - lead_s - self._clock()
-
-    def _expected_end(self, step: _Step) -> float:
-        """When a step ends if it takes as long as those before it."""
-        expected_s = self._plain_s if step.is_plain else self._token_s * step.plan.num_tokens
-        return max(step.began_at, self._last_ended_at) + expected_s
-
-    def _learn(self, step: _Step, duration_s: float) -> None:
-        if step.is_plain:
-            self._plain_s = _follow(self._plain_s, duration_s)
-        elif num_tokens := step.plan.num_tokens:
-            self._token_s = _follow(self._token_s, duration_s / num_tokens)
+    def _passed_s(self, step: _Step) -> float:
+        """Seconds for which the device has worked at the step under way."""
+        return self._clock() - max(step.began_at, self._last_ended_at)
 
     def _is_left(self, step: _Step) -> bool:
         """Whether this turn leaves a step under way instead of waiting for it."""
@@ -290,7 +265,7 @@ class StepPipeline:
         except Exception as error:
             self._fail(step, error)
         if self.leaves:
-            self._start_s = max(0.9 * self._start_s, self._clock() - started_at)
+            self._ends.learn_start(self._clock() - started_at)
         return step
 
     def _draw(self, step: _Step, *, is_ready: bool) -> None:
@@ -342,7 +317,7 @@ class StepPipeline:
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
         if self.leaves:
-            self._learn(step, duration_s)
+            self._ends.learn(duration_s, step.plan.num_tokens, is_plain=step.is_plain)
         self._owner.step_done(step.plan, drawn, duration_s)
 
     def _fail(self, step: _Step, error: Exception) -> None:
@@ -356,8 +331,3 @@ class StepPipeline:
             step.mark = self._executor.mark()
         except RuntimeError:
             logger.exception("the device takes no more work")
-
-
-def _follow(known: float, new: float) -> float:
-    """Updates an expected duration: it falls at once and rises slowly."""
-    return min(new, MOST_RISE * known) if known else new

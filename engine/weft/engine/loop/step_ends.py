@@ -1,0 +1,89 @@
+"""When a step that is under way ends, and when to look whether it has.
+
+The host cannot wait for the device and for messages at once. So it waits for messages, and looks at
+the device in between. A forecast from the steps before says when; but a step may be shorter by far
+than that, for example after the first steps of a process, and one that ended unseen is measured as
+long as the forecast was, which would keep the forecast wrong. Therefore a wait is also bounded by
+the time for which the step has been under way: its end is seen late by at most that share.
+"""
+
+from __future__ import annotations
+
+WATCH_S = 2e-4
+"""Shortest interval between two looks whether a step has ended."""
+CLOSE_S = 3e-4
+"""Seconds before the expected end of a step of decodes from which on a turn waits for it."""
+MOST_LATE = 0.2
+"""Longest interval between two looks, as a share of the time for which the step is under way. A
+look takes some microseconds.
+"""
+MOST_RISE = 1.25
+"""Largest growth of the expected duration from step to step. Too short an expectation costs an
+unneeded look; one that is too long, after a step that was slow by chance, leaves the device idle.
+"""
+
+
+class StepEnds:
+    """Forecasts the ends of steps.
+
+    Args:
+        lead_s: Time before the expected end of a step of decodes at which the step behind it
+            begins, at the latest; what planning and starting took lately counts too.
+    """
+
+    def __init__(self, lead_s: float) -> None:
+        self._lead_s = lead_s
+        self._plain_s = 0.0
+        """Expected duration of a step of decodes alone; 0: unknown."""
+        self._token_s = 0.0
+        """Expected duration of any other step for each of its tokens; 0: unknown."""
+        self._start_s = 0.0
+        """Longest recent time that the host took to plan and start a step."""
+
+    def learn(self, duration_s: float, num_tokens: int, *, is_plain: bool) -> None:
+        """Takes the duration of a step that has ended."""
+        if is_plain:
+            self._plain_s = _follow(self._plain_s, duration_s)
+        elif num_tokens:
+            self._token_s = _follow(self._token_s, duration_s / num_tokens)
+
+    def learn_start(self, seconds: float) -> None:
+        """Takes the time that the host took to plan and start a step."""
+        self._start_s = max(0.9 * self._start_s, seconds)
+
+    def begins_in_s(self, passed_s: float, *, is_plain: bool) -> float:
+        """Seconds until the step behind one is to begin; at most 0: now.
+
+        Args:
+            passed_s: Seconds for which the step has been under way.
+            is_plain: Whether it should take as long as a step of decodes without drafts.
+        """
+        lead_s = self._lead_s + 2 * self._start_s
+        if not is_plain or self._plain_s <= lead_s:
+            return 0.0
+        return self._plain_s - lead_s - passed_s
+
+    def rest_s(
+        self, passed_s: float, num_tokens: int, *, is_plain: bool, is_followed: bool
+    ) -> float:
+        """Seconds until the next look; 0: it ends so soon that the host waits for it.
+
+        Args:
+            passed_s: See `begins_in_s`.
+            num_tokens: Tokens of the step.
+            is_plain: See `begins_in_s`.
+            is_followed: Whether the step behind it has begun.
+        """
+        most_s = max(WATCH_S, MOST_LATE * passed_s)
+        begins_in_s = 0.0 if is_followed else self.begins_in_s(passed_s, is_plain=is_plain)
+        if begins_in_s > 0.0:
+            return min(most_s, max(WATCH_S, begins_in_s / 2))
+        if is_plain and self._plain_s:
+            return min(most_s, max(0.0, self._plain_s - passed_s - CLOSE_S))
+        left_s = self._token_s * num_tokens - passed_s
+        return min(most_s, max(WATCH_S, 0.8 * left_s))
+
+
+def _follow(known: float, new: float) -> float:
+    """Updates an expected duration: it falls at once and rises slowly."""
+    return min(new, MOST_RISE * known) if known else new
