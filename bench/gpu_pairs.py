@@ -11,8 +11,10 @@ measures the new one first. Weights are random, in the model's real shape, witho
 `rest` sends bursts of requests to a mesh of one decode worker, with the clients of this tree.
 `engine` runs batches in a process of each tree (`pair_worker.py`), by that tree's own
 `bench/gpu_engine.py`. The table shows medians, and the ratio new / old of the pairs with its 10th
-and 90th percentile. The last line says how many greedy answers are the same: of three prompts one
-by one with `rest`, of the warm-up's batches with `engine`.
+and 90th percentile. The first line says how many greedy answers are the same: those to three
+prompts one by one with `rest`, those to a batch of each size with `engine`.
+
+On a CPU: `--device cpu --model smollm2-135m --num-pages 2000`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +46,23 @@ PACKAGES = (
     "services/decode", "services/kvstore", "cli", "protos/gen", "bench",
 )  # fmt: skip
 TOKENS_OF_BURST = {1: 2000, 16: 1000, 64: 512}
-"""New tokens of each request by the size of its burst; 256 for other sizes."""
+"""New tokens of each request by the number of requests in a burst; 256 for other numbers."""
 Measured = dict[str, float]
 
 
 @dataclass(slots=True)
 class System:
-    """A tree's mesh or engine, which runs."""
+    """A running mesh or engine of one source tree."""
 
     measure: Callable[[int], Measured]
-    """Figures of one burst or batch of so many requests."""
-    answers: list[list[int]] = field(default_factory=list)
+    """Sends a burst or batch of so many requests; returns its figures by name."""
+    answers: list[list[int]]
     """Tokens of greedy answers, in the same order for both systems."""
 
 
 @dataclass(slots=True)
 class PairRow:
-    """One figure of one load over all pairs."""
+    """One figure, such as tokens a second, over all pairs with one number of requests."""
 
     load: int
     """Requests at once."""
@@ -94,7 +96,7 @@ def mesh_of(tree: Path, model: Path, options: argparse.Namespace) -> Iterator[Sy
         answers = answers_of(mesh, prompts_of(CHECKED, options.vocab, 3))
 
         def measure(count: int) -> Measured:
-            tokens = TOKENS_OF_BURST.get(count, 256)
+            tokens = options.tokens or TOKENS_OF_BURST.get(count, 256)
             load = ["--burst", str(count), "--prompt", "512", "--tokens", str(tokens)]
             more = ["--processes", str(min(count, options.processes))]
             more += ["--url", mesh.url, "--vocab", str(options.vocab)]
@@ -137,7 +139,7 @@ def engine_of(tree: Path, model: Path, options: argparse.Namespace) -> Iterator[
 
     try:
         settings = {
-            "device": options.device.split(",")[0],
+            "device": options.device,
             "dtype": options.dtype,
             "dummy_weights": True,
             "num_pages": options.num_pages,
@@ -203,11 +205,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--bursts", type=int, nargs="+", default=[1, 16, 64, 256], help="of rest")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256], help="of engine")
+    parser.add_argument("--tokens", type=int, help="new ones of each request of rest")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--processes", type=int, default=8, help="of clients")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num-pages", type=int, default=20_000, help="of each system's KV")
+    parser.add_argument("--num-pages", type=int, default=13_500, help="of each system's KV")
     parser.add_argument("--worker-args", default="", help="further flags of the decode workers")
     parser.add_argument("--commit", default="", help="of this tree, for the JSON")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -225,13 +228,14 @@ def main() -> int:
             stack.enter_context(start(tree, model, options))
             for tree in (options.old.resolve(), ROOT)
         )
+        pairs = list(zip(old.answers, new.answers, strict=True))
+        num_equal = sum(before == after for before, after in pairs)
+        print(f"{num_equal} of {len(pairs)} greedy answers are the same", flush=True)
         loads = options.bursts if options.kind == "rest" else options.batches
         for found in measure_in_turns(old, new, loads, options.pairs):
             rows += found
             show(found)
-            keep(rows, options)
-    num_equal = sum(before == after for before, after in zip(old.answers, new.answers, strict=True))
-    print(f"{num_equal} of {len(old.answers)} greedy answers are the same")
+            keep(rows, num_equal, len(pairs), options)
     return 0
 
 
@@ -245,7 +249,9 @@ def show(rows: list[PairRow]) -> None:
         )
 
 
-def keep(rows: list[PairRow], options: argparse.Namespace) -> None:
+def keep(
+    rows: list[PairRow], num_equal: int, num_answers: int, options: argparse.Namespace
+) -> None:
     """Writes what was measured so far, if a file was named."""
     if options.out is None:
         return
@@ -253,6 +259,7 @@ def keep(rows: list[PairRow], options: argparse.Namespace) -> None:
         **describe_gpu(options.commit),
         "old_commit": options.old_commit,
         "command": shlex.join(sys.argv),
+        "answers": {"equal": num_equal, "compared": num_answers},
         "rows": [asdict(row) for row in rows],
     }
     options.out.write_text(json.dumps(content, indent=1) + "\n")

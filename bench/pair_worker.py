@@ -1,8 +1,8 @@
-"""An engine at the orders of `gpu_pairs.py`, from the packages and the bench of one tree.
+"""Runs an engine of one source tree for `gpu_pairs.py`.
 
-Orders come on stdin, a JSON object a line; each is answered by a line of JSON on stdout. The first
-names the model's folder and the engine's settings. Then `{"answers_to": N}` asks for the tokens of
-a batch of N greedy requests, and `{"batch": N}` for the times of such a batch.
+It reads orders from stdin, one JSON object a line, and answers each by a line of JSON on stdout.
+The first order names the model's folder and the engine's settings. Then `{"answers_to": N}` asks
+for the tokens of a batch of N greedy requests, and `{"batch": N}` for the times of such a batch.
 
 It starts with `python -P`, so that `gpu_engine` is that of the tree and not of this folder.
 """

@@ -13,7 +13,7 @@ LOOK_S = 5e-6
 
 
 def see_end(ends: StepEnds, true_s: float, num_tokens: int, *, is_plain: bool) -> tuple[float, int]:
-    """Lets the host rest and look until a step of this duration has ended, as a worker's loop does.
+    """Simulates a host that rests and looks until a step of this duration has ended.
 
     Returns:
         Seconds by which the end was seen late, and the number of looks.

@@ -1,10 +1,11 @@
-"""When a step that is under way ends, and when to look whether it has.
+"""Decides when the host looks at the device to see whether the step under way has ended.
 
-The host cannot wait for the device and for messages at once. So it waits for messages, and looks at
-the device in between. A forecast from the steps before says when; but a step may be shorter by far
-than that, for example after the first steps of a process, and one that ended unseen is measured as
-long as the forecast was, which would keep the forecast wrong. Therefore a wait is also bounded by
-the time for which the step has been under way: its end is seen late by at most that share.
+The host cannot wait for the device and for messages at once. It waits for messages, and looks at
+the device from time to time. The durations of earlier steps say when the next look is worth while.
+They can be far too long, for example after the slow first step of a process. A step that ends
+unseen is then measured too long as well, since its end counts from the look, so the forecast would
+stay wrong. Therefore each wait is also bounded by a share (`MOST_LATE`) of the time for which the
+step has been under way, and the host sees an end late by at most that share of the step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ MOST_LATE = 0.2
 look takes some microseconds.
 """
 MOST_RISE = 1.25
-"""Largest growth of the expected duration from step to step. Too short an expectation costs an
-unneeded look; one that is too long, after a step that was slow by chance, leaves the device idle.
+"""Largest factor by which one slow step raises the expected duration. If the host expects too
+little, it looks once more than it had to. If it expects too much, the device is idle until the host
+looks.
 """
 
 

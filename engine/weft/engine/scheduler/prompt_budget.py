@@ -22,8 +22,9 @@ from __future__ import annotations
 from typing import Protocol
 
 MIN_OVERFLOW_TARGET_S = 0.012
-"""Least target of prompts that are here because prefill workers are busy: smaller pieces would use
-a GPU badly."""
+"""Lower bound of the target of prompts that are computed here because prefill workers are busy.
+Pieces that take less time than this use a GPU badly.
+"""
 
 
 class StepRates(Protocol):

@@ -36,8 +36,9 @@ _JSON = {
     "whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}",
 }
 # Clients' grammars are searched with these two patterns, so each must take time in proportion to
-# the grammar's length. So `_LARK` skips blanks within one line only, and `_LARK_SKIPPED` reads
-# a string or expression that is never closed once, as `open`. An expression may span lines.
+# the grammar's length. So `_LARK` skips blanks within one line only. `_LARK_SKIPPED` matches a
+# string or expression that is never closed as `open`, so that the search ends there and does not
+# try each later quote or slash again. An expression may span lines.
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start(?:\[[^\]\n]*+\])?\s*+:(?!:=))", re.MULTILINE)
 _LARK_SKIPPED = re.compile(
     r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\]|\\.)++/|//[^\n]*|#[^\n]*'
