@@ -15,12 +15,14 @@
 
 #define MAX_THREADS 256
 
-/* Looks at a barrier before going to sleep, some 15 ns each. While the others come in time the
- * limit rises, for waking up takes longer than waiting; when they do not, it falls: then other work
- * has their cores, and what is burnt by waiting that work lacks. */
-#define FIRST_SPINS 200
-#define LEAST_SPINS 20
-#define MOST_SPINS 1500
+/* How often a thread looks at a barrier before it sleeps; a look takes some 15 ns. Waking up takes
+ * longer than most waits, so the limit doubles while the others come in time. It falls when they do
+ * not: other work has their cores then, and a thread that spins keeps its own core from that work.
+ * The least is longer than threads on free cores are apart: from below, the limit would never rise
+ * again, and one disturbance would let every later barrier of a step sleep. */
+#define FIRST_SPINS 400
+#define LEAST_SPINS 100
+#define MOST_SPINS 3000
 
 typedef struct {
   __attribute__((aligned(64))) int32_t arrived;
