@@ -7,6 +7,8 @@ client = anthropic.Anthropic()
 ASK = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0}
 
+assert MODEL in [model.display_name for model in client.models.list()]
+
 message = client.messages.create(model=MODEL, max_tokens=12, extra_body=GREEDY, messages=ASK)
 assert message.content[0].type == "text"
 assert message.usage.output_tokens <= 12

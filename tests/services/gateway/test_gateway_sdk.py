@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -171,6 +172,16 @@ async def test_models_and_extras(edge: Edge) -> None:
         assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": TEXT}
         assert (await http.get("/readyz")).status_code == 200
         assert (await http.get("/openapi.json")).json()["openapi"].startswith("3.1")
+
+
+async def test_anthropics_client_lists_models(edge: Edge) -> None:
+    async with anthropic.AsyncAnthropic(base_url=edge.url, api_key="none") as client:
+        (listed,) = [model async for model in client.models.list()]
+        retrieved = await client.models.retrieve(MODEL)
+    own = await edge.client.models.retrieve(MODEL)
+    for model in (listed, retrieved):
+        assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+        assert model.created_at.timestamp() == own.created
 
 
 async def test_errors_have_openai_shape(edge: Edge) -> None:

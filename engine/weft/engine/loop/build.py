@@ -49,7 +49,7 @@ from weft.engine.features.speculative.draft_model import DraftModel, load_draft_
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineParts
-from weft.engine.loop.pools import Pools, size_pools
+from weft.engine.loop.pools import Pools, describe_context, size_pools
 from weft.engine.loop.recurrent import (
     check_recurrent,
     describe_recurrent,
@@ -108,6 +108,8 @@ class _Models:
     """Layout of the pool's pages."""
     max_context_tokens: int
     """Most tokens of a request, as far as the model and the settings limit it."""
+    of_model: int
+    """Most tokens of a request, as far as the model alone limits it."""
 
 
 def load_parts(
@@ -193,7 +195,8 @@ def _load_parts(
     shards: list[str] = []
     if ranks is not None and peers is not None:
         shards = [describe_shards(loaded.config, ranks.pids, config.ep, peers.sums)]
-    max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
+    in_pool = (pools.num_pages - 1) * config.page_size
+    max_tokens = min(models.max_context_tokens, in_pool)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
         config, models, pools, max_tokens, device, lora, shared, peers, progress
@@ -264,6 +267,7 @@ def _load_parts(
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),
+        *describe_context(config, models.of_model, in_pool),
     ]
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:
@@ -356,6 +360,7 @@ def _load_models(
         load_draft_model(config, loaded, progress),
         layout,
         min(config.max_context_tokens or most, most),
+        most,
     )
 
 

@@ -204,3 +204,28 @@ def _configured(
             f"{page_bytes:,} bytes; give at least {MIN_PAGES * page_bytes:,}"
         )
     return num_pages, num_blocks
+
+
+def describe_context(config: EngineConfig, of_model: int, in_pool: int) -> list[str]:
+    """Says why requests have fewer tokens than the model takes or the settings ask for.
+
+    Args:
+        config: Settings of the engine.
+        of_model: Tokens of the longest request that the model takes.
+        in_pool: Tokens of the longest request that the KV pool holds.
+
+    Returns:
+        At most one line.
+    """
+    asked = config.max_context_tokens or of_model
+    if in_pool < min(asked, of_model):
+        return [
+            f"a request has at most {in_pool:,} tokens, prompt and output together, instead of "
+            f"{min(asked, of_model):,}: the KV pool holds no more"
+        ]
+    if asked > of_model:
+        return [
+            f"a request has at most {of_model:,} tokens, prompt and output together, instead of "
+            f"{asked:,} (max_context_tokens): the model takes no more"
+        ]
+    return []

@@ -244,6 +244,9 @@ class ModelAnswer(Answer):
     task: Literal["generate", "embed", "classify", "score"] = Field(
         description="text, embeddings, classes, or scores by the logits of yes and no"
     )
+    type: Literal["model"] = Field(description="this and the next two are for Anthropic's clients")
+    display_name: str
+    created_at: str = Field(description="`created` by RFC 3339")
 
 
 class EndSessionAnswer(Answer):
@@ -265,6 +268,9 @@ class ModelListAnswer(Answer):
 
     object: Literal["list"]
     data: list[ModelAnswer]
+    has_more: Literal[False] = Field(description="this and the next two: all are on one page")
+    first_id: str
+    last_id: str
 
 
 class TokenizeAnswer(Answer):

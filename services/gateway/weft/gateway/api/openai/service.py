@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from functools import cached_property
 
 from google.api.httpbody_pb2 import HttpBody
@@ -211,7 +212,10 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             for served in self._models
             for one in (ResolvedModel(served), *self._models.adapters_of(served))
         ]
-        return _json({"object": "list", "data": [_describe(one) for one in resolved]})
+        data = [_describe(one) for one in resolved]
+        ids = [one["id"] for one in data]
+        page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}  # Anthropic's.
+        return _json({"object": "list", "data": data, **page})
 
     async def RetrieveModel(
         self, request: openai_pb2.RetrieveModelRequest, context: Context
@@ -333,16 +337,20 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
 
 def _describe(resolved: ResolvedModel) -> dict[str, object]:
     served, entry = resolved.served, resolved.entry
+    created = served.model.created if entry is None else int(entry.created)
     return {
         "id": resolved.name,
         "object": "model",
-        "created": served.model.created if entry is None else int(entry.created),
+        "created": created,
         "owned_by": "weft",
         "max_model_len": served.context_tokens,
         "root": served.model.name if entry is None else entry.path,
         "parent": None if entry is None else entry.model,
         "default_sampling_params": asdict(served.model.sampling),
         "task": served.task,
+        "type": "model",
+        "display_name": resolved.name,
+        "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
 
