@@ -238,10 +238,18 @@ typedef struct {
   int out_bf16;
 } Target;
 
+/* What makes one column of a column of gate and one of up. */
+typedef enum { UNGATED, SILU, ANY_GATE } Gate;
+
+static Gate gate_of(const Weight *w) {
+  if (!w->gated) return UNGATED;
+  const int is_limited = w->limit != INFINITY || w->gate_limit != INFINITY;
+  const int is_plain = w->alpha == 1 && !is_limited && w->offset == 0 && w->cubic == 0;
+  return is_plain ? SILU : ANY_GATE;
+}
+
 /* gate * sigmoid(alpha * gate + cubic * gate^3) * (up + offset), both limited before. */
 static vf gated_values(const Weight *w, vf gate, vf up) {
-  const int is_limited = w->limit != INFINITY || w->gate_limit != INFINITY;
-  if (w->alpha == 1 && !is_limited && w->offset == 0 && w->cubic == 0) return vf_silu(gate) * up;
   const vf most = vf_splat(w->limit), most_gate = vf_splat(w->gate_limit);
   gate = -vf_max(-most_gate, -gate); /* numbers that are none stay */
   up = vf_max(-most, -vf_max(-most, -up));
@@ -249,27 +257,50 @@ static vf gated_values(const Weight *w, vf gate, vf up) {
   return vf_silu(slope * gate) / slope * (up + vf_splat(w->offset));
 }
 
-/* Bias, activation, residual and rounding of one tile. */
-static void finish_tile(const Weight *w, const Target *to, const float *tile, long panel,
-                        long first_row, int rows) {
-  long columns = columns_of(w), width = w->gated ? GATE : PANEL, begin = panel * width;
-  const float *bias = w->bias == NULL ? NULL : w->bias + panel * PANEL;
+/* Columns begin .. begin + width of some rows. Where arguments are constants, the compiler leaves
+ * out what they exclude. */
+INLINE void finish_rows(const Weight *w, const Target *to, const float *tile, long begin,
+                        long width, long first_row, int rows, Gate gate, const float *bias,
+                        const void *residual, int is_bf16, int out_bf16) {
+  const long columns = columns_of(w);
   for (int r = 0; r < rows; r++) {
     const float *row = tile + r * PANEL;
-    for (long c = 0; c < width && begin + c < columns; c += VL) {
-      int n = at_most(columns - begin - c, VL);
-      long offset = (first_row + r) * columns + begin + c;
+    for (long c = 0; c < width; c += VL) {
+      const int n = at_most(width - c, VL);
+      const long offset = (first_row + r) * columns + begin + c;
       vf value = *(const vf *)(row + c);
       if (bias != NULL) value += *(const vf *)(bias + c);
-      if (w->gated) {
+      if (gate != UNGATED) {
         vf up = *(const vf *)(row + GATE + c);
         if (bias != NULL) up += *(const vf *)(bias + GATE + c);
-        value = gated_values(w, value, up);
+        if (gate == SILU)
+          value = vf_silu(value) * up;
+        else
+          value = gated_values(w, value, up);
       }
-      if (to->residual != NULL) value += load_some(to->residual, w->is_bf16, offset, n);
-      store_some(to->out, to->out_bf16, offset, n, value);
+      if (residual != NULL) value += load_some(residual, is_bf16, offset, n);
+      store_some(to->out, out_bf16, offset, n, value);
     }
   }
+}
+
+/* Bias, activation, residual and rounding of one tile. The most frequent forms have code of their
+ * own: all columns of a panel, in bfloat16, without biases. */
+static void finish_tile(const Weight *w, const Target *to, const float *tile, long panel,
+                        long first_row, int rows) {
+  const long full = w->gated ? GATE : PANEL, begin = panel * full, left = columns_of(w) - begin;
+  const float *bias = w->bias == NULL ? NULL : w->bias + panel * PANEL;
+  const Gate gate = gate_of(w);
+  const int is_common = left >= full && bias == NULL && w->is_bf16 && to->out_bf16;
+  if (is_common && gate == UNGATED && to->residual == NULL)
+    finish_rows(w, to, tile, begin, PANEL, first_row, rows, UNGATED, NULL, NULL, 1, 1);
+  else if (is_common && gate == UNGATED)
+    finish_rows(w, to, tile, begin, PANEL, first_row, rows, UNGATED, NULL, to->residual, 1, 1);
+  else if (is_common && gate == SILU && to->residual == NULL)
+    finish_rows(w, to, tile, begin, GATE, first_row, rows, SILU, NULL, NULL, 1, 1);
+  else
+    finish_rows(w, to, tile, begin, left < full ? left : full, first_row, rows, gate, bias,
+                to->residual, w->is_bf16, to->out_bf16);
 }
 
 /* Rows are cut into blocks of a tile, and these into groups: a unit of work is a group of rows
