@@ -108,7 +108,7 @@ class _Models:
     """Layout of the pool's pages."""
     max_context_tokens: int
     """Most tokens of a request, as far as the model and the settings limit it."""
-    of_model: int
+    model_context_tokens: int
     """Most tokens of a request, as far as the model alone limits it."""
 
 
@@ -195,8 +195,8 @@ def _load_parts(
     shards: list[str] = []
     if ranks is not None and peers is not None:
         shards = [describe_shards(loaded.config, ranks.pids, config.ep, peers.sums)]
-    in_pool = (pools.num_pages - 1) * config.page_size
-    max_tokens = min(models.max_context_tokens, in_pool)
+    pool_tokens = (pools.num_pages - 1) * config.page_size
+    max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
         config, models, pools, max_tokens, device, lora, shared, peers, progress
@@ -267,7 +267,7 @@ def _load_parts(
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),
-        *describe_context(config, models.of_model, in_pool),
+        *describe_context(config, models.model_context_tokens, pool_tokens),
     ]
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:

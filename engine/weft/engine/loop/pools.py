@@ -206,26 +206,26 @@ def _configured(
     return num_pages, num_blocks
 
 
-def describe_context(config: EngineConfig, of_model: int, in_pool: int) -> list[str]:
+def describe_context(config: EngineConfig, model_tokens: int, pool_tokens: int) -> list[str]:
     """Says why requests have fewer tokens than the model takes or the settings ask for.
 
     Args:
         config: Settings of the engine.
-        of_model: Tokens of the longest request that the model takes.
-        in_pool: Tokens of the longest request that the KV pool holds.
+        model_tokens: Length of the longest request that the model takes, in tokens.
+        pool_tokens: Length of the longest request that the KV pool holds, in tokens.
 
     Returns:
         At most one line.
     """
-    asked = config.max_context_tokens or of_model
-    if in_pool < min(asked, of_model):
+    asked = config.max_context_tokens or model_tokens
+    if pool_tokens < min(asked, model_tokens):
         return [
-            f"a request has at most {in_pool:,} tokens, prompt and output together, instead of "
-            f"{min(asked, of_model):,}: the KV pool holds no more"
+            f"a request has at most {pool_tokens:,} tokens, prompt and output together, instead of "
+            f"{min(asked, model_tokens):,}: the KV pool holds no more"
         ]
-    if asked > of_model:
+    if asked > model_tokens:
         return [
-            f"a request has at most {of_model:,} tokens, prompt and output together, instead of "
-            f"{asked:,} (max_context_tokens): the model takes no more"
+            f"a request has at most {model_tokens:,} tokens, prompt and output together, instead "
+            f"of {asked:,} (max_context_tokens): the model takes no more"
         ]
     return []

@@ -238,7 +238,7 @@ typedef struct {
   int out_bf16;
 } Target;
 
-/* What makes one column of a column of gate and one of up. */
+/* How a column of gate and a column of up become one column of the result. */
 typedef enum { UNGATED, SILU, ANY_GATE } Gate;
 
 static Gate gate_of(const Weight *w) {
@@ -257,8 +257,8 @@ static vf gated_values(const Weight *w, vf gate, vf up) {
   return vf_silu(slope * gate) / slope * (up + vf_splat(w->offset));
 }
 
-/* Columns begin .. begin + width of some rows. Where arguments are constants, the compiler leaves
- * out what they exclude. */
+/* Finishes columns begin .. begin + width - 1 of some rows. A caller that passes constants gets code
+ * without the branches that they exclude. */
 INLINE void finish_rows(const Weight *w, const Target *to, const float *tile, long begin,
                         long width, long first_row, int rows, Gate gate, const float *bias,
                         const void *residual, int is_bf16, int out_bf16) {

@@ -214,8 +214,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         ]
         data = [_describe(one) for one in resolved]
         ids = [one["id"] for one in data]
-        page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}  # Anthropic's.
-        return _json({"object": "list", "data": data, **page})
+        for_anthropic = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+        return _json({"object": "list", "data": data, **for_anthropic})
 
     async def RetrieveModel(
         self, request: openai_pb2.RetrieveModelRequest, context: Context
