@@ -14,6 +14,7 @@ from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.request import NO_TARGETS, Targets, WorkerChoice
 from weft.gateway.validate import given_salt, invalid
+from weft.gateway.warnings import begin_warnings, warning_headers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -99,6 +100,7 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
     """
     request_id = f"{prefix}{joint}{secrets.token_hex(16)}"
     current_request_id.set(request_id)
+    begin_warnings()
     context.set_trailing_metadata(((_ID_KEY, request_id),))
     traceparent = client_request_id = routing_key = ""
     seconds: dict[str, float] = {}
@@ -220,8 +222,8 @@ async def begin_answer(
     content_type: str = "",
     headers: tuple[tuple[str, str], ...] = (),
 ) -> None:
-    """Sends the request's id ahead of its answer. From then on the edge does not send the request
-    to another gateway.
+    """Sends the request's id and warnings ahead of its answer. From then on the edge does not send
+    the request to another gateway.
 
     Args:
         context: Context of the call.
@@ -230,4 +232,6 @@ async def begin_answer(
         headers: Further headers for the client.
     """
     kind = ((_CONTENT_TYPE_KEY, content_type),) if content_type else ()
-    await context.send_initial_metadata(((_ID_KEY, request_id), *kind, *headers))
+    await context.send_initial_metadata(
+        ((_ID_KEY, request_id), *kind, *headers, *warning_headers())
+    )
