@@ -33,9 +33,9 @@ from serving.series import Ledger
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup, has_goals
 from serving.workload import Prompts
 from tokenizers import Tokenizer
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.resolve import resolve_model
 from weft.common.worker.engine_client import SPIN_COUNT
-from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.checkpoint.resolve import resolve_model
 
 ROWS = ("throughput", "prompts", "mixed", "first-token", "shipping")
 SYSTEMS = ("rest", "grpc", "engine", "transformers")

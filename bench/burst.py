@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from weft.contract.keys import PageKeys
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.timeline import Timeline
 from weft.engine.base.config import PolicyName
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.memory.keys import PageKeys
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
-from weft.engine.protocol.timeline import Timeline
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan

@@ -42,12 +42,14 @@ from rich.table import Table
 from serving.setup import describe_setup
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.demo import DEMO_NAME
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.cores import num_cores
+from weft.contract.messages import Inbox
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.cores import num_cores
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.demo import DEMO_NAME
-from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.drawing.draws import Drawer
 from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.features.constraints.constraints import Constraints
@@ -55,8 +57,6 @@ from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.features.constraints.vocabulary import load_vocabulary, tokenizer_of
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.state import RequestKey, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))

@@ -38,13 +38,13 @@ from rich.table import Table
 from safetensors.torch import save_file
 from serving.setup import ROOT, describe_lines, describe_setup
 from speculation import DRAFT
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import StopCriteria
 from weft.engine.base import drafts as draft_shapes
 from weft.engine.base.config import MAX_TREE_REQUESTS
 from weft.engine.base.drafts import DraftShape
-from weft.engine.base.request import StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter

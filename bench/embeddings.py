@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
-from weft.engine.base.tasks import Pool
-from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.contract.tasks import Pool
 from weft.engine.loop.llm import LLM
 
 LENGTHS = {"8 to 48": (8, 48), "16 to 480": (16, 480), "256": (256, 256)}

@@ -5,7 +5,7 @@
 A thread in place of the engine's calls torch some dozens of times, like a step on the host, and
 then rests as if for the device. Beside it adapters of Llama-3.1-8B's shape are read all the time:
 with and without giving way
-(`weft.engine.base.give_way`), and not at all.
+(`weft.contract.give_way`), and not at all.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from model_shapes import write_config
 from random_adapters import write_adapter
 from rich.console import Console
 from rich.table import Table
-from weft.engine.base.give_way import HostPriority
-from weft.engine.checkpoint.adapters.plan import DENSE
-from weft.engine.checkpoint.adapters.projections import projections_of
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.adapters.plan import DENSE
+from weft.checkpoint.adapters.projections import projections_of
+from weft.checkpoint.config import ModelConfig
+from weft.contract.give_way import HostPriority
 from weft.engine.loop.build import MAX_SWITCH_S
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import host_weights

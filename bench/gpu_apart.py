@@ -63,8 +63,8 @@ from open_loop.report import Row
 from serving.load import Raw, new_runner
 from serving.mesh import WEFT, MeshProcess
 from serving.rest_client import RestClient, messages
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.resolve import resolve_model
 
 SYSTEMS = {
     "apart": "--prefill {half} --decode {half} --local-prefill-max-tokens 0 --device {devices}",

@@ -30,11 +30,11 @@ from gpu_roof import matmul_rate
 from gpu_setup import describe_gpu
 from tokenizers import Tokenizer
 from transformers import AutoConfig
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.base.tasks import Pool
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
+from weft.contract.tasks import Pool
 from weft.engine.loop.llm import LLM, NO_TIMEOUT_S
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 
 LONG, SHORT = 512, 32
 """Tokens of a document."""

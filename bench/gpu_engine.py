@@ -33,13 +33,13 @@ from gpu_roof import Rates, decode_work, measure_rates, mixed_seconds, prompt_wo
 from gpu_setup import describe_gpu
 from gpu_trace import Idle, Trace, counted_waits
 from model_shapes import MODELS, write_config
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import GatewayBatch, Submit
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.moe import SparseMLP
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import GatewayBatch, Submit
 from weft.kernels.greedy import greedy_rows
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 256

@@ -41,15 +41,15 @@ from gpu_setup import describe_gpu
 from model_shapes import MODELS, write_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.latent_config import LatentConfig
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.executor import graphs
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.rotary import Rotary
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 from weft.kernels.attention import GroupStep
 from weft.kernels.latent_attention import (
     LatentSpec,

@@ -485,7 +485,7 @@ def bench_model(
     """Decode and prefill of one model in one format."""
     from gpu_engine import bench_decode, run_batch
     from model_shapes import write_config
-    from weft.engine.checkpoint.config import ModelConfig
+    from weft.checkpoint.config import ModelConfig
     from weft.engine.loop.llm import LLM
 
     if model == "qwen3-30b-a3b" and torch.cuda.get_device_properties(0).total_memory < 100e9:

@@ -28,7 +28,7 @@ from gpu_roof import Rates, measure_rates
 from gpu_setup import describe_gpu
 from model_shapes import write_config
 from torch.profiler import ProfilerActivity, profile
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.engine.executor.drafts.chains import ChainShape, StaticChains
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.rotary import Rotary

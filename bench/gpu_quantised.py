@@ -444,7 +444,7 @@ def bench_model(
     """
     from gpu_engine import PROMPT_TOKENS, run_batch
     from gpu_hybrid import told_kernels
-    from weft.engine.checkpoint.config import ModelConfig
+    from weft.checkpoint.config import ModelConfig
     from weft.engine.loop.llm import LLM
 
     fields = dict(MODELS[model])

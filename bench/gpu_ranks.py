@@ -57,9 +57,9 @@ from model_shapes import LARGE_MODELS, MODELS, write_config
 from torch.autograd import DeviceType
 from torch.distributed import _symmetric_memory as symmetric
 from torch.profiler import ProfilerActivity, profile
-from weft.engine.base.request import SamplingParams
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.quantization import resolve_quantization
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.quantization import resolve_quantization
+from weft.contract.request import SamplingParams
 from weft.engine.executor.ranks import ranked
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel import device_peers

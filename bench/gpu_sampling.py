@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import Sampler, SamplerRow
 
 KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {

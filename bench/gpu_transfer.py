@@ -36,8 +36,8 @@ from gpu_mesh.driver import Mesh, Sent
 from gpu_reference import Agreement, Answer, check_tokens
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
+from weft.checkpoint.config import ModelConfig
 from weft.engine.base.config import NEVER_SHIP_TOKENS
-from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.transfer.mover import Lanes, PageMover
 from weft.engine.transfer.nixl import nixl_available
 from weft.engine.transfer.staging import StagingArea

@@ -37,10 +37,10 @@ from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
 from speculation import ANSWER, DRAFT, PROMPTS, ServedModel, lasting, read_prompts
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.drafts import DraftShape
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan

@@ -23,7 +23,7 @@ from chats.mesh import about
 from chats.workload import PAGE_SIZE, EndlessCache, make_chats
 from rich.console import Console
 from rich.table import Table
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))

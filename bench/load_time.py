@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from weft.engine.checkpoint.hub import HubName, pull
+from weft.checkpoint.hub import HubName, pull
 from weft.engine.model.loader import load_model
 from weft.kernels.cpu import native_cpu
 from weft.kernels.memory import huge_zeros

@@ -42,11 +42,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.plan import Plan
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -26,8 +26,8 @@ from serving.rest_client import RestClient
 from serving.setup import describe_lines, describe_setup
 from serving.workload import Prompts
 from tokenizers import Tokenizer
-from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.resolve import resolve_model
 
 NAMES = {
     "decode-engine": "decode engine",

@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
 from tokenizers import Tokenizer
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.demo import DEMO_GGUF, DEMO_NAME, find_source
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.demo import DEMO_GGUF, DEMO_NAME, find_source
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention

@@ -27,9 +27,9 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
+from weft.contract.keys import PageKeys
 from weft.engine.base.config import EvictionName
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.keys import PageKeys
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 from weft.engine.memory.tree import PrefixTree

@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fleet.simulation import Result, Setup, Simulation
 from fleet.trace import PAGE_SIZE, Arrival, block_hashes, conversations, request_log
+from weft.contract.keys import ROOT_KEY, ShortKeys
 from weft.engine.memory.events import KvEvents
-from weft.engine.memory.keys import ROOT_KEY, ShortKeys
 from weft.gateway.routing import POLICIES, PolicyOptions, make_policy
 from weft.testing.services.routing_replay import read_record, replay
 

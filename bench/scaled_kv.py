@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from serving.setup import describe_lines, describe_setup
 from tokenizers import Tokenizer
-from weft.engine.checkpoint.demo import DEMO_NAME
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.demo import DEMO_NAME
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.layout import in_8_bits
 from weft.engine.executor.kv_format import dtype_of
-from weft.engine.memory.layout import in_8_bits
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step

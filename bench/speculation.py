@@ -52,11 +52,11 @@ from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from step_kinds import StepCounts, StepKinds, described_steps, table_of_steps
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import ConstraintState
 from weft.engine.features.constraints.vocabulary import load_vocabulary

@@ -34,22 +34,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engine
+from weft.contract.layout import CacheLayout, PagedPlane
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.reports import EngineInfo
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.decode.events import batch_to_proto
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineParts
-from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.step import Step
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.reports import EngineInfo
-from weft.engine.protocol.submits import Submit
 from weft.engine.transfer.exchange import DirectExchange
 from weft.engine.transfer.transport import Transport
 from weft.kernels.lora import LoraStep

@@ -42,19 +42,19 @@ import torch
 from model_shapes import MODELS, write_config
 from rich.console import Console
 from rich.table import Table
+from weft.checkpoint.resolve import resolve_model
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.frames import merge
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import StoreReplica
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
+from weft.contract.timeline import FillRecord
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Submit
-from weft.engine.protocol.timeline import FillRecord
 
 Row = Literal["cold", "device", "host", "disk", "store"]
 ROWS: tuple[Row, ...] = ("device", "host", "disk", "store")

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.digest import digest_pages, native_digest
 from weft.engine.transfer.nixl import (
     PoolRegion,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from weft.engine.checkpoint.architectures import configuration_reader, supported_architectures
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.architectures import configuration_reader, supported_architectures
+from weft.checkpoint.config import ModelConfig
 from weft.testing.models.family_configs import family_configs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,11 @@ COLUMNS = (
     "float32 tokens", "bfloat16 near-ties", "chunked prefill", "prefix hit", "P/D over NIXL",
     "n-gram drafts", "LoRA", "FP8 layout", "on a GPU",
 )  # fmt: skip
-FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
+FOLDERS = (
+    "checkpoint/weft/checkpoint/families",
+    "engine/weft/engine/model/archs",
+    "engine/weft/engine/model/layers",
+)
 _UNKNOWN = "not compared"
 _RANK = {"failed": 3, "refused": 2, "yes": 1, "-": 0}
 
@@ -94,12 +98,11 @@ def file_lines() -> Iterator[str]:
     """The table of files."""
     yield "| file | lines |"
     yield "| --- | --- |"
-    base = ROOT / "engine" / "weft" / "engine"
     for folder in FOLDERS:
-        for path in sorted((base / folder).glob("*.py")):
+        for path in sorted((ROOT / folder).glob("*.py")):
             count = len(path.read_text().splitlines())
             if count > 1:
-                yield f"| {path.relative_to(base)} | {count} |"
+                yield f"| {path.relative_to(ROOT)} | {count} |"
 
 
 def parts_of(record: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

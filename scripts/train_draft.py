@@ -51,7 +51,7 @@ from parts import missing_parts
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
 from weft.engine.loop.llm import LLM
 
 HELD_OUT = Path(__file__).with_name("draft_training") / "held_out.json"

@@ -31,8 +31,8 @@ from hybrid_training.training import Settings, Trainer, held_out_losses
 from hybrid_training.writing import Script, chat, is_held_out, write
 from parts import missing_parts
 from transformers import AutoTokenizer
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 
 HELD_OUT_BATCHES = 8

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.engine.memory.keys import ShortKeys
+from weft.contract.keys import ShortKeys
 
 PAGE_SIZE = 16
 _FIRST_ID = 3

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.errors import TargetUnattainable
+from weft.contract.errors import TargetUnattainable
 from weft.gateway.admission.slo import (
     NO_TARGETS,
     AdmissionRequest,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, overload
 
 from weft.common.telemetry.request_log import read_log
-from weft.engine.memory.keys import ShortKeys
+from weft.contract.keys import ShortKeys
 
 PAGE_SIZE = 16
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.protocol.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer, LeaseQuery
-from weft.engine.protocol.submits import Cancel, Finished, Submit
-from weft.engine.protocol.timeline import FillCandidate
+from weft.contract.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer, LeaseQuery
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Cancel, Finished, Submit
+from weft.contract.timeline import FillCandidate
 
 from gpu_mesh.worker import FromWorker, run_worker
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.nixl import Notification, PoolRegion
 from weft.engine.transfer.staging_memory import pin
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from weft.contract.fills import FillCommand, FillReply, LeaseReply
+from weft.contract.messages import Inbox
+from weft.contract.submits import GatewayBatch
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.fills import FillCommand, FillReply, LeaseReply
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import GatewayBatch
 from weft.engine.transfer import build as staging_parts
 
 from gpu_mesh.shared import VERSION, CopyReceiver, CopySenders, SharedPages

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.adapters.formats import read_adapter
 
 from serving.answers import Answer

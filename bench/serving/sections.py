@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 
 from serving.answers import Answer, Arrivals, Outcome, Streaming, System
 from serving.load import LoadError

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging as transformers_logging
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.loop.llm import LLM, to_error
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 
 from serving.answers import Answer, Arrivals, Outcome
 

@@ -13,6 +13,8 @@ from markup import inline
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
+    "weft.contract": ROOT / "contract" / "weft" / "contract",
+    "weft.checkpoint": ROOT / "checkpoint" / "weft" / "checkpoint",
     "weft.engine": ROOT / "engine" / "weft" / "engine",
     "weft.kernels": ROOT / "kernels" / "weft" / "kernels",
     "weft.common": ROOT / "services" / "common" / "weft" / "common",

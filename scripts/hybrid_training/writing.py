@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draft_training.writing import PROMPTS as TOPICS
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 
 PROMPTS = Path(__file__).with_name("prompts.toml")

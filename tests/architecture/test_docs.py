@@ -210,7 +210,7 @@ def test_names_that_examples_import_are_there() -> None:
         block.text for page in PAGES for block in blocks(page) if block.language == "python"
     ]
     imports = re.findall(r"^\s*from (weft\.[\w.]+) import ([\w, ]+)$", "\n".join(examples), re.M)
-    assert ("weft.engine.checkpoint.resolve", "resolve_model") in imports
+    assert ("weft.checkpoint.resolve", "resolve_model") in imports
     for module, names in imports:
         for name in names.split(", "):
             assert hasattr(importlib.import_module(module), name), (module, name)

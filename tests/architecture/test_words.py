@@ -12,8 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENGINE = "engine/weft/engine"
-NUMBERS = tuple(
-    f"{ENGINE}/{name}" for name in ("loop", "scheduler", "memory", "sources", "protocol")
+CONTRACT = "contract/weft/contract"
+NUMBERS = (
+    CONTRACT,
+    *(f"{ENGINE}/{name}" for name in ("loop", "scheduler", "memory", "sources")),
 )
 
 
@@ -45,13 +47,16 @@ RULES = (
         r"(?i)_?(sequence|seq|seqs)",
         NUMBERS,
         "request",
-        except_in=(f"{ENGINE}/memory/events.py",),  # events are numbered
+        except_in=(
+            f"{ENGINE}/memory/events.py",
+            f"{CONTRACT}/kv_changes.py",
+        ),  # events are numbered
     ),
     Rule(
         r"_?sessions?",
-        (f"{ENGINE}/scheduler", f"{ENGINE}/protocol", f"{ENGINE}/drawing", f"{ENGINE}/sources"),
+        (f"{ENGINE}/scheduler", CONTRACT, f"{ENGINE}/drawing", f"{ENGINE}/sources"),
         "`gateway` for the stream that a request came on; a session is a chat's",
-        except_in=(f"{ENGINE}/protocol/reports.py",),
+        except_in=(f"{CONTRACT}/reports.py",),
     ),
     Rule(
         r"_?(plane|data_plane)",
@@ -73,7 +78,7 @@ RULES = (
             *(f"{ENGINE}/scheduler/{name}.py" for name in ("window_pages", "state_blocks")),
         ),
         "rows, which a step verifies, or tokens ahead; drafts are the guest's",
-        except_in=(f"{ENGINE}/memory/layout.py",),  # a head's digest is part of the layout
+        except_in=(f"{CONTRACT}/layout.py",),  # a head's digest is part of the layout
     ),
     Rule(r"request_slots?", (ENGINE,), "`slots`"),
     Rule(r"(?i)\w*slots?", ("services/gateway",), "a slot is a row of the engine's batch buffers"),

@@ -12,7 +12,7 @@ from weft.cli.chaos.load import LATE_S, text_problem, whole_problem
 from weft.cli.chaos.mesh import Link
 from weft.cli.chaos.proxy import FaultProxy, Mode
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [

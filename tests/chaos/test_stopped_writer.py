@@ -17,7 +17,7 @@ from weft.cli.chaos.load import text_problem
 from weft.cli.chaos.mesh import ChaosMesh
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 from weft.testing.meshes.chaos_mesh import Chaos, for_tests, in_peace
 
 pytestmark = [

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from weft.checkpoint.demo import DEMO_NAME
+from weft.checkpoint.resolve import resolve_model
 from weft.common.settings import list_text
-from weft.engine.checkpoint.demo import DEMO_NAME
-from weft.engine.checkpoint.resolve import resolve_model
 from weft.testing.meshes.local_mesh import MODEL, LocalMesh
 from weft.testing.models.tiny_embedders import make_classifier, make_embedder
 

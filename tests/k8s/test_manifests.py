@@ -17,14 +17,14 @@ import kubernetes_validate
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from weft.checkpoint.demo import demo_dir
 from weft.common.rpc.server import LIVENESS
 from weft.common.settings import ServiceSettings, load_settings
 from weft.common.worker.metrics import EngineCollector
+from weft.contract.cache_folder import cache_folder
+from weft.contract.reports import LoadReport
 from weft.decode.main import DecodeSettings
-from weft.engine.checkpoint.demo import demo_dir
-from weft.engine.protocol.reports import LoadReport
 from weft.gateway.settings import GatewaySettings
-from weft.kernels.build import cache_folder
 from weft.kvstore.settings import KvStoreSettings
 from weft.prefill.main import PrefillSettings
 from weft.testing.k8s.manifests import (

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine.checkpoint.demo import DEMO_NAME
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.demo import DEMO_NAME
+from weft.checkpoint.resolve import resolve_model
 from weft.testing.meshes.local_mesh import LocalMesh
 from weft.testing.meshes.mesh_kinds import (
     DRAFTED_TOKENS,

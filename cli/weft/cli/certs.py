@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from weft.cli.numbers import MAX_DAYS, whole_number
 from weft.common.rpc.authorize import SERVICES
 from weft.common.rpc.tls import TlsFiles, service_name
-from weft.engine.base.errors import ConfigError, WeftError
+from weft.contract.errors import ConfigError, WeftError
 
 FRONT = ("gateway", "rest", "valkey")
 """Services that clients reach by the names of their hosts."""

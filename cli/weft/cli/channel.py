@@ -12,7 +12,7 @@ from typing import cast
 import grpc
 from weft.common.rpc import channel
 from weft.common.rpc.tls import Identity
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 """Metadata of a call."""

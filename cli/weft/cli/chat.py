@@ -23,7 +23,7 @@ from weft.cli.channel import (
     open_blocking_channel,
 )
 from weft.cli.numbers import number, whole_number
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 PROMPT = "> "

@@ -16,8 +16,8 @@ from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
 from weft.cli.tables import print_table
 from weft.common.faults import KIND_NUMBERS, spec_to_proto
-from weft.engine.base.errors import WeftError
-from weft.engine.base.faults import BOARD, FaultSpec
+from weft.contract.errors import WeftError
+from weft.contract.faults import BOARD, FaultSpec
 from weft.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 10.0

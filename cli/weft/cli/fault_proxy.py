@@ -13,7 +13,7 @@ from typing import TextIO
 from weft.cli.chaos.proxy import FaultProxy, Mode
 from weft.common.rpc.listen import bracket
 from weft.common.settings import is_loopback
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 DEFAULT_DELAY_S = 1.0
 SUMMARY = "pass a TCP link's bytes on, and lose, delay or cut them on request"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grpc
 from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 10.0

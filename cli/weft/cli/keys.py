@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from weft.cli.numbers import MAX_DAYS, whole_number
 from weft.cli.tables import print_table
-from weft.engine.base.errors import ConfigError, WeftError
+from weft.contract.errors import ConfigError, WeftError
 from weft.gateway.admission.keys import KeyEntry, locked_keys, new_key, read_keys, write_keys
 
 DEFAULT_FILE = "api-keys.json"

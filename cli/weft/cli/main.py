@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 from weft.cli.output import CANNOT_WRITE, finish_output
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 
 class Command(NamedTuple):

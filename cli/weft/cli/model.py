@@ -10,17 +10,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
+from weft.checkpoint import demo, hub
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.digest import FileDigests, combine_digests, file_digest
+from weft.checkpoint.dtypes import DTYPES, resolve_dtype
+from weft.checkpoint.files import Progress as Report
+from weft.checkpoint.files import weight_files
+from weft.checkpoint.pooling import TASK_CHOICES
+from weft.checkpoint.quantization import AT_LOAD, Quantization, resolve_quantization
+from weft.checkpoint.resolve import resolve_model
 from weft.cli.tables import print_table
-from weft.engine.base.errors import ModelError, WeftError
-from weft.engine.checkpoint import demo, hub
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.digest import FileDigests, combine_digests, file_digest
-from weft.engine.checkpoint.dtypes import DTYPES, resolve_dtype
-from weft.engine.checkpoint.files import Progress as Report
-from weft.engine.checkpoint.files import weight_files
-from weft.engine.checkpoint.pooling import TASK_CHOICES
-from weft.engine.checkpoint.quantization import AT_LOAD, Quantization, resolve_quantization
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.contract.errors import ModelError, WeftError
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from weft.cli.up.settings import default_state_folder
 from weft.cli.up.state import StateFolder
 from weft.common.admin import read_token
 from weft.common.rpc.tls import Identity
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 
 class Operators(NamedTuple):

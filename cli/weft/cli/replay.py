@@ -32,7 +32,7 @@ from weft.cli.channel import (
 )
 from weft.cli.numbers import MAX_SECONDS, number, whole_number
 from weft.common.telemetry.request_log import LoggedPrompt, read_log
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Verdict = Literal["same", "different", "failed", "skipped"]

@@ -1,6 +1,6 @@
 """Compiles one C file on first use and loads it with ctypes.
 
-This module imports only the standard library, so that code without torch can use native code too.
+This module imports no torch, so that code without torch can use native code too.
 The result of a build is kept in a cache folder under a name that is a hash of
 everything the machine code depends on; several processes may build at the same time.
 """
@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from weft.contract.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +50,6 @@ class NativeLibrary:
 
 class _BuildError(Exception):
     """The reason why a library could not be built."""
-
-
-def cache_folder() -> Path:
-    """Folder for files made on this machine.
-
-    `$WEFT_CACHE_DIR`, else `$XDG_CACHE_HOME/weft`, else `~/.cache/weft`.
-
-    Raises:
-        RuntimeError: None of them is set and the user has no home folder.
-    """
-    if explicit := os.environ.get("WEFT_CACHE_DIR"):
-        return Path(explicit)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "weft"
-    return Path.home() / ".cache" / "weft"
 
 
 def loaded_openmp_library() -> Path | None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
 from weft.testing.models.merged_adapters import load_base, merged, read
 from weft.testing.models.threads import one_thread
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.base.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.adapters.rows import DevicePlace
+from weft.checkpoint.adapters.rows import DevicePlace
+from weft.contract.adapters import AdapterOrder
+from weft.contract.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import SampleProgress, SessionEnd, Submit
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.model.adapters.weights import HostWeights
-from weft.engine.protocol.adapters import AdapterOrder
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import SampleProgress, SessionEnd, Submit
 from weft.testing.engine.adapter_orders import check_random_orders
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.late_device import LateDevice

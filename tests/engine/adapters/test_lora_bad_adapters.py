@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from weft.engine.base.errors import AdapterError, error_class
-from weft.engine.checkpoint.adapters.digest import adapter_digest
-from weft.engine.checkpoint.adapters.files import open_adapter
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.adapters.digest import adapter_digest
+from weft.checkpoint.adapters.files import open_adapter
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import AdapterError, error_class
 from weft.engine.model.adapters.formats import read_adapter
 from weft.testing.models.tiny_adapters import (
     CONFIG_FILE,

@@ -8,8 +8,8 @@ import pytest
 from peft import PeftModel
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
-from weft.engine.base.request import StopCriteria
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.threads import one_thread

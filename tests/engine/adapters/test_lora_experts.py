@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.errors import AdapterError
+from weft.contract.errors import AdapterError
 from weft.engine.model.adapters.adapter import Adapter
 from weft.testing.models.merged_adapters import (
     assert_equals_peft,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.base.errors import AdapterError
-from weft.engine.checkpoint.adapters.digest import adapter_digest
-from weft.engine.checkpoint.adapters.names import DENSE_KINDS
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.adapters.digest import adapter_digest
+from weft.checkpoint.adapters.names import DENSE_KINDS
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import AdapterError
 from weft.engine.model.adapters.formats import read_adapter
 from weft.testing.models.merged_adapters import assert_equals_peft
 from weft.testing.models.tiny_adapters import (

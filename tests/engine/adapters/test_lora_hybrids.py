@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import AdapterError, ConfigError
-from weft.engine.base.request import StopCriteria
+from weft.contract.errors import AdapterError, ConfigError
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import OF_STATES
 from weft.testing.models.families import make_family

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft.utils import ModulesToSaveWrapper
-from weft.engine.base.errors import AdapterError, ConfigError
-from weft.engine.base.request import StopCriteria
+from weft.contract.errors import AdapterError, ConfigError
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import check_choices

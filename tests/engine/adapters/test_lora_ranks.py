@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import StopCriteria
+from weft.contract.errors import ConfigError
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.models.lora_reference import BASE, PeftModels, settings_of, unload_all
 from weft.testing.models.tiny_models import make_tiny, tiny_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.base.errors import AdapterError
+from weft.contract.errors import AdapterError
 from weft.testing.models.merged_adapters import VOCAB, assert_equals_peft, assert_same_logits, read
 from weft.testing.models.tiny_adapters import CONFIG_FILE, PREFIX, WEIGHTS_FILE, peft_model
 from weft.testing.models.tiny_models import make_tiny

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from weft.contract.errors import Internal, InvalidRequest
+from weft.contract.request import Constraint, SamplingParams
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import Internal, InvalidRequest
-from weft.engine.base.request import Constraint, SamplingParams
 from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.executor.graphs import without_collection
 from weft.engine.features.constraints import masks

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import Internal, InvalidRequest
-from weft.engine.base.request import Constraint, Reasoning, StopCriteria
+from weft.contract.errors import Internal, InvalidRequest
+from weft.contract.messages import Inbox
+from weft.contract.request import Constraint, Reasoning, StopCriteria
+from weft.contract.submits import Cancel, Ping, SampleProgress
 from weft.engine.features.constraints import compiling, masks
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Cancel, Ping, SampleProgress
 from weft.engine.scheduler.ports import Masks
 from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
 from weft.testing.engine.random_schemas import person, varied_schemas

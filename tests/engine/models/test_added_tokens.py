@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from weft.cli.chaos.tiny import write_tokenizer
-from weft.engine.base.errors import AdapterError, ConfigError
-from weft.engine.base.request import StopCriteria
+from weft.contract.errors import AdapterError, ConfigError
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.models.choices import check_choices
 from weft.testing.models.lora_reference import BASE, PeftModels, unload_all

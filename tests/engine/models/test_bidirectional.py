@@ -14,8 +14,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModel
-from weft.engine.base.errors import ModelError
-from weft.engine.base.tasks import Pool
+from weft.contract.errors import ModelError
+from weft.contract.tasks import Pool
 from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_embedders import make_embedder, write_json, write_modules
 from weft.testing.models.tiny_encoders import make_encoder

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import ModelError
+from weft.contract.errors import ModelError
 from weft.engine.model.loader import check_weights
 from weft.engine.model.weights.tensor_reads import TensorReads
 from weft.testing.models.every_family import EVERY_FAMILY, write_model

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from weft.engine.base.errors import ContextTooLong
+from weft.contract.errors import ContextTooLong
 from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_models import make_tiny
 

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint import demo
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.digest import file_digest
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint import demo
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.digest import file_digest
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.errors import ModelError
 from weft.engine.model.loader import load_model
 from weft.testing.models.choices import check_choices
 from weft.testing.models.paging import PagedDriver
 from weft.testing.models.threads import one_thread
 
 CONVERT = """
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
 def report(done, total):
     print(done, total, flush=True)
 print("at", resolve_model("demo", report), flush=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from weft.checkpoint.adapters.names import VOCABULARY
+from weft.contract.errors import ConfigError
+from weft.contract.request import StopCriteria
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import StopCriteria
-from weft.engine.checkpoint.adapters.names import VOCABULARY
 from weft.engine.executor import device
 from weft.engine.loop import build as parts
 from weft.engine.loop.llm import LLM

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModel
-from weft.engine.base.errors import ModelError
-from weft.engine.base.tasks import Pool
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ModelError
+from weft.contract.tasks import Pool
 from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_embedders import write_json
 from weft.testing.models.tiny_encoders import make_encoder

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.base.errors import ModelError
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ModelError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.gateway.text.model_card import load_model_card
 from weft.testing.models.tiny_models import make_tiny

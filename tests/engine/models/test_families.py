@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import kl_div
-from weft.engine.base.tasks import Pool
+from weft.contract.tasks import Pool
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.kernels.int_groups import quantise_groups

@@ -13,9 +13,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.rope import RopeConfig
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.rope import RopeConfig
+from weft.contract.errors import ModelError
 from weft.testing.models.families import SIZES
 
 EXPERTS = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.base.errors import ConfigError, ModelError
+from weft.contract.errors import ConfigError, ModelError
 from weft.engine.model.loader import load_model
 from weft.testing.models.choices import (
     NEAR_TIE,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint import demo, gguf_folder
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint import demo, gguf_folder
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.loader import LoadedModel, load_model
@@ -54,9 +54,7 @@ def single_thread() -> Iterator[None]:
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made of the files goes here; what was compiled is found where it was."""
     for module in ("gguf_folder",):
-        monkeypatch.setattr(
-            f"weft.engine.checkpoint.{module}.cache_folder", lambda: tmp_path / "cache"
-        )
+        monkeypatch.setattr(f"weft.checkpoint.{module}.cache_folder", lambda: tmp_path / "cache")
 
 
 def make(kind: str, types: dict[str, str], tmp_path: Path, **fields: object) -> tuple[Path, Path]:

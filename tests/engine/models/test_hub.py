@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from weft.engine.checkpoint.hub import HubName
+from weft.checkpoint.hub import HubName
 from weft.testing.models.hub_mirror import Mirror, serving_mirror
 from weft.testing.models.tiny_models import make_tiny
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.request import StopCriteria
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import OF_STATES, check_choices, where_experts_are_sure
 from weft.testing.models.every_family import load_reference

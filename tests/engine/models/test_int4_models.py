@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.base.errors import ModelError
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.errors import ModelError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.kernels.int_groups import quantise_groups

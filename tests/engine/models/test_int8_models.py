@@ -13,10 +13,10 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load_file
+from weft.checkpoint.quantization import Quantization
 from weft.cli import model as command
-from weft.engine.base.errors import ConfigError, ModelError
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.quantization import Quantization
+from weft.contract.errors import ConfigError, ModelError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.device import wider_experts
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model

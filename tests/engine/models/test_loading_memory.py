@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from weft.kernels.build import cache_folder
+from weft.contract.cache_folder import cache_folder
 from weft.testing.models import loading_memory
 from weft.testing.models.tiny_models import make_tiny, tiny_config, tiny_weights
 

@@ -15,10 +15,10 @@ import pytest
 import regex
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.base.errors import ModelError
-from weft.engine.base.tokenizer_files import read_tokenizer
-from weft.engine.checkpoint.mistral_params import mistral_name
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.mistral_params import mistral_name
+from weft.checkpoint.resolve import resolve_model
+from weft.checkpoint.tokenizer_files import read_tokenizer
+from weft.contract.errors import ModelError
 from weft.engine.model.loader import load_model
 from weft.testing.models.families import make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest

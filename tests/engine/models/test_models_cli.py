@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from weft.checkpoint import demo
+from weft.checkpoint.digest import file_digest
 from weft.cli import model as command
-from weft.engine.checkpoint import demo
-from weft.engine.checkpoint.digest import file_digest
 from weft.engine.model.loader import load_model
 from weft.testing.models.tiny_embedders import make_embedder
 from weft.testing.models.tiny_models import make_tiny

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint import architectures
-from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
-from weft.engine.checkpoint.rope import RopeConfig
+from weft.checkpoint import architectures
+from weft.checkpoint.config import ModelConfig, SlidingWindow
+from weft.checkpoint.rope import RopeConfig
+from weft.contract.errors import ModelError
 from weft.testing.models.tiny_models import tiny_config
 
 LLAMA3 = {

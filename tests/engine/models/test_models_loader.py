@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.base.errors import ConfigError, ModelError
-from weft.engine.checkpoint import architectures, digest
-from weft.engine.checkpoint.dtypes import cpu_has_fast_bfloat16, resolve_dtype
+from weft.checkpoint import architectures, digest
+from weft.checkpoint.dtypes import cpu_has_fast_bfloat16, resolve_dtype
+from weft.contract.errors import ConfigError, ModelError
 from weft.engine.model.archs import registry
 from weft.engine.model.archs.llama import LlamaForCausalLM
 from weft.engine.model.loader import LoadedModel, load_model

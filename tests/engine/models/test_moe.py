@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.config import ModelConfig, MoEConfig
+from weft.checkpoint.config import ModelConfig, MoEConfig
+from weft.contract.errors import ModelError
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices, asks_surely

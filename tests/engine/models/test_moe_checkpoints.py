@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ModelError
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.models.choices import where_experts_are_sure

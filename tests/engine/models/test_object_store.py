@@ -9,9 +9,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint import object_store
-from weft.engine.checkpoint.resolve import default_name, resolve_model
+from weft.checkpoint import object_store
+from weft.checkpoint.resolve import default_name, resolve_model
+from weft.contract.errors import ModelError
 from weft.engine.model.loader import load_model
 from weft.testing.models.tiny_models import make_tiny
 

@@ -17,9 +17,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
-from weft.engine.base.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError
-from weft.engine.base.tasks import Output, Pool
-from weft.engine.checkpoint.pooling import load_pooling
+from weft.checkpoint.pooling import load_pooling
+from weft.contract.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError
+from weft.contract.tasks import Output, Pool
 from weft.engine.loop.llm import LLM
 from weft.testing.models.families import FAMILIES, SIZES
 from weft.testing.models.tiny_embedders import (

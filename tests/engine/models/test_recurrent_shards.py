@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.parts import DecoderConfig
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.parts import DecoderConfig
 from weft.engine.model.archs.decoder import read_mixer
 from weft.engine.model.layers.rotary import Rotaries
 from weft.engine.model.loader import open_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import KnownDrafter, speculate

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.base.errors import ModelError
+from weft.contract.errors import ModelError
 from weft.engine.model.weights import tensor_reads
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.reader import TensorSlice

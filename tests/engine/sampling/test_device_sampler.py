@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.drawing.draws import Drawer
 from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor import device_check

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.loop.llm import LLM, GeneratedSample
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from weft.engine.base.errors import ContextTooLong, InvalidRequest
-from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.errors import ContextTooLong, InvalidRequest
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.submits import Cancel, SampleProgress, Submit
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Cancel, SampleProgress, Submit
 from weft.testing.engine.constrained import Desk, Outcome
 from weft.testing.models.choices import where_experts_are_sure
 from weft.testing.models.tiny_adapters import make_adapter, vocabulary_tensors, write_adapter

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
-from weft.engine.base.errors import Internal, InvalidRequest
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.errors import Internal, InvalidRequest
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import Sampler, SamplerRow, derive_seed
 from weft.testing.kernels import naive_sampling
 from weft.testing.kernels.naive_sampling import NaiveParams

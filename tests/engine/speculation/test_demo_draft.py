@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-from weft.engine.base.end_tokens import end_token_ids
-from weft.engine.base.request import StopCriteria
-from weft.engine.checkpoint.adapters.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
-from weft.engine.checkpoint.eagle3_config import Eagle3Config
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.adapters.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
+from weft.checkpoint.eagle3_config import Eagle3Config
+from weft.checkpoint.end_tokens import end_token_ids
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import StopCriteria
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.model.heads.draft_adapter import read_draft_adapter

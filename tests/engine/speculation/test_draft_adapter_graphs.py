@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
+from weft.checkpoint.adapters.files import DRAFT_FOLDER, AdapterFiles, TensorEntry
+from weft.checkpoint.eagle3_config import Eagle3Config
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import tree_shapes
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER, AdapterFiles, TensorEntry
-from weft.engine.checkpoint.eagle3_config import Eagle3Config
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.draft_rows import DraftAdapterFiles
 from weft.engine.loop import build as parts

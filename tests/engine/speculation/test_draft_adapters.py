@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.base.errors import AdapterError
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.contract.errors import AdapterError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM

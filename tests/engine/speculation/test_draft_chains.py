@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.drafts.chains import ChainGraphs, ChainShape, StaticChains, chain_shapes
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan

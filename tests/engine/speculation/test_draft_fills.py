@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.timeline import Timeline
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.timeline import Timeline
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import (
     HeadReference,

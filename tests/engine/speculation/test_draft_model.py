@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.contract.errors import ConfigError, ModelError
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Cancel, Submit
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import DraftShape
-from weft.engine.base.errors import ConfigError, ModelError
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.features.speculative.gate import DECAY, MeasuredGate
 from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Cancel, Submit
 from weft.engine.scheduler.acceptance import Acceptance
 from weft.engine.scheduler.plan import VerifyItem
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of

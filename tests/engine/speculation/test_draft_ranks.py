@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import KnownDrafter, texts_of
 from weft.testing.engine.eagle3_cases import NUM_CHECKED, WatchedHead, check_chains

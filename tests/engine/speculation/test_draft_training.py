@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_adapter import read_draft_adapter

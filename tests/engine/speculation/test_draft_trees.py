@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.keys import PageKeys
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import DraftShape
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.llm import LLM, GeneratedSample
-from weft.engine.memory.keys import PageKeys
-from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.plan import Plan
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.engine.drafters import NotedRuns, speculate, texts_of

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from weft.contract.errors import ConfigError, ModelError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError, ModelError
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import KnownDrafter, speculate, texts_of
 from weft.testing.engine.eagle3_cases import WatchedHead, check_chains

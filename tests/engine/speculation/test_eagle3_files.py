@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.eagle3_config import default_aux_layers
+from weft.checkpoint.eagle3_config import default_aux_layers
+from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel, check_width
 from weft.engine.model.heads.eagle3 import load_eagle3

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.executor.drafts.chains import StaticChains
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 from weft.kernels import cpu
 from weft.testing.engine.captured_drafts import capture_chains
 from weft.testing.engine.captured_steps import RecordedSteps

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
-from weft.engine.base.request import StopCriteria
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.threads import one_thread
 

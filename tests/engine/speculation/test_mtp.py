@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from weft.contract.errors import ConfigError, ModelError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError, ModelError
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.kernels import cpu

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.base.request import Constraint, Reasoning, SamplingParams, StopCriteria
+from weft.contract.keys import PageKeys
+from weft.contract.request import Constraint, Reasoning, SamplingParams, StopCriteria
 from weft.engine.features.speculative.ngram import NgramDrafter
 from weft.engine.loop.llm import LLM, GeneratedSample
-from weft.engine.memory.keys import PageKeys
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.engine.drafters import EndingDrafter, KnownDrafter, NotedRuns, speculate, texts_of
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine

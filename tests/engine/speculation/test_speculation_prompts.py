@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.resolve import resolve_model
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.engine.drafters import RandomGate

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.drafts import DraftShape, tree_shapes
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM

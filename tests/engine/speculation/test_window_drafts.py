@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.draft_storm import check_storm, draft_storm, known_of, samplings_of
 from weft.testing.engine.drafters import KnownDrafter, KnownGraphs, RandomGate, speculate, texts_of

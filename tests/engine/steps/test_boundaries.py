@@ -194,7 +194,7 @@ def test_long_prompts_come_in_capped_fills(model_dir: Path, reference: Reference
 
 
 def test_samples_of_one_prompt_share_one_fill(pair: EnginePair) -> None:
-    from weft.engine.base.request import SamplingParams
+    from weft.contract.request import SamplingParams
 
     prompt = prompt_of(4 * PAGE + 5)
     request_id = pair.submit(prompt, NUM_NEW, sampling=SamplingParams(n=4, seed=7))

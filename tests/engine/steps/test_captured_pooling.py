@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from weft.engine.base.tasks import Pool
+from weft.contract.tasks import Pool
 from weft.engine.loop.llm import LLM
 from weft.kernels import cpu, encoder_attention
 from weft.testing.engine.captured_steps import RecordedSteps

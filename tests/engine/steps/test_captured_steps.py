@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.drawing.draws import Draw
 from weft.engine.drawing.sampler import RowsUnderWay, SamplerRow
 from weft.engine.executor import graphs
@@ -22,7 +23,6 @@ from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.loop.llm import LLM, GeneratedSample
-from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request

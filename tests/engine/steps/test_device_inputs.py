@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from weft.checkpoint.adapters.projections import projections_of
+from weft.checkpoint.config import ModelConfig
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import LaterDrafts
-from weft.engine.checkpoint.adapters.projections import projections_of
-from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.drawing.encode import step_input
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device_inputs import DeviceInputs

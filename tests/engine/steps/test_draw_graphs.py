@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.drafts import LaterDrafts
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.drawing.encode import step_input
 from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor.device_inputs import DeviceInputs

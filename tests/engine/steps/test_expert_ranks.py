@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.errors import ConfigError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import check_same
 from weft.testing.models.every_family import load_reference

@@ -7,10 +7,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import GatewayBatch, Submit
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import GatewayBatch, Submit
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
 

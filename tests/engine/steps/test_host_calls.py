@@ -10,10 +10,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 from weft.testing.models.lora_reference import BASE
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft

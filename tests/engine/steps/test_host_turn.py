@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.base import give_way as host_turn
-from weft.engine.base.give_way import HostPriority
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.adapters.plan import DENSE
-from weft.engine.checkpoint.adapters.projections import projections_of
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.adapters.plan import DENSE
+from weft.checkpoint.adapters.projections import projections_of
+from weft.checkpoint.config import ModelConfig
+from weft.contract import give_way as host_turn
+from weft.contract.give_way import HostPriority
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.drawing.draws import Draw, Drawn
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.step_input import StepInput

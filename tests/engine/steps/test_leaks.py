@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base import faults
-from weft.engine.base.faults import FaultSpec
-from weft.engine.base.request import SamplingParams
+from weft.contract import faults
+from weft.contract.faults import FaultSpec
+from weft.contract.request import SamplingParams
 from weft.testing.engine.drafters import RandomGate
 from weft.testing.engine.engine_pair import (
     WAYS,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Cancel
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.checkpoint.latent_config import LatentConfig
 from weft.engine.executor import graphs
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.executor.graphs import (

@@ -13,10 +13,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from weft.engine.base.arrays import Int64Array
-from weft.engine.base.errors import RanksLost
+from weft.checkpoint.config import ModelConfig
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import RanksLost
 from weft.engine.base.state_rows import StateRows
-from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.ranks.frames import (
     NO_PAGES,
     NewPages,

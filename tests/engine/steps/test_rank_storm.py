@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from weft.engine.base.errors import RanksLost
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.errors import RanksLost
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_models import make_tiny
 

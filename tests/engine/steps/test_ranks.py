@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
-from weft.engine.base.errors import ConfigError, RanksLost
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ConfigError, RanksLost
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.executor.ranks import start
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.parallel.shards import check_divides

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.base.request import StopCriteria
+from weft.contract.handle import FillEvent
+from weft.contract.request import StopCriteria
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.reports import load_report
-from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine

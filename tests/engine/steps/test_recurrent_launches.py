@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from weft.checkpoint.recurrent_config import GatedDeltaConfig
 from weft.engine.base.state_rows import StateRows
-from weft.engine.checkpoint.recurrent_config import GatedDeltaConfig
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import DeviceStates, StateMemory
 from weft.engine.model.layers import gated_delta

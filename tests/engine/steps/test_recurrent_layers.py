@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.recurrent import check_recurrent

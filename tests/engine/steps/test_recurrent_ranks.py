@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import StopCriteria
+from weft.contract.errors import ConfigError
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import OF_STATES, check_same

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.submits import Finished, Ping, SampleProgress, Submit
+from weft.contract.timeline import FillCandidate
 from weft.engine.loop.groups import first_to_run
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.outgoing import Outgoing
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Finished, Ping, SampleProgress, Submit
-from weft.engine.protocol.timeline import FillCandidate
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.base.errors import Overloaded
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.errors import Overloaded
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from weft.engine.protocol.submits import SessionEnd
+from weft.contract.submits import SessionEnd
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.lora_reference import load
 from weft.testing.models.tiny_adapters import make_adapter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
+from weft.contract.layout import StatePart, StatePlane
 from weft.engine.executor.states import StateMemory
-from weft.engine.memory.layout import StatePart, StatePlane
 
 
 def test_a_block_comes_out_of_pages_as_it_went_in() -> None:

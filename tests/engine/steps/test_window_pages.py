@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.contract.errors import ConfigError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import NEVER_SHIP_TOKENS
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.kernels import cpu

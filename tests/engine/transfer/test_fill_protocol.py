@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weft.engine.base.request import SamplingParams
-from weft.engine.protocol.fills import (
+from weft.contract.fills import (
     FillCommand,
     FillerEvent,
     FillStart,
     LeaseQuery,
     ProcessExited,
 )
-from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Cancel
+from weft.contract.handle import FillEvent
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams
+from weft.contract.submits import Cancel
 from weft.engine.sources import filler as filler_module
 from weft.testing.engine.engine_pair import (
     WAYS,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.engine.protocol.handle import FillEvent, NixlTargetInfo
+from weft.contract.handle import FillEvent, NixlTargetInfo
 from weft.engine.transfer.nixl import (
     Notification,
     PoolRegion,

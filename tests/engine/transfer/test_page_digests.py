@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
+from weft.contract.errors import ConfigError
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_models import make_tiny
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from weft.contract.errors import ConfigError
+from weft.contract.messages import Outbox
+from weft.contract.reports import LoadReport
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.protocol.messages import Outbox
-from weft.engine.protocol.reports import LoadReport
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from weft.testing.models.tiny_models import make_tiny
 

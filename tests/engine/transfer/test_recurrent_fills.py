@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from weft.contract.timeline import FillCandidate
 from weft.engine.loop import recurrent
-from weft.engine.protocol.timeline import FillCandidate
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 

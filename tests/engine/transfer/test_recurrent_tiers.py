@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.base import faults
-from weft.engine.base.faults import FaultSpec
+from weft.contract import faults
+from weft.contract.faults import FaultSpec
+from weft.contract.keys import PageKeys, block_keys
+from weft.contract.layout import StatePart, StatePlane
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.states import StateMemory
-from weft.engine.memory.keys import PageKeys, block_keys
-from weft.engine.memory.layout import StatePart, StatePlane
 from weft.testing.engine.tier_bench import NUM_NEW, TierBench
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.submits import Cancel
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.submits import Cancel
 from weft.engine.scheduler.plan import Plan
 from weft.engine.transfer import device_pages
 from weft.engine.transfer.build import stages_on_device

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.base import faults
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.faults import FaultPoint, FaultSpec
-from weft.engine.base.pages import Page
+from weft.contract import faults
+from weft.contract.errors import ConfigError
+from weft.contract.faults import FaultPoint, FaultSpec
+from weft.contract.keys import PageKeys
+from weft.contract.pages import Page
+from weft.contract.submits import Cancel
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.keys import PageKeys
-from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.choices import Choices

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine.base import faults
+from weft.contract import faults
+from weft.contract.faults import FaultSpec
+from weft.contract.submits import Cancel
 from weft.engine.base.background import BackgroundThread
-from weft.engine.base.faults import FaultSpec
-from weft.engine.protocol.submits import Cancel
 from weft.engine.scheduler.state import State
 from weft.engine.sources.tiers import tiers
 from weft.engine.sources.tiers.loads import LoadChunk

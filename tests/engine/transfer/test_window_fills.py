@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.contract.fills import FillCommand, FillerEvent
+from weft.contract.handle import FillEvent
+from weft.contract.request import SamplingParams
 from weft.engine.base.config import NEVER_SHIP_TOKENS
-from weft.engine.base.request import SamplingParams
-from weft.engine.protocol.fills import FillCommand, FillerEvent
-from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.models.choices import check_choices

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weft.contract.keys import PageKeys
+from weft.contract.store import StorePutResult
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.keys import PageKeys
-from weft.engine.protocol.store import StorePutResult
 from weft.engine.sources.store import HELD_SHARE
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from weft.engine.base import faults
+from weft.checkpoint.config import ModelConfig
+from weft.contract import faults
+from weft.contract.faults import FaultSpec
+from weft.contract.keys import PageKeys, block_keys
+from weft.contract.request import SamplingParams
+from weft.contract.submits import Cancel
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
-from weft.engine.base.faults import FaultSpec
-from weft.engine.base.request import SamplingParams
-from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.loop.recurrent import keeps_windows
-from weft.engine.memory.keys import PageKeys, block_keys
-from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of

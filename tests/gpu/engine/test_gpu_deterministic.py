@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.errors import ConfigError
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.kernels.attention import paged_attention
 from weft.kernels.fp8 import FP8

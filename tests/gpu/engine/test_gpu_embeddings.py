@@ -12,8 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.tasks import Pool
+from weft.contract.errors import ConfigError
+from weft.contract.tasks import Pool
 from weft.engine.loop.llm import LLM
 from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.testing.models.tiny_embedders import make_embedder, write_modules

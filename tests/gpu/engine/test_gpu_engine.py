@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Submit
 from weft.testing.models.float32_reference import reference_logits, reference_model, ties_of
 from weft.testing.models.tiny_models import make_tiny
 

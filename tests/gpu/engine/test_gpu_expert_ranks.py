@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._C import _distributed_c10d
-from weft.engine.base.request import StopCriteria
+from weft.contract.request import StopCriteria
 from weft.testing.engine.ranked_texts import GREEDY, VOCAB, adapted_texts, make_llm, ranked
 from weft.testing.models.tiny_adapters import make_expert_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft

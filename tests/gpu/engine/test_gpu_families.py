@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.every_family import (
     EVERY_FAMILY,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.request import StopCriteria
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ConfigError
+from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.every_family import load_reference, missing_type
 from weft.testing.models.families import HYBRIDS, HYBRIDS_WITH_IMAGES, make_family

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.float32_reference import reference_model, ties_with
 from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models

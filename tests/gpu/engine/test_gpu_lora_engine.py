@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.request import StopCriteria
+from weft.contract.request import StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.adapter_orders import check_random_orders

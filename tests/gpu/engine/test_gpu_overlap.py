@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.errors import WeftError
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.errors import WeftError
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.submits import Cancel, Submit
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Cancel, Submit
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.models.tiny_models import make_tiny
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from weft.engine.base.request import StopCriteria
+from weft.contract.request import StopCriteria
 from weft.testing.engine.eagle3_cases import check_chains
 from weft.testing.engine.ranked_texts import (
     GREEDY,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.kernels.attention import (
     AttentionSpec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.checkpoint.latent_config import LatentConfig
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.layer import Query
 from weft.engine.model.layers.rotary import Rotary

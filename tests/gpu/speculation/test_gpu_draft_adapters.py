@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.drafts import tree_shapes
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.drafts.captured import Graph
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine

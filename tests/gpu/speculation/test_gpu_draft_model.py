@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.features.speculative.model_drafter import ModelDrafter
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import RandomGate

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.submits import Submit
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.ports import DraftGate
 from weft.testing.engine.constrained import Desk, Outcome
 from weft.testing.engine.draft_storm import check_storm, draft_storm, known_of, samplings_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.base.drafts import DraftShape, tree_shapes
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.base.token_trees import TokenTree
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base import faults
-from weft.engine.base.faults import FaultSpec
-from weft.engine.base.request import StopCriteria
+from weft.contract import faults
+from weft.contract.faults import FaultSpec
+from weft.contract.request import StopCriteria
+from weft.contract.submits import Cancel
 from weft.engine.executor import device_pool
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Cancel
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from weft.testing.engine.engine_storm import Storm, Text
 from weft.testing.engine.local_plane import join_planes

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.checkpoint.latent_config import LatentConfig
 from weft.engine.model.layers import latent
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.layer import Layer

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.checkpoint.adapters.files import DRAFT_FOLDER
 from weft.testing.meshes.local_mesh import WEFT, wait_until
 from weft.testing.meshes.mesh_adapters import (
     TIMEOUT_S,

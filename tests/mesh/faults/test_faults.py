@@ -16,8 +16,8 @@ import openai
 import psutil
 import pytest
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import PeerUnavailable
-from weft.engine.base.faults import FaultSpec
+from weft.contract.errors import PeerUnavailable
+from weft.contract.faults import FaultSpec
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_calls import Answer, Ask, Caller, new_salt, num_shipped
 from weft.testing.meshes.mesh_kinds import NUM_TOKENS, on

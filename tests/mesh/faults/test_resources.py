@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import SlowClient
+from weft.contract.errors import SlowClient
 from weft.testing.meshes.local_mesh import WEFT, wait_until
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc

@@ -20,7 +20,7 @@ import grpc
 import httpx
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 from weft.engine.drawing.sampler import derive_seed
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh

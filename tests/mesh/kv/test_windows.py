@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_calls import Ask, Caller, new_salt
 from weft.testing.meshes.mesh_kinds import PATIENT

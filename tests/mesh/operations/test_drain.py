@@ -10,8 +10,8 @@ import subprocess
 import grpc
 import pytest
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import WorkerNotFound
-from weft.engine.base.faults import FaultSpec
+from weft.contract.errors import WorkerNotFound
+from weft.contract.faults import FaultSpec
 from weft.testing.meshes.local_mesh import WEFT, wait_until
 from weft.testing.meshes.mesh_calls import Ask, Caller, new_salt
 from weft.testing.meshes.mesh_kinds import on

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from weft.checkpoint.demo import DEMO_NAME
+from weft.checkpoint.resolve import resolve_model
 from weft.cli.up.settings import UpSettings
 from weft.common.settings import Settings, load_settings
 from weft.decode.main import DecodeSettings
-from weft.engine.checkpoint.demo import DEMO_NAME
-from weft.engine.checkpoint.resolve import resolve_model
 from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
 from weft.prefill.main import PrefillSettings

@@ -25,7 +25,7 @@ from weft.cli.certs import files_of, issue, read_authority
 from weft.common.rpc.authorize import ANYONE, CALLERS
 from weft.common.rpc.channel import open_blocking_channel
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import PermissionDenied, Unauthenticated
+from weft.contract.errors import PermissionDenied, Unauthenticated
 from weft.gateway.admission.keys import PREFIX
 from weft.gateway.api.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.testing.meshes.local_mesh import WEFT, wait_until

@@ -25,7 +25,7 @@ from weft.cli.status import (
     describe_states,
     show,
 )
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
 from weft.v1 import decode_pb2, gateway_pb2, worker_pb2

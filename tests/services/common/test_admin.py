@@ -22,8 +22,8 @@ from weft.common.admin import AdminServer, read_token
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.server import ServiceServer
 from weft.common.settings import LogLevel, ServiceSettings, load_settings
-from weft.engine.base.errors import ConfigError, FaultsDisabled, InvalidRequest, Unauthenticated
-from weft.engine.base.faults import BOARD, FaultSpec, FaultState
+from weft.contract.errors import ConfigError, FaultsDisabled, InvalidRequest, Unauthenticated
+from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
 from weft.v1 import admin_pb2, admin_pb2_grpc, common_pb2, gateway_pb2

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter
 from weft.common.rpc.errors import error_detail, from_error_detail, from_rpc_error
 from weft.common.rpc.server import SECOND_SIGNAL_AFTER_S, ServiceServer
 from weft.common.settings import ServiceSettings
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     ConfigError,
     ContextTooLong,
     Draining,

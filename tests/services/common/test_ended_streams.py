@@ -9,7 +9,7 @@ import grpc
 import pytest
 from weft.common.rpc.errors import abort, from_rpc_error
 from weft.common.rpc.streams import WRITE_AFTER_END
-from weft.engine.base.errors import Overloaded, PeerUnavailable
+from weft.contract.errors import Overloaded, PeerUnavailable
 from weft.v1 import kv_pb2, prefill_pb2_grpc
 
 pytestmark = pytest.mark.asyncio

@@ -14,8 +14,8 @@ from weft.common.rpc.channel import open_channel
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.store_replica import StoreReplica
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.store import StoreLookup
+from weft.contract.messages import Inbox
+from weft.contract.store import StoreLookup
 from weft.gateway.fleet import session
 from weft.gateway.fleet.session import DecodeSession
 from weft.testing.services.fill_commands import fill_command

@@ -29,7 +29,7 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.server import LIVENESS, ServiceServer
 from weft.common.rpc.tls import Identity, read_material
 from weft.common.settings import ServiceSettings, load_settings
-from weft.engine.base.errors import ConfigError, PermissionDenied
+from weft.contract.errors import ConfigError, PermissionDenied
 from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
 from weft.kvstore.store import KvStore

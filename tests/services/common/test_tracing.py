@@ -21,12 +21,12 @@ from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.telemetry.spans import Tracer, new_trace, parse_traceparent
 from weft.common.worker.fill_trace import FillTrace
+from weft.contract.fills import FillStart
+from weft.contract.handle import FillEvent, FillTimings
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Failed, Failure, Finished, GatewayBatch, Submit
+from weft.contract.timeline import FillRecord, Timeline
 from weft.decode.spans import RequestSpans
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.protocol.fills import FillStart
-from weft.engine.protocol.handle import FillEvent, FillTimings
-from weft.engine.protocol.submits import Failed, Failure, Finished, GatewayBatch, Submit
-from weft.engine.protocol.timeline import FillRecord, Timeline
 from weft.testing.models.tiny_tokenizers import write_model_dir
 from weft.testing.services.fake_decode import Event, Script
 from weft.testing.services.gateway_harness import Harness, gateway

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from weft.common.worker.service import WorkerServicer
-from weft.engine.protocol.messages import Inbox
+from weft.contract.messages import Inbox
 from weft.v1 import worker_pb2
 
 

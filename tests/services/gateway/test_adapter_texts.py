@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from weft.checkpoint.tokenizer_files import TokenizerFiles
 from weft.common.adapters.manifest import Entry
 from weft.common.adapters.registry import Registry
-from weft.engine.base.errors import AdapterError
-from weft.engine.base.tokenizer_files import TokenizerFiles
+from weft.contract.errors import AdapterError
 from weft.gateway.adapters import cards as adapter_texts
 from weft.gateway.adapters.cards import AdapterCards, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory

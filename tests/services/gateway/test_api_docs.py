@@ -9,8 +9,8 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from weft.common.adapters.manifest import AdapterExists, AdaptersOff
-from weft.engine.base import errors
-from weft.engine.base.errors import WeftError
+from weft.contract import errors
+from weft.contract.errors import WeftError
 from weft.gateway.api.openai.parse import BodyTooLarge
 from weft.gateway.api.responses.service import ResponseNotFound
 from weft.gateway.api.server.service import MetricsNotServed

@@ -19,7 +19,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from weft.common.admin import read_token
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     ConfigError,
     InvalidApiKey,
     PermissionDenied,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from weft.cli.certs import files_of
 from weft.common.settings import load_settings
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.fleet.discovery import Discovery, Endpoint, make_discovery
 from weft.gateway.fleet.discovery.dns import DnsDiscovery
 from weft.gateway.fleet.discovery.file import FileDiscovery

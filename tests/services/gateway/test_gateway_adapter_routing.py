@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.checkpoint.adapters.digest import adapter_digest
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_adapters import (
     adapter_mesh,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from google.protobuf.empty_pb2 import Empty
+from weft.checkpoint.adapters.digest import adapter_digest
 from weft.common.adapters.manifest import Entry, Manifest
-from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.gateway.adapters import manager
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager

@@ -12,9 +12,9 @@ import grpc
 import pytest
 import pytest_asyncio
 from weft.common.rpc.errors import from_rpc_error
+from weft.contract.errors import WeftError
 from weft.decode.assembly import Assembly
 from weft.decode.convert import submit_from_proto
-from weft.engine.base.errors import WeftError
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import ContextTooLong, InvalidRequest, WeftError
+from weft.contract.errors import ContextTooLong, InvalidRequest, WeftError
 from weft.gateway.text import prepare
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import Draining
+from weft.contract.errors import Draining
 from weft.gateway.fleet.discovery import Endpoint
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Script

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway

@@ -17,7 +17,7 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     DeadlineExceeded,
     Draining,
     Overloaded,

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from pydantic import ValidationError
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import InvalidRequest
+from weft.contract.errors import InvalidRequest
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.ollama.bodies import ChatBody as OllamaChatBody
 from weft.gateway.api.ollama.bodies import GenerateBody

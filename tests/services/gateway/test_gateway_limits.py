@@ -12,7 +12,7 @@ import grpc
 import openai
 import pytest
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import InvalidRequest, RateLimited
+from weft.contract.errors import InvalidRequest, RateLimited
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, processors
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import PeerUnavailable, WeftError
+from weft.contract.errors import PeerUnavailable, WeftError
 from weft.gateway.api.openai import answers
 from weft.gateway.api.openai.prompt_logprobs import text_offsets
 from weft.gateway.generation import pipeline

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import DeadlineExceeded, Draining, PeerUnavailable, WeftError
+from weft.contract.errors import DeadlineExceeded, Draining, PeerUnavailable, WeftError
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Event, FakeWorker, Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway

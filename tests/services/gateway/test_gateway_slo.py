@@ -15,7 +15,7 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.duration_pb2 import Duration
 from pydantic import ValidationError
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import ConfigError, InvalidRequest, TargetUnattainable
+from weft.contract.errors import ConfigError, InvalidRequest, TargetUnattainable
 from weft.gateway.admission.keys import Tenant, new_key, write_keys
 from weft.gateway.admission.tenants import Tenants
 from weft.gateway.settings import GatewaySettings

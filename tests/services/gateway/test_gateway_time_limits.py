@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestNotFound
+from weft.contract.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestNotFound
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.gateway.text import prepare
 from weft.gateway.text.tokens import decode, encode
 from weft.testing.models.tiny_tokenizers import byte_fallback_bpe, byte_level_bpe

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import InvalidRequest, PeerUnavailable
+from weft.contract.errors import InvalidRequest, PeerUnavailable
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
 from weft.v1 import decode_pb2, dialects_pb2_grpc

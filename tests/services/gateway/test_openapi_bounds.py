@@ -11,7 +11,7 @@ import grpc
 import jsonschema
 import pytest
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import ContextTooLong, InvalidRequest
+from weft.contract.errors import ContextTooLong, InvalidRequest
 from weft.gateway.api.openai.bounds import BOUNDS
 from weft.gateway.api.openai.document import openapi_document
 from weft.testing.services.fake_decode import Script

@@ -24,7 +24,7 @@ from weft.common.telemetry.request_log import (
     read_log,
     to_line,
 )
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.app import GatewayApp
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway

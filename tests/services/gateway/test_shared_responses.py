@@ -9,7 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from weft.engine.base.errors import PeerUnavailable
+from weft.contract.errors import PeerUnavailable
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.gateway.api.responses.shared_store import MAX_VALUE_BYTES, SharedResponses
 from weft.gateway.api.responses.store import StoredResponse

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.memory.keys import block_keys
-from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
+from weft.contract.keys import block_keys
+from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.kvstore.store import KvStore
 from weft.testing.services.kv_chain import Chain, StoreCaller, random_pages
 from weft.testing.services.store_server import store_here

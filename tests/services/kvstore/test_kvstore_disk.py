@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.pages import Page
+from weft.contract.errors import ConfigError
+from weft.contract.pages import Page
 from weft.engine.sources.tiers.keyed import PagePlace
 from weft.kvstore.backends.disk import DiskBackend
 from weft.kvstore.store import KvStore

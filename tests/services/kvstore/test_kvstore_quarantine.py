@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import pytest
 from weft.common.rpc.server import QUARANTINE_STATUS
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.digest import digest_pages_numpy
 from weft.engine.transfer.nixl import TransferError
 from weft.kvstore import main, puts, transport

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from weft.cli import certs
 from weft.cli.certs import issue
-from weft.engine.base.errors import ConfigError
-from weft.engine.protocol.reports import TierReport
+from weft.contract.errors import ConfigError
+from weft.contract.reports import TierReport
 from weft.kvstore.settings import KvStoreSettings
 from weft.kvstore.store import KvStore
 from weft.testing.services.certificates import make_certificates

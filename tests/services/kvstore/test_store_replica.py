@@ -12,8 +12,8 @@ from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import MAX_LATE_RESTS, REST_S, StoreReplica
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.store import StoreLookup, StorePut
+from weft.contract.messages import Inbox
+from weft.contract.store import StoreLookup, StorePut
 from weft.testing.services.fill_commands import nixl_target
 from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 

@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.service import Queries
+from weft.contract.faults import STORE_FILL, FaultSpec
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
+from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.faults import STORE_FILL, FaultSpec
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.base.token_ids import token_ids
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Submit
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.services.kv_chain import Chain, StoreCaller, fill_handle, random_pages
 from weft.testing.services.store_server import store_here

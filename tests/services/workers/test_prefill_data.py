@@ -14,8 +14,8 @@ import grpc
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from weft.common.rpc.channel import CHANNEL_OPTIONS
-from weft.engine.memory.keys import namespace_digest
-from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.contract.keys import namespace_digest
+from weft.contract.layout import CacheLayout, PagedPlane
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.services.processes import ServiceProcess
 from weft.v1 import common_pb2, kv_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc

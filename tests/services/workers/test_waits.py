@@ -19,10 +19,10 @@ from weft.common.settings import ServiceSettings
 from weft.common.telemetry.tracing import make_tracer
 from weft.common.worker import fill_client
 from weft.common.worker.fill_client import FillClient
+from weft.contract.errors import PeerUnavailable
+from weft.contract.messages import Inbox
 from weft.decode import session as decode_session
 from weft.decode.service import DecodeService
-from weft.engine.base.errors import PeerUnavailable
-from weft.engine.protocol.messages import Inbox
 from weft.testing.services.fill_commands import fill_command
 from weft.testing.services.kv_chain import StoreCaller
 from weft.testing.services.silent_prefill import silent_prefill

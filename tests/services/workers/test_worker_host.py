@@ -18,9 +18,9 @@ from weft.cli.up.ports import free_ports
 from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.common.worker import host
 from weft.common.worker.settings import WorkerSettings
-from weft.engine.base.errors import PeerUnavailable
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.reports import EngineInfo
+from weft.contract.errors import PeerUnavailable
+from weft.contract.messages import Inbox
+from weft.contract.reports import EngineInfo
 from weft.gateway.app import GatewayApp
 from weft.gateway.settings import GatewaySettings
 from weft.prefill.service import PrefillService

@@ -15,9 +15,9 @@ from weft.common.adapters.registry import MANIFEST, Registry, Stamp
 from weft.common.worker import adapters as module
 from weft.common.worker import change_log
 from weft.common.worker.adapters import AdapterFollower
-from weft.engine.protocol.adapters import AdapterOrder, AdapterReply, AdapterState
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Failure
+from weft.contract.adapters import AdapterOrder, AdapterReply, AdapterState
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.submits import Failure
 from weft.v1 import worker_pb2
 
 ONE, TWO = b"\1" * 32, b"\2" * 32

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft.checkpoint.adapters.digest import adapter_digest
+from weft.checkpoint.adapters.files import DRAFT_FOLDER
 from weft.common.adapters.manifest import (
     AdapterExists,
     Entry,
@@ -25,9 +27,7 @@ from weft.common.adapters.manifest import (
 )
 from weft.common.adapters.paths import components
 from weft.common.adapters.registry import MANIFEST, Registry
-from weft.engine.base.errors import AdapterError, ConfigError, InvalidRequest, Overloaded, WeftError
-from weft.engine.checkpoint.adapters.digest import adapter_digest
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.contract.errors import AdapterError, ConfigError, InvalidRequest, Overloaded, WeftError
 from weft.testing.models.adapter_files import CONFIG, WEIGHTS, write_adapter
 
 MAX_BYTES = 1 << 20

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.engine.base.errors import AdapterError
-from weft.engine.checkpoint.adapters import patterns
-from weft.engine.checkpoint.adapters.names import parse_name
-from weft.engine.checkpoint.adapters.patterns import is_quick
-from weft.engine.checkpoint.adapters.peft_config import PeftConfig
+from weft.checkpoint.adapters import patterns
+from weft.checkpoint.adapters.names import parse_name
+from weft.checkpoint.adapters.patterns import is_quick
+from weft.checkpoint.adapters.peft_config import PeftConfig
+from weft.contract.errors import AdapterError
 
 UNSLOTH = (
     r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from weft.cli.chaos.load import AFFLICTED_LATE_S, LATE_S, text_problem, whole_problem
 from weft.cli.chaos.requests import GRACE_S, ChaosRequest, Reply
-from weft.engine.base.errors import PeerUnavailable
+from weft.contract.errors import PeerUnavailable
 from weft.v1 import common_pb2
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

@@ -14,7 +14,7 @@ from weft.cli.chaos.requests import ChaosRequest, Pace, Reply
 from weft.cli.chaos.schedule import Planned
 from weft.cli.up.process import describe_status
 from weft.common.rpc.server import QUARANTINE_STATUS
-from weft.engine.base.errors import PeerUnavailable
+from weft.contract.errors import PeerUnavailable
 
 ASK = ChaosRequest(number=0, prompt=(1, 2), max_tokens=4, temperature=0.0, seed=1, n=1)
 WORKERS = ["decode-0", "decode-1"]

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from weft.cli.up.console import ConsoleReporter, first_request
 from weft.cli.up.plan import MeshPlan
-from weft.engine.base.tasks import Task
+from weft.contract.tasks import Task
 
 TALKS = """
 import sys

@@ -10,7 +10,7 @@ from weft.cli.up.plan import ModelFolder, plan_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import load_settings
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 
 def told(command: tuple[str, ...], flag: str) -> str | None:

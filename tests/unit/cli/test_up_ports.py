@@ -11,7 +11,7 @@ from subprocess import PIPE
 import pytest
 from weft.cli.up import ports
 from weft.cli.up.ports import check_free, free_ports, free_run
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 
 def test_ports_are_different_and_out_of_the_way_of_connections() -> None:

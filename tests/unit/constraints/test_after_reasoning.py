@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from weft.engine.base.errors import Internal
-from weft.engine.base.request import Reasoning
+from weft.contract.errors import Internal
+from weft.contract.request import Reasoning
 from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.features.constraints.after_reasoning import AfterReasoning
 

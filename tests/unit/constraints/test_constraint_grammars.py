@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.testing.engine.constraint_texts import SOURCE, accepts
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.engine.features.constraints.patterns import convert_regex
 from weft.testing.engine.constraint_texts import SOURCE, accepts, compiled
 from weft.testing.kernels.kernel_checks import fresh_seed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from weft.engine.base.tokenizer_files import read_tokenizer
+from weft.checkpoint.tokenizer_files import read_tokenizer
 from weft.engine.features.constraints.vocabulary import load_vocabulary, token_bytes
 from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.vocabulary import Vocabulary

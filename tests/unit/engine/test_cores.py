@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from weft.engine.base import cores
+from weft.contract import cores
 
 
 def test_a_process_counts_the_cores_that_it_may_use() -> None:
     program = (
-        "import os; from weft.engine.base.cores import num_cores\n"
+        "import os; from weft.contract.cores import num_cores\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "print(num_cores())"
     )

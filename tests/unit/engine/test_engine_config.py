@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from weft.contract.errors import ConfigError
 from weft.decode.main import DecodeSettings
 from weft.engine.base.config import BOUNDS, NEVER_SHIP_TOKENS, Bound, EngineConfig
-from weft.engine.base.errors import ConfigError
 
 ALONE: dict[str, Any] = {
     "model_dir": Path("model"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from weft.common.worker import sabotage as of_workers
-from weft.engine.base.errors import FaultsDisabled, InjectedFault, InvalidRequest
-from weft.engine.base.faults import BOARD, KINDS, FaultBoard, FaultPoint, FaultSpec
+from weft.contract.errors import FaultsDisabled, InjectedFault, InvalidRequest
+from weft.contract.faults import BOARD, KINDS, FaultBoard, FaultPoint, FaultSpec
 from weft.gateway import sabotage as of_gateways
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,7 +115,7 @@ def test_every_point_is_passed_somewhere_and_every_kind_is_used() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if path.name != "faults.py"
     )
-    source = (ROOT / "engine/weft/engine/base/faults.py").read_text()
+    source = (ROOT / "contract/weft/contract/faults.py").read_text()
     names = dict(re.findall(r'^([A-Z_]+) = FaultPoint\(\s*"([a-z.]+)"', source, re.M))
     assert sorted(names.values()) == sorted(point.name for point in BOARD.points)
     assert [name for name in names if f"faults.{name}" not in text] == []

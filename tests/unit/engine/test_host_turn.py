@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from weft.engine.base import give_way as host_turn
+from weft.contract import give_way as host_turn
+from weft.contract.give_way import HostPriority, give_way
 from weft.engine.base.background import BackgroundThread
-from weft.engine.base.give_way import HostPriority, give_way
 
 TIMEOUT_S = 30.0
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from weft.engine.loop.stream_pace import MANY_SAMPLES, MAX_INTERVAL_S, SAMPLE_S, StreamPace
-from weft.engine.protocol.submits import (
+from weft.contract.submits import (
     Accepted,
     Failed,
     Failure,
@@ -18,7 +17,8 @@ from weft.engine.protocol.submits import (
     Preempted,
     Tokens,
 )
-from weft.engine.protocol.timeline import Timeline
+from weft.contract.timeline import Timeline
+from weft.engine.loop.stream_pace import MANY_SAMPLES, MAX_INTERVAL_S, SAMPLE_S, StreamPace
 
 NEXT = GatewayBatch(gateway=1, tokens=[Tokens("r", 1, 0, 7, [3], [])])
 FINISHED = Finished(

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.engine.base.machine_lock import machine_lock
 
 HOLD = """

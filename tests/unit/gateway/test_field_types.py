@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 import pytest
-from weft.engine.base.errors import InvalidRequest
+from weft.contract.errors import InvalidRequest
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.ollama.bodies import ChatBody as OllamaChatBody
 from weft.gateway.api.ollama.bodies import GenerateBody, ShowBody

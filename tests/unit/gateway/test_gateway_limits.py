@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.engine.base.errors import RateLimited
+from weft.contract.errors import RateLimited
 from weft.gateway.admission.limits import RateLimits
 from weft.gateway.admission.tenants import Rates
 from weft.gateway.admission.token_bucket import TokenBucket

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.engine.memory.keys import PageKeys, namespace_digest, short_key
+from weft.contract.keys import PageKeys, namespace_digest, short_key
 from weft.gateway.routing import FleetPageIndex, PolicyOptions, PoolView
 from weft.gateway.routing.cache_aware import CacheAware
 from weft.gateway.routing.cache_aware_approximate import CacheAwareApproximate

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from weft.common.rpc.errors import to_status
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelError,

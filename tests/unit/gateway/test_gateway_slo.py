@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from weft.engine.base.errors import Overloaded, TargetUnattainable
+from weft.contract.errors import Overloaded, TargetUnattainable
 from weft.gateway.admission.slo import (
     NO_TARGETS,
     AdmissionRequest,

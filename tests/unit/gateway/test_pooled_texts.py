@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.checkpoint.pooling import load_pooling
+from weft.checkpoint.pooling import load_pooling
+from weft.contract.errors import InvalidRequest
 from weft.gateway.api.answer import field_names
 from weft.gateway.api.edge import CallFacts
 from weft.gateway.api.openai.parse import parse_body

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.routing import (
     POLICIES,
     Choice,

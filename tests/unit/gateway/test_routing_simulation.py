@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from weft.common.telemetry.request_log import LoggedPrompt, LoggedSample, to_line
-from weft.engine.memory.keys import ShortKeys
+from weft.contract.keys import ShortKeys
 from weft.gateway.routing import PolicyOptions
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"

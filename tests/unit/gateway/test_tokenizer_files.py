@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders
 from transformers import AutoTokenizer
-from weft.engine.base.errors import ModelError
+from weft.contract.errors import ModelError
 from weft.gateway.text.detokenize import make_detokenizer
 from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.tokens import encode

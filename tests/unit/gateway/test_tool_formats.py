@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.request import Constraint
+from weft.contract.errors import InvalidRequest
+from weft.contract.request import Constraint
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer import AnswerParser, AnswerPart, TextParser, joined
 from weft.gateway.text.answer.demand import blame_constraint, calls_or_answer

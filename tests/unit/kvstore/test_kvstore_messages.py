@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from weft.engine.base.errors import InvalidRequest
+from weft.contract.errors import InvalidRequest
 from weft.kvstore.convert import MAX_LOOKUP_KEYS, check_part, lookup_keys, put_order
 from weft.kvstore.page_arena import PageArena
 from weft.testing.services.kv_chain import Chain, put_header

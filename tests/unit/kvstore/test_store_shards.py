@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import Held, Stored
+from weft.contract.keys import PageKeys
+from weft.contract.messages import Inbox
+from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 from weft.engine.base.shards import MAX_PAGES, ranked, shard_start, stretches
-from weft.engine.memory.keys import PageKeys
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 
 PAGE = 4
 NAMESPACE = bytes(32)

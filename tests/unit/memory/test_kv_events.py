@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.common.worker.kv_feed import KvFeed
-from weft.engine.memory.events import MAX_CHANGE_PAGES, KvChange, KvEvents, KvRun
-from weft.engine.memory.keys import ROOT_KEY, PageKeys, short_key
+from weft.contract.keys import ROOT_KEY, PageKeys, short_key
+from weft.contract.kv_changes import MAX_CHANGE_PAGES, KvChange, KvRun
+from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 from weft.v1 import worker_pb2

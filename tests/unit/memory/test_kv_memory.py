@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from weft.engine.memory.keys import ROOT_KEY, PageKeys, namespace_digest, page_key
+from weft.contract.keys import ROOT_KEY, PageKeys, namespace_digest, page_key
 from weft.engine.memory.page_memory import NULL_PAGE, OutOfPages, PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 

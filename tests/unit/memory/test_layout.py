@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, StatePart, StatePlane
+from weft.contract.layout import CacheLayout, PagedPlane, PageGroup, StatePart, StatePlane
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.parallel.shards import layout_of_rank

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 from weft.engine.executor.memory_plan import (
     MemoryNeeds,
     describe_pool,
@@ -16,7 +17,6 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     sampling_bytes,
 )
-from weft.engine.memory.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 
 GIB = 1 << 30
 

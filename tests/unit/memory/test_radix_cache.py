@@ -12,10 +12,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from weft.contract.keys import ROOT_KEY, PageKeys, page_key, token_bytes
+from weft.contract.pages import PageCopy
 from weft.engine.base.config import EvictionName
-from weft.engine.base.pages import PageCopy
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.keys import ROOT_KEY, PageKeys, page_key, token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.pages import RequestPages

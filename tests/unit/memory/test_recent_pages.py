@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from weft.engine.memory import keys
-from weft.engine.memory.keys import PageKeys, RecentPages, ShortKeys, short_key
+from weft.contract import keys
+from weft.contract.keys import PageKeys, RecentPages, ShortKeys, short_key
 
 SIZE = 4
 

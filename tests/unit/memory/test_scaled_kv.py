@@ -9,10 +9,10 @@ from typing import Literal, cast
 
 import pytest
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout, PagedPlane, in_8_bits, plane_beside, window_plane
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
 from weft.engine.executor.kv_format import kept_layout
-from weft.engine.memory.layout import CacheLayout, PagedPlane, in_8_bits, plane_beside, window_plane
 from weft.engine.model.loader import LoadedModel
 
 PLANE = PagedPlane(layers=2, heads=2, dim=32, dtype="bfloat16")

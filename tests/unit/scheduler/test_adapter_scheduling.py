@@ -11,13 +11,13 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft.checkpoint.adapters.limits import LoraLimits
+from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace
+from weft.contract.adapters import AdapterOrder
+from weft.contract.errors import AdapterError, PeerUnavailable, WeftError
 from weft.engine.base.config import PolicyName
-from weft.engine.base.errors import AdapterError, PeerUnavailable, WeftError
-from weft.engine.checkpoint.adapters.limits import LoraLimits
-from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace
 from weft.engine.features.lora import manager as manager_module
 from weft.engine.features.lora.manager import AdapterManager
-from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.state import Request, State
 from weft.testing.scheduling.adapter_bench import ROW_BYTES, AdapterBench, FakeWeights

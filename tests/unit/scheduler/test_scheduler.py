@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft.contract.errors import DeadlineExceeded
+from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.base.config import PolicyName
-from weft.engine.base.errors import DeadlineExceeded
 from weft.engine.features.speculative.fixed_gate import FixedGate
-from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench

@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft.contract.keys import PageKeys
+from weft.contract.layout import CacheLayout, PagedPlane, PageGroup
 from weft.engine.base.config import PolicyName
 from weft.engine.executor.memory_plan import divide_pages
-from weft.engine.memory.keys import PageKeys
-from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup
 from weft.engine.memory.page_memory import PageMemory, step_reserve, window_reserve
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex

@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from typing import Any
 
+from weft.contract.fills import FillReply, FillStart
+from weft.contract.handle import FillEvent
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.fills import FillReply, FillStart
-from weft.engine.protocol.handle import FillEvent
 from weft.engine.sources import filler
 from weft.engine.sources.data_budget import DataBudget
 from weft.engine.sources.filler import Filler

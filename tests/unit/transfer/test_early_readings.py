@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from weft.contract.fills import FillStart
+from weft.contract.handle import FillEvent
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.fills import FillStart
-from weft.engine.protocol.handle import FillEvent
 from weft.engine.sources.filler import Filler
 from weft.engine.transfer.chunks import LeaseTerm, ShipChunk, ShipResult
 from weft.engine.transfer.ship import MAX_EARLY, ShipThread

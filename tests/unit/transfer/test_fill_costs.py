@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weft.engine.protocol.timeline import FillCandidate, FillRecord, Timeline
+from weft.contract.timeline import FillCandidate, FillRecord, Timeline
 from weft.engine.sources.cost import (
     MAX_TRIED_FACTOR,
     MAX_TRIES,

@@ -9,8 +9,8 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+from weft.contract.timeline import FillCandidate, FillRecord, Timeline
 from weft.engine.base.config import NEVER_SHIP_TOKENS
-from weft.engine.protocol.timeline import FillCandidate, FillRecord, Timeline
 from weft.engine.sources.cost import FillCosts, LocalLoad
 
 PAGE = 16

@@ -11,9 +11,9 @@ import pytest
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import start_to_proto
+from weft.contract.fills import FillStart
+from weft.contract.handle import FillEvent, KvHandle
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.fills import FillStart
-from weft.engine.protocol.handle import FillEvent, KvHandle
 from weft.engine.sources.filler import Filler
 from weft.engine.transfer.chunks import ShipResult
 from weft.testing.services.fill_commands import fill_handle, nixl_target

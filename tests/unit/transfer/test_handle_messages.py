@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from weft.common.worker.fills import handle_from_proto, start_to_proto
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.token_ids import token_ids
-from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
+from weft.contract.errors import InvalidRequest
+from weft.contract.handle import KvHandle, NixlTargetInfo
+from weft.contract.token_ids import token_ids
 from weft.v1 import kv_pb2
 
 HANDLE = KvHandle(

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from weft.engine.protocol.timeline import FillCandidate, FillRecord
+from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.sources.cost import MIN_RESTS, FillCosts, LocalLoad
 from weft.gateway.routing.view import LoadEstimate
 

@@ -6,17 +6,17 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from weft.engine.memory.keys import block_keys
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import Node, PrefixTree
-from weft.engine.protocol.handle import NixlTargetInfo
-from weft.engine.protocol.store import (
+from weft.contract.handle import NixlTargetInfo
+from weft.contract.keys import block_keys
+from weft.contract.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,
     StorePutResult,
     StoreSegment,
 )
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.store import (

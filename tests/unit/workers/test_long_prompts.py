@@ -7,13 +7,13 @@ import random
 import pytest
 from weft.common.worker.fills import handle_from_proto, start_to_proto
 from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engine, parse_inbox
+from weft.contract.errors import InvalidRequest
+from weft.contract.fills import FillStart
+from weft.contract.keys import PageKeys, page_key, token_bytes
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.token_ids import are_below, token_ids
 from weft.decode.assembly import Assembly
 from weft.decode.convert import submit_from_proto
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.token_ids import are_below, token_ids
-from weft.engine.memory.keys import PageKeys, page_key, token_bytes
-from weft.engine.protocol.fills import FillStart
-from weft.engine.protocol.messages import Inbox, Outbox
 from weft.testing.services.fill_commands import fill_command
 from weft.v1 import decode_pb2
 

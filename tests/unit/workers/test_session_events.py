@@ -6,9 +6,8 @@ import random
 from collections import defaultdict
 
 import pytest
-from weft.decode.events import MAX_EVENT_BYTES, MAX_FILLS, batch_to_proto, merge_batches
-from weft.engine.base.request import MAX_TOP_LOGPROBS, PromptLogprobs, TokenLogprob
-from weft.engine.protocol.submits import (
+from weft.contract.request import MAX_TOP_LOGPROBS, PromptLogprobs, TokenLogprob
+from weft.contract.submits import (
     Accepted,
     Failed,
     Failure,
@@ -19,7 +18,8 @@ from weft.engine.protocol.submits import (
     TokenColumns,
     Tokens,
 )
-from weft.engine.protocol.timeline import FillRecord, Timeline
+from weft.contract.timeline import FillRecord, Timeline
+from weft.decode.events import MAX_EVENT_BYTES, MAX_FILLS, batch_to_proto, merge_batches
 from weft.v1 import decode_pb2
 
 LARGE = 2**32 - 1

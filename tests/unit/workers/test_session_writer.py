@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import pytest
+from weft.contract.errors import PeerUnavailable
+from weft.contract.submits import GatewayBatch, TokenColumns, Tokens
 from weft.decode.session import Session
-from weft.engine.base.errors import PeerUnavailable
-from weft.engine.protocol.submits import GatewayBatch, TokenColumns, Tokens
 from weft.v1 import decode_pb2
 
 IDS = [f"r{number}" for number in range(5)]

@@ -25,7 +25,7 @@ from weft.cli.numbers import number, whole_number
 from weft.cli.up.ports import free_run
 from weft.cli.up.process import ExitedEarly
 from weft.cli.up.settings import UpSettings
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 
 # Stalled fills are given up soon and pages are few, so that the effects of faults overlap.
 _FILLS = "--lease-s 4 --renew-interval-s 1 --fill-progress-timeout-s 1.5 --poison-free-pages"
@@ -175,7 +175,7 @@ def _model(name: str, folder: Path, seed: int) -> tuple[Path, str]:
     if name == TINY_NAME:
         return make_tiny_model(folder / TINY_NAME, seed), TINY_NAME
     # Imported here, so that `--help` is quick.
-    from weft.engine.checkpoint.resolve import resolve_model
+    from weft.checkpoint.resolve import resolve_model
 
     path = resolve_model(name)
     return path, path.name

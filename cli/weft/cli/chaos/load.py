@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from weft.cli.chaos.inject import Injector
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
-from weft.engine.base.errors import DeadlineExceeded, PeerUnavailable
+from weft.contract.errors import DeadlineExceeded, PeerUnavailable
 
 LATE_S = 4.0
 """Seconds after its deadline from which a request counts as late; machines that run chaos are busy.

@@ -27,7 +27,7 @@ from weft.cli.up.supervisor import Reporter, RestartBackoff, Supervisor
 from weft.common.admin import read_token
 from weft.common.faults import spec_to_proto
 from weft.common.rpc.server import QUARANTINE_STATUS
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 from weft.v1 import (
     admin_pb2,
     admin_pb2_grpc,

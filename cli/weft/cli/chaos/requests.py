@@ -12,7 +12,7 @@ import grpc
 from weft.cli.channel import open_channel
 from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error, is_typed
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 NUM_ASKS = 24

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
 from weft.cli.chaos.schedule import FaultClass
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 
 _REARM_S = 0.2
 

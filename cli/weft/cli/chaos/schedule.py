@@ -9,7 +9,7 @@ from typing import Literal
 
 from weft.cli.chaos.mesh import Link, Part
 from weft.cli.chaos.proxy import Mode
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 
 FaultClass = Literal["kill", "stop", "link", "point"]
 WEIGHTS: Mapping[FaultClass, float] = {"kill": 0.5, "stop": 2, "link": 3, "point": 6}

@@ -8,7 +8,7 @@ import grpc
 from weft.cli.channel import explain
 from weft.cli.operators import Operators
 from weft.cli.up.settings import UpSettings
-from weft.engine.base.errors import AdapterError
+from weft.contract.errors import AdapterError
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _TIMEOUT_S = 600.0

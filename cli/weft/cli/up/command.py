@@ -33,7 +33,7 @@ from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.cli.up.summary import keep_summary
 from weft.common.admin import read_token
 from weft.common.settings import load_settings, require_paths
-from weft.engine.base.errors import ConfigError, WeftError
+from weft.contract.errors import ConfigError, WeftError
 from weft.engine.base.gpus import num_usable_gpus
 
 _TAIL_LINES = 25
@@ -159,12 +159,12 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
             ranks. No service has been started.
     """
     # Imported here, so that `weft up --help` is quick.
+    from weft.checkpoint.config import ModelConfig
+    from weft.checkpoint.dtypes import resolve_dtype
+    from weft.checkpoint.pooling import load_pooling
+    from weft.checkpoint.quantization import resolve_quantization
+    from weft.checkpoint.resolve import default_name, resolve_model
     from weft.cli.model import progress_bar
-    from weft.engine.checkpoint.config import ModelConfig
-    from weft.engine.checkpoint.dtypes import resolve_dtype
-    from weft.engine.checkpoint.pooling import load_pooling
-    from weft.engine.checkpoint.quantization import resolve_quantization
-    from weft.engine.checkpoint.resolve import default_name, resolve_model
     from weft.engine.parallel.shards import check_ranks
 
     for device in settings.device:

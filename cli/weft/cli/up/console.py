@@ -16,7 +16,7 @@ from rich.text import Text
 from weft.cli.up.board import Board
 from weft.cli.up.plan import BACK, MeshPlan
 from weft.cli.up.supervisor import Reporter
-from weft.engine.base.tasks import Task
+from weft.contract.tasks import Task
 
 _STARTING_PER_S, _SERVING_PER_S = 8, 2
 """Pictures a second."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.cli.up.settings import UpSettings
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.engine.base.gpus import check_device
 
 GPUS_A_FILLER = 4

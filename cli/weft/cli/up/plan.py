@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from weft.checkpoint.eagle_config import head_kind
 from weft.cli.certs import files_of
 from weft.cli.up.ports import free_ports
 from weft.cli.up.process import ServiceSpec
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import is_loopback, list_text
+from weft.contract.tasks import Task
 from weft.engine.base.config import NEVER_SHIP_TOKENS
-from weft.engine.base.tasks import Task
-from weft.engine.checkpoint.eagle_config import head_kind
 
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1

@@ -7,7 +7,7 @@ import random
 import socket
 from pathlib import Path
 
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 _FIRST_PORT = 20_000
 """First port to allocate."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.common.settings import LogLevel, Settings, is_loopback
 from weft.engine.base.config import DrafterName
-from weft.engine.checkpoint.quantization import ASKED_HELP, AskedFormat
 
 KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

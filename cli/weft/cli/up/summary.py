@@ -14,7 +14,7 @@ from weft.cli.top.summary import summarise
 from weft.cli.up.state import StateFolder
 from weft.common.admin import read_token
 from weft.common.rpc.tls import Identity
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 _INTERVAL_S = 1.0
 _RETRY_S = 1.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from weft.engine.base.give_way import HostPriority
+from weft.contract.give_way import HostPriority
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 Role = Literal["decode", "prefill"]
 DrafterName = Literal["none", "ngram", "mtp", "eagle", "eagle3", "model"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
-from weft.engine.base.arrays import Int32Array
+from weft.contract.arrays import Int32Array
 from weft.engine.base.config import MAX_TREE_NODES
 
 

@@ -8,7 +8,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 _DRIVER = "libcuda.so.1"
 _CUDA_BUILD = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]", re.MULTILINE)

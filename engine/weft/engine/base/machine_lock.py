@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 _POLL_S = 0.1
 _ANY_USER = 0o666

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
 
 NO_TABLE: Int64Array = np.zeros((0, 3), np.int64)
 """Blocks of no request."""

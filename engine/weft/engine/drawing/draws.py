@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import NO_NUMBERS, Int64Array
+from weft.contract.arrays import NO_NUMBERS, Int64Array
+from weft.contract.errors import InvalidRequest, WeftError
+from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.drafts import LaterDrafts
-from weft.engine.base.errors import InvalidRequest, WeftError
-from weft.engine.base.request import TokenLogprob
 from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.drawing.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
 from weft.engine.executor.device_sampling import RowsBehindDrafts

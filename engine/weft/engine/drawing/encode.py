@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.step_input import LATE, PooledRows, ScoredRows, StepInput

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import Internal, InvalidRequest, WeftError
+from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.base.device_copies import Fetched
-from weft.engine.base.errors import Internal, InvalidRequest, WeftError
-from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.executor.device_sampling import (
     CapturedDraw,
     DeviceSampler,

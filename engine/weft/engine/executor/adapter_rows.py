@@ -16,14 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import AdapterError, ConfigError, ModelError
-from weft.engine.base.give_way import give_way
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
-from weft.engine.checkpoint.adapters.limits import LoraLimits
-from weft.engine.checkpoint.adapters.names import ROUTER, VOCABULARY
-from weft.engine.checkpoint.adapters.plan import DENSE, EXPERTS
-from weft.engine.checkpoint.adapters.projections import (
+from weft.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.checkpoint.adapters.limits import LoraLimits
+from weft.checkpoint.adapters.names import ROUTER, VOCABULARY
+from weft.checkpoint.adapters.plan import DENSE, EXPERTS
+from weft.checkpoint.adapters.projections import (
     B_SUFFIX,
     EMBED_TOKENS,
     LM_HEAD,
@@ -31,9 +28,12 @@ from weft.engine.checkpoint.adapters.projections import (
     Projection,
     projections_of,
 )
-from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Rows
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.vocabularies import num_tokens
+from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Rows
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.vocabularies import num_tokens
+from weft.contract.errors import AdapterError, ConfigError, ModelError
+from weft.contract.give_way import give_way
+from weft.engine.base.config import EngineConfig
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
 from weft.engine.base.gpus import check_device
 from weft.engine.executor.device_check import device_sampler_fault
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.encoder import Encoder
 from weft.engine.model.heads.drafted import DraftedModel

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.contract.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import DeviceCopies, PinnedBuffer
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.adapter_rows import LoraPool

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging_memory import register, unpin

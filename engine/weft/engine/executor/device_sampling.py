@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
+from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import DeviceCopies, Fetched, Mark
-from weft.engine.base.request import TokenLogprob
 from weft.engine.executor.device_masks import DeviceMasks
 from weft.engine.executor.edits import LogitEdits
 from weft.engine.executor.logprobs import token_logprobs

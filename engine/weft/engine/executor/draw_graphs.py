@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies, Marks
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import CapturedDraws, Way

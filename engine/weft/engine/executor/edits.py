@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from weft.engine.base.arrays import Float32Array, Int64Array
-from weft.engine.base.request import SamplingParams
+from weft.contract.arrays import Float32Array, Int64Array
+from weft.contract.request import SamplingParams
 from weft.kernels.sampling import MASKED_LOGIT
 
 

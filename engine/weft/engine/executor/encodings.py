@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.step_input import LATE, StepInput
 from weft.engine.memory.page_memory import NULL_PAGE

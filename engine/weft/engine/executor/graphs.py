@@ -21,12 +21,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.encoder_config import tells_texts_apart
+from weft.contract.arrays import Int32Array, Int64Array
+from weft.contract.errors import ConfigError
 from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
-from weft.engine.base.errors import ConfigError
 from weft.engine.base.state_rows import StateRows
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.contract.arrays import Int32Array, Int64Array
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_inputs import group_step
 from weft.engine.executor.encodings import StepArrays

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.layout import FP8, INT8, CacheLayout, PagedPlane, in_8_bits
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.memory.layout import FP8, INT8, CacheLayout, PagedPlane, in_8_bits
 
 if TYPE_CHECKING:
     from weft.engine.model.loader import LoadedModel

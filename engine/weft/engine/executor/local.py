@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.checkpoint.encoder_config import tells_texts_apart
+from weft.contract.arrays import Int32Array, Int64Array
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout, num_ring_rows
+from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.pages import PageCopy
-from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs
@@ -31,7 +32,6 @@ from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.layout import CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-from weft.engine.base.arrays import Int64Array
-from weft.engine.base.request import TokenLogprob
+from weft.contract.arrays import Int64Array
+from weft.contract.request import TokenLogprob
 
 Float64Array = npt.NDArray[np.float64]
 

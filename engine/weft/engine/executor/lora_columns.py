@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.base.arrays import Int32Array
+from weft.contract.arrays import Int32Array
 from weft.kernels.lora import NO_SLOT, LoraSegments, sort_tokens
 
 

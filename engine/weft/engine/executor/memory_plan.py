@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout, PageGroup, num_ring_rows
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor, activations_dtype
-from weft.engine.memory.layout import CacheLayout, PageGroup, num_ring_rows
 from weft.engine.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.model.interface import Model

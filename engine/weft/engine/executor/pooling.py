@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Float32Array
+from weft.contract.arrays import Float32Array
+from weft.contract.tasks import TOKEN_OUTPUTS, Output
 from weft.engine.base.device_copies import DeviceCopies, Fetched
-from weft.engine.base.tasks import TOKEN_OUTPUTS, Output
 from weft.engine.executor.step_input import PooledRows
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
+from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
-from weft.engine.base.pages import PageCopy
 from weft.engine.executor.device_sampling import CapturedDraw, RowsOnDevice
 from weft.engine.executor.pooling import PooledStates
 from weft.engine.executor.prompt_scores import PromptScores

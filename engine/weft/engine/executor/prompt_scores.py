@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import Fetched
-from weft.engine.base.request import TokenLogprob
 from weft.engine.executor.logprobs import token_logprobs
 from weft.engine.executor.step_input import ScoredRows
 

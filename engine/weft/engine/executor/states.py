@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import ConfigError
+from weft.contract.layout import StatePart, StatePlane
 from weft.engine.base.device_copies import DeviceCopies
-from weft.engine.base.errors import ConfigError
 from weft.engine.base.state_rows import NO_TABLE, StateRows
 from weft.engine.executor.encodings import StepArrays
-from weft.engine.memory.layout import StatePart, StatePlane
 from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.model.state_step import Rows, StatePools, StateRound, StateStep
 from weft.kernels.page_ops import page_index

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.contract.tasks import TOKEN_OUTPUTS, Pool
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.state_rows import StateRows
-from weft.engine.base.tasks import TOKEN_OUTPUTS, Pool
 
 LATE = -1
 """Start position that only the device knows: the end of the step under way."""

@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from weft.engine.base.clock import Clock
+from weft.checkpoint.config import ModelConfig
+from weft.contract.adapters import AdapterOrder
+from weft.contract.clock import Clock
+from weft.contract.errors import ConfigError
+from weft.contract.give_way import HostPriority
+from weft.contract.layout import CacheLayout
+from weft.contract.store import StoreLookup, StorePut
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
-from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.adapter_rows import LoraPool, make_lora_pool
 from weft.engine.executor.device import (
@@ -61,7 +64,6 @@ from weft.engine.loop.recurrent import (
 )
 from weft.engine.loop.windows import num_pages_of_window_page
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
@@ -69,8 +71,6 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import check_ranks, describe_shards
 from weft.engine.parallel.shared import SharedGroup
-from weft.engine.protocol.adapters import AdapterOrder
-from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
 from weft.engine.base.config import EngineConfig
 from weft.engine.memory.chat_pins import SessionKey, SessionPins
 from weft.engine.memory.tree import PrefixTree

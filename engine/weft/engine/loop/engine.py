@@ -11,11 +11,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from weft.engine.base import faults
-from weft.engine.base.clock import Clock, monotonic
+from weft.contract import faults
+from weft.contract.clock import Clock, monotonic
+from weft.contract.errors import Draining, Internal, Overloaded, WeftError
+from weft.contract.fills import LeaseReply, StagingCounts
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.reports import QUIET_REPORT_S
+from weft.contract.submits import Ping, Pong, Submit
+from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
-from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawer, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.build import make_store
@@ -36,10 +40,6 @@ from weft.engine.loop.tiers import make_tiers
 from weft.engine.loop.windows import StoredWindows, WindowsInPages
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.fills import LeaseReply, StagingCounts
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.reports import QUIET_REPORT_S
-from weft.engine.protocol.submits import Ping, Pong, Submit
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages

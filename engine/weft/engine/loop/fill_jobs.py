@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
+from weft.contract.handle import KvHandle
+from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.token_ids import are_below
 from weft.engine.loop.intake import Intake
-from weft.engine.protocol.handle import KvHandle
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.lease import FillJob

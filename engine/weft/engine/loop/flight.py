@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from weft.engine.base.clock import Clock, monotonic
+from weft.contract.clock import Clock, monotonic
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
 

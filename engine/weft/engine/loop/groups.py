@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.engine.base.clock import Clock
-from weft.engine.base.errors import Draining, WeftError
+from weft.contract.clock import Clock
+from weft.contract.errors import Draining, WeftError
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.scheduler.ports import MaskSource

@@ -6,10 +6,10 @@ import importlib.metadata
 import os
 import secrets
 
+from weft.contract.layout import CacheLayout
+from weft.contract.reports import EngineInfo
 from weft.engine.base.config import EngineConfig
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.loader import LoadedModel
-from weft.engine.protocol.reports import EngineInfo
 from weft.engine.transfer.transport import Transport
 
 

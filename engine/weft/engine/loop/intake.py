@@ -7,18 +7,18 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
+from weft.checkpoint.pooling import PoolingConfig
+from weft.contract.errors import ContextTooLong, InvalidRequest
+from weft.contract.handle import KvHandle
+from weft.contract.keys import PageKeys, namespace_digest, token_bytes
+from weft.contract.layout import CacheLayout
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import SampleProgress, Submit
+from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, Pool, Task
+from weft.contract.timeline import Timeline
+from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ContextTooLong, InvalidRequest
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.base.tasks import HEADED_OUTPUTS, MAX_LABELS, Pool, Task
-from weft.engine.base.token_ids import are_below
-from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.engine.drawing.sampler import derive_seed
-from weft.engine.memory.keys import PageKeys, namespace_digest, token_bytes
-from weft.engine.memory.layout import CacheLayout
-from weft.engine.protocol.handle import KvHandle
-from weft.engine.protocol.submits import SampleProgress, Submit
-from weft.engine.protocol.timeline import Timeline
 from weft.engine.scheduler.state import Request, RequestKey
 
 NO_SAMPLING = SamplingParams(temperature=0.0)

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from weft.engine.base.arrays import Float32Array
+from weft.checkpoint.adapters.digest import adapter_digest
+from weft.contract.adapters import AdapterOrder
+from weft.contract.arrays import Float32Array
+from weft.contract.errors import WeftError, error_class
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit
+from weft.contract.tasks import Pool
+from weft.contract.timeline import Timeline
+from weft.contract.token_ids import token_ids
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
-from weft.engine.base.errors import WeftError, error_class
-from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
-from weft.engine.base.tasks import Pool
-from weft.engine.base.token_ids import token_ids
-from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.adapters import AdapterOrder
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Cancel, Failure, GatewayBatch, Submit
-from weft.engine.protocol.timeline import Timeline
 
 NO_TIMEOUT_S = 1e9
 _SESSION = 0

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import Int64Array
-from weft.engine.base.request import TokenLogprob
+from weft.contract.arrays import Int64Array
+from weft.contract.request import TokenLogprob
+from weft.contract.submits import TokenColumns, Tokens
 from weft.engine.drawing.draws import Drawn
 from weft.engine.loop.outgoing import Outgoing
-from weft.engine.protocol.submits import TokenColumns, Tokens
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import LaterScores, Plan, Run
 from weft.engine.scheduler.running import RunningPlans

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from weft.engine.base.arrays import Float32Array
-from weft.engine.base.errors import WeftError
-from weft.engine.base.request import PromptLogprobs, TokenLogprob
-from weft.engine.base.tasks import PooledVectors
-from weft.engine.protocol.adapters import AdapterReply
-from weft.engine.protocol.fills import FillCommand, FillReply
-from weft.engine.protocol.messages import Outbox
-from weft.engine.protocol.store import StoreLookup, StorePut
-from weft.engine.protocol.submits import (
+from weft.contract.adapters import AdapterReply
+from weft.contract.arrays import Float32Array
+from weft.contract.errors import WeftError
+from weft.contract.fills import FillCommand, FillReply
+from weft.contract.messages import Outbox
+from weft.contract.request import PromptLogprobs, TokenLogprob
+from weft.contract.store import StoreLookup, StorePut
+from weft.contract.submits import (
     Accepted,
     Failed,
     Failure,
@@ -20,7 +19,8 @@ from weft.engine.protocol.submits import (
     TokenColumns,
     Tokens,
 )
-from weft.engine.protocol.timeline import Timeline
+from weft.contract.tasks import PooledVectors
+from weft.contract.timeline import Timeline
 from weft.engine.scheduler.state import Request, RequestKey
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weft.engine.base.give_way import HostPriority
+from weft.contract.give_way import HostPriority
+from weft.contract.layout import CacheLayout
+from weft.contract.reports import EngineInfo
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
-from weft.engine.protocol.reports import EngineInfo
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state_blocks import StateBlocks

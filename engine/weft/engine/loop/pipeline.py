@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weft.engine.base import faults
-from weft.engine.base.clock import Clock
+from weft.contract import faults
+from weft.contract.clock import Clock
+from weft.contract.give_way import HostPriority
 from weft.engine.base.device_copies import Mark
-from weft.engine.base.give_way import HostPriority
 from weft.engine.drawing.draws import Draw, Drawer, Drawn
 from weft.engine.drawing.encode import step_input
 from weft.engine.executor.port import Drawable, Executor

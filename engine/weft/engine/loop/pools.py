@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.build import tree_rows
 from weft.engine.executor.memory_plan import (
@@ -23,7 +24,6 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.loop.recurrent import keeps_windows
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ConfigError
+from weft.contract.handle import KvHandle
+from weft.contract.layout import CacheLayout
+from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineParts
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import Node, PrefixTree
-from weft.engine.protocol.handle import KvHandle
-from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks

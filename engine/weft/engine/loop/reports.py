@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from weft.contract.layout import PageGroup
+from weft.contract.messages import Inbox
+from weft.contract.reports import LoadReport, WindowCounts
 from weft.engine.loop.tiers import tier_reports
-from weft.engine.memory.layout import PageGroup
 from weft.engine.memory.page_memory import PageCounts
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.reports import LoadReport, WindowCounts
 
 if TYPE_CHECKING:
     from weft.engine.loop.engine import Engine

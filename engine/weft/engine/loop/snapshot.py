@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.protocol.adapters import AdapterState
+from weft.contract.adapters import AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.fill import Fill

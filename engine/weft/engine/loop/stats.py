@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.sources.cost import MIN_MEASURED_TOKENS, FillCosts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from weft.engine.base.clock import Clock
-from weft.engine.protocol.submits import GatewayBatch
+from weft.contract.clock import Clock
+from weft.contract.submits import GatewayBatch
 
 MANY_SAMPLES = 8
 """Fewer samples than this get each token at once."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
+from weft.contract.reports import TierReport
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.parts import EngineParts
 from weft.engine.loop.recurrent import block_access
 from weft.engine.loop.windows import window_access
-from weft.engine.protocol.reports import TierReport
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.ports import Fills
 from weft.engine.sources.owner import OwnerFills

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from weft.contract.handle import KvHandle
+from weft.contract.layout import CacheLayout
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineParts
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import Node
-from weft.engine.protocol.handle import KvHandle
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages

@@ -8,39 +8,11 @@ disjoint, and their order does not matter.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from weft.engine.memory.keys import short_key
+from weft.contract.keys import short_key
+from weft.contract.kv_changes import MAX_CHANGE_PAGES, KvChange, KvRun
 
-MAX_CHANGE_PAGES = 16_384
-"""Most pages in one change: some 128 KiB on the wire."""
 MAX_RUN_TOKENS = 256
-
-
-@dataclass(slots=True, kw_only=True)
-class KvRun:
-    """Consecutive pages of a prompt."""
-
-    parent: int
-    """Short key of the page before the first one; 0 at the beginning of a prompt."""
-    keys: list[int]
-    """Short keys (`weft.engine.memory.keys.short_key`)."""
-
-
-@dataclass(slots=True, kw_only=True)
-class KvChange:
-    """The changes since the previous event."""
-
-    sequence: int
-    """Sequence number, from 1 without gaps over the life of an engine."""
-    stored: list[KvRun]
-    removed: list[int]
-    """Short keys of the removed pages."""
-
-    @property
-    def num_pages(self) -> int:
-        """Number of pages stored and removed."""
-        return len(self.removed) + sum(len(run.keys) for run in self.stored)
 
 
 def runs_of(pages: Iterable[tuple[int, int]], max_pages: int) -> list[KvRun]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heappushpop
 from typing import NamedTuple
 
+from weft.contract.keys import ROOT_KEY, TOKEN_BYTES, PageKeys
 from weft.engine.memory.eviction import EvictionPolicy, Key, lru
-from weft.engine.memory.keys import ROOT_KEY, TOKEN_BYTES, PageKeys
 from weft.engine.memory.prefix_cache import Evicted
 
 _MIN_HEAP = 64

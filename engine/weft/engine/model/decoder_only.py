@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, plane_beside, window_plane
+from weft.checkpoint.config import ModelConfig
+from weft.contract.layout import CacheLayout, PagedPlane, PageGroup, plane_beside, window_plane
 from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
 from weft.engine.model.layers.layer import Layer, StackLayer
 from weft.engine.model.layers.mlp import GatedMLP

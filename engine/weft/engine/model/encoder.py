@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.checkpoint.config import ModelConfig
+from weft.contract.layout import CacheLayout, PagedPlane
 from weft.engine.model.layers.encoder import Ragged
 from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import CacheLayout
+from weft.checkpoint.config import ModelConfig
+from weft.contract.layout import CacheLayout
 from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights

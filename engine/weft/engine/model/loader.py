@@ -9,16 +9,16 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.base.tasks import Task
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.digest import FileDigests, combine_digests, mtp_digest
-from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
-from weft.engine.checkpoint.files import GGUF_FILE, Progress, weight_files
-from weft.engine.checkpoint.mistral_params import mistral_name
-from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
-from weft.engine.checkpoint.quantization import resolve_quantization
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.digest import FileDigests, combine_digests, mtp_digest
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
+from weft.checkpoint.files import GGUF_FILE, Progress, weight_files
+from weft.checkpoint.mistral_params import mistral_name
+from weft.checkpoint.pooling import PoolingConfig, load_pooling
+from weft.checkpoint.quantization import resolve_quantization
+from weft.contract.errors import ModelError
+from weft.contract.tasks import Task
 from weft.engine.model.archs.registry import class_of
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import Model, ModelClass, WithClasses

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn import functional
-from weft.engine.base.errors import ModelError
-from weft.engine.base.tasks import Output
-from weft.engine.checkpoint.pooling import ActivationName, DenseConfig, PoolingConfig
+from weft.checkpoint.pooling import ActivationName, DenseConfig, PoolingConfig
+from weft.contract.errors import ModelError
+from weft.contract.tasks import Output
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice

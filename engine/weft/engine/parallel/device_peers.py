@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
 from weft.kernels.gpu.peer_logits import LogitsMemory, gather_logits, memory_bytes
 from weft.kernels.gpu.peer_sum import (

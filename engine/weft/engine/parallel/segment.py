@@ -9,7 +9,7 @@ import os
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 
 class Segment:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weft.engine.base.errors import ConfigError
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.pooling import load_pooling
-from weft.engine.checkpoint.quantization import resolve_quantization
-from weft.engine.checkpoint.recurrent_config import (
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.pooling import load_pooling
+from weft.checkpoint.quantization import resolve_quantization
+from weft.checkpoint.recurrent_config import (
     GatedDeltaConfig,
     Mamba2Config,
     ShortConvConfig,
 )
-from weft.engine.memory.layout import CacheLayout, PageGroup
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout, PageGroup
 
 DIVIDED = frozenset(
     {

@@ -22,8 +22,8 @@ from typing import Literal, NoReturn
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int32Array, Int64Array
-from weft.engine.base.errors import ConfigError, RanksLost
+from weft.contract.arrays import Int32Array, Int64Array
+from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
 from weft.kernels import cpu
 

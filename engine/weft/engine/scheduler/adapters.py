@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import cmp_to_key
 from typing import Protocol
 
-from weft.engine.base.errors import AdapterNotFound, ConfigError, WeftError
-from weft.engine.protocol.adapters import AdapterOrder, AdapterState
-from weft.engine.protocol.submits import Submit
+from weft.contract.adapters import AdapterOrder, AdapterState
+from weft.contract.errors import AdapterNotFound, ConfigError, WeftError
+from weft.contract.submits import Submit
 from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.state import Request
 

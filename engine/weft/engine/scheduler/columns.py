@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from weft.engine.base.arrays import BoolArray, Int64Array
+from weft.contract.arrays import BoolArray, Int64Array
 from weft.engine.scheduler.state import Request
 
 _MANY_END_TOKENS = 4096

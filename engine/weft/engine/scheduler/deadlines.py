@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from weft.engine.base.errors import DeadlineExceeded
+from weft.contract.errors import DeadlineExceeded
 from weft.engine.scheduler.state import Request
 
 

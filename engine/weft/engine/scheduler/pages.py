@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from weft.engine.base.pages import PageCopy
-from weft.engine.memory.keys import token_bytes
+from weft.contract.keys import token_bytes
+from weft.contract.pages import PageCopy
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import NO_MATCH, Match, Node, PrefixTree
 from weft.engine.scheduler.state import Request

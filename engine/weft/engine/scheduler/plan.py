@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from weft.engine.base.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
+from weft.contract.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
+from weft.contract.request import TokenLogprob
+from weft.contract.tasks import Pool
 from weft.engine.base.drafts import DraftShape, LaterDrafts
-from weft.engine.base.request import TokenLogprob
-from weft.engine.base.tasks import Pool
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.state import Request
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from weft.contract.errors import WeftError
 from weft.engine.base.drafts import DraftShape
-from weft.engine.base.errors import WeftError
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, RequestKey, State
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from weft.engine.base.arrays import BoolArray
+from weft.contract.arrays import BoolArray
 from weft.engine.base.drafts import DraftShape
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.columns import RequestColumns, RunningColumns

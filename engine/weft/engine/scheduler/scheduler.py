@@ -19,7 +19,7 @@ from collections.abc import Callable
 from itertools import chain, islice
 
 import numpy as np
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
 from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate

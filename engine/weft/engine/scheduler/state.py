@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from weft.engine.base.errors import WeftError
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.base.tasks import Pool
-from weft.engine.memory.keys import PageKeys
+from weft.contract.errors import WeftError
+from weft.contract.keys import PageKeys
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.tasks import Pool
+from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.memory.tree import Node
-from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.acceptance import Acceptance
 
 

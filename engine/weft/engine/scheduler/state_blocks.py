@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from weft.contract.reports import StateCounts
 from weft.engine.base.state_rows import StateRows
 from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
 from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
 from weft.engine.memory.tree import Match, Node
-from weft.engine.protocol.reports import StateCounts
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from weft.engine.protocol.timeline import FillRecord, Timeline
+from weft.contract.timeline import FillRecord, Timeline
 from weft.engine.scheduler.state import Request
 
 SMOOTHING = 0.2

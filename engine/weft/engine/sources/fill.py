@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.base.marks import WorkMark
-from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
-from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.scheduler.state import Request
 from weft.engine.transfer.page_port import PagePort
 from weft.engine.transfer.staging import StagingArea

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
 from weft.engine.scheduler.state import Request, State
 
 

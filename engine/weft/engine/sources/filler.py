@@ -22,11 +22,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
+from weft.contract.fills import FillReply, FillStart, LeaseQuery
+from weft.contract.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
 from weft.engine.base.marks import WorkMark
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
-from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
 from weft.engine.sources.data_budget import DataBudget
 from weft.engine.sources.lease import BlockSource, FillJob, Jobs, Lease, LeaseState
 from weft.engine.transfer.chunks import (

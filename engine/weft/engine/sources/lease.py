@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from weft.engine.protocol.handle import FillTimings, KvHandle
+from weft.contract.handle import FillTimings, KvHandle
 from weft.engine.transfer.chunks import LeaseTerm, ShipChunk
 
 

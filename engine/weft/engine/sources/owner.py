@@ -25,14 +25,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
+from weft.contract.fills import FillCommand, LeaseAnswer
+from weft.contract.handle import LEASE_ID_BYTES, FillEvent, KvHandle
+from weft.contract.keys import blocks_keys
+from weft.contract.timeline import FillCandidate, FillRecord
+from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.token_ids import token_ids
-from weft.engine.memory.keys import blocks_keys
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.fills import FillCommand, LeaseAnswer
-from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, KvHandle
-from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts

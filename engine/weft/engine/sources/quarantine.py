@@ -7,7 +7,7 @@ pool: late writes can no longer reach memory in use.
 
 from __future__ import annotations
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
 
 
 class QuarantineWatch:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
+from weft.contract.keys import block_keys
+from weft.contract.reports import TierReport
+from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
+from weft.contract.timeline import FillCandidate
 from weft.engine.base.shards import shard_start
-from weft.engine.memory.keys import block_keys
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import Node
-from weft.engine.protocol.reports import TierReport
-from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
-from weft.engine.protocol.timeline import FillCandidate
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.fill import OwnerTransport
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from weft.contract.errors import ConfigError
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
 from weft.engine.base.marks import WorkMark
 from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.exchange import StagedExchange

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.engine.base.clock import Clock
+from weft.contract.clock import Clock
+from weft.contract.handle import FillEvent, NixlTargetInfo
 from weft.engine.base.marks import WorkMark
-from weft.engine.protocol.handle import FillEvent, NixlTargetInfo
 
 RAN_OUT = "the lease ran out"
 

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base import faults
-from weft.engine.base.pages import StagingPages
+from weft.contract import faults
+from weft.contract.pages import StagingPages
 from weft.engine.transfer.digest import digest_pages
 
 MAX_PUT_PAGES = 64

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base.pages import StagingPages
+from weft.contract.pages import StagingPages
 from weft.engine.transfer.digester import DigestThread
 from weft.engine.transfer.nixl_wire import PoolRegion
 from weft.engine.transfer.source import PageSource

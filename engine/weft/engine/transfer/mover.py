@@ -27,8 +27,8 @@ from functools import partial
 
 import numpy as np
 import torch
+from weft.contract.errors import ConfigError
 from weft.engine.base.device_copies import DeviceCopies, Mark
-from weft.engine.base.errors import ConfigError
 from weft.engine.base.marks import WorkMark
 from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.digest import digest_pages

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
 from weft.engine.transfer.nixl_peer import PeerKey, TransferHandle, new_agent_name
 from weft.engine.transfer.nixl_pool import PeerPool

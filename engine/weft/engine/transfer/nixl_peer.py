@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import Binding, is_destroyed
 from weft.engine.transfer.nixl_wire import (
     NoOneSidedLane,

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base.clock import Clock, monotonic
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.contract.clock import Clock, monotonic
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import load_binding
 from weft.engine.transfer.nixl_peer import Operation, Peer, PeerKey, TransferHandle
 from weft.engine.transfer.nixl_wire import PoolRegion, TransferError, check_target

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base.errors import WeftError
-from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, NixlTargetInfo
+from weft.contract.errors import WeftError
+from weft.contract.handle import LEASE_ID_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.transfer.digest import WORD_BYTES
 
 MAX_METADATA_BYTES = 64 << 10

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base.pages import Page
+from weft.contract.pages import Page
 from weft.engine.transfer.digest import digest_pages
 
 

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.engine.base import faults
+from weft.contract import faults
+from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.base.marks import MAX_WAITING, WorkMark
-from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.transfer.chunks import RAN_OUT, ChunkPosted, ShipChunk, ShipResult
 from weft.engine.transfer.nixl import (
     PeerKey,

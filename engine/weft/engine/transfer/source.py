@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from weft.engine.base.clock import monotonic
+from weft.contract.clock import monotonic
+from weft.contract.pages import StagingPages
 from weft.engine.base.marks import WorkMark
-from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digest import digest_pages
 
 

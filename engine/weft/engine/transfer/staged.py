@@ -11,9 +11,9 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
-from weft.engine.base import faults
+from weft.contract import faults
+from weft.contract.pages import StagingPages
 from weft.engine.base.marks import WorkMark
-from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digester import (
     CLOSE_TIMEOUT_S,
     MAX_PUT_PAGES,

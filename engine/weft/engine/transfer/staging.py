@@ -18,8 +18,8 @@ import heapq
 import threading
 from collections.abc import Iterable
 
-from weft.engine.base.pages import StagingPages
-from weft.engine.protocol.fills import StagingCounts
+from weft.contract.fills import StagingCounts
+from weft.contract.pages import StagingPages
 
 
 class StagingArea:

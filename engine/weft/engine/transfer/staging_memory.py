@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.pages import StagingPages
+from weft.contract.errors import ConfigError
+from weft.contract.pages import StagingPages
 from weft.engine.transfer.nixl_wire import PoolRegion, TransferError
 from weft.kernels.memory import huge_zeros
 

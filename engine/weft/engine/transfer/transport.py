@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from weft.contract.errors import ConfigError
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.exchange import PageExchange
 from weft.engine.transfer.nixl import (
     Notification,

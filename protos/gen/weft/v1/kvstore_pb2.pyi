@@ -32,7 +32,7 @@ class LookupRequest(_message.Message):
     """Namespace of the chain, 32 bytes."""
     block_pages: _builtins.int
     """Pages that carry the block at a page, of recurrent layers or of a window group, which are held
-    under keys of their own (`weft.engine.memory.keys.block_keys`); 0: the model has no blocks.
+    under keys of their own (`weft.contract.keys.block_keys`); 0: the model has no blocks.
     """
     window_pages: _builtins.int
     """Number of last pages that must have their blocks; 0: as 1."""

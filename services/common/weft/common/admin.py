@@ -21,8 +21,8 @@ from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
-from weft.engine.base.errors import ConfigError, InvalidRequest, Unauthenticated
-from weft.engine.base.faults import BOARD, FaultSpec, FaultState
+from weft.contract.errors import ConfigError, InvalidRequest, Unauthenticated
+from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.v1 import admin_pb2, admin_pb2_grpc
 
 _log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.common.durations import duration
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.faults import BOARD, KINDS, FaultSpec, FaultState
+from weft.contract.errors import InvalidRequest
+from weft.contract.faults import BOARD, KINDS, FaultSpec, FaultState
 from weft.v1 import admin_pb2
 
 KIND_NUMBERS: dict[str, admin_pb2.FaultKind.ValueType] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.engine.base.faults import BOARD, FaultPoint
+from weft.contract.faults import BOARD, FaultPoint
 
 
 def wrap(

@@ -20,8 +20,8 @@ from valkey.asyncio import ConnectionPool, SSLConnection, Valkey
 from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
 from valkey.exceptions import ResponseError, ValkeyError
 from weft.common.rpc.breaker import Breaker, BreakerState
-from weft.engine.base.clock import Clock, monotonic
-from weft.engine.base.errors import ConfigError
+from weft.contract.clock import Clock, monotonic
+from weft.contract.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.token_ids import TokenIds, extend_ids, token_ids
+from weft.contract.errors import InvalidRequest
+from weft.contract.token_ids import TokenIds, extend_ids, token_ids
 from weft.v1 import decode_pb2
 
 MAX_PROMPT_TOKENS = 4 << 20

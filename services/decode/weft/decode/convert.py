@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from weft.decode.assembly import Assembly
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.request import (
+from weft.contract.errors import InvalidRequest
+from weft.contract.handle import ADAPTER_DIGEST_BYTES
+from weft.contract.request import (
     MAX_MARK_TOKENS,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
@@ -21,10 +21,10 @@ from weft.engine.base.request import (
     SamplingParams,
     StopCriteria,
 )
-from weft.engine.base.tasks import Output, Pool
-from weft.engine.protocol.handle import ADAPTER_DIGEST_BYTES
-from weft.engine.protocol.submits import SampleProgress, Submit
-from weft.engine.protocol.timeline import FillCandidate
+from weft.contract.submits import SampleProgress, Submit
+from weft.contract.tasks import Output, Pool
+from weft.contract.timeline import FillCandidate
+from weft.decode.assembly import Assembly
 from weft.v1 import common_pb2, decode_pb2
 
 MAX_ID_BYTES = 64

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from weft.common.durations import duration
 from weft.common.rpc.errors import cut, error_detail, grpc_code
 from weft.common.worker.fills import TRANSPORTS
-from weft.engine.base.errors import WeftError, error_class
-from weft.engine.base.request import PromptLogprobs, TokenLogprob
-from weft.engine.base.tasks import PooledVectors
-from weft.engine.protocol.submits import Failed, Finished, GatewayBatch, Pong, TokenColumns, Tokens
-from weft.engine.protocol.timeline import FillRecord, Timeline
+from weft.contract.errors import WeftError, error_class
+from weft.contract.request import PromptLogprobs, TokenLogprob
+from weft.contract.submits import Failed, Finished, GatewayBatch, Pong, TokenColumns, Tokens
+from weft.contract.tasks import PooledVectors
+from weft.contract.timeline import FillRecord, Timeline
 from weft.v1 import common_pb2, decode_pb2
 
 MAX_EVENT_BYTES = 256 << 10

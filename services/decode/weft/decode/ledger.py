@@ -6,8 +6,8 @@ import time
 from typing import NamedTuple
 
 from weft.common.telemetry.request_log import LoggedPrompt, terms
-from weft.engine.base.token_ids import TokenIds
-from weft.engine.protocol.submits import GatewayBatch
+from weft.contract.submits import GatewayBatch
+from weft.contract.token_ids import TokenIds
 from weft.v1 import common_pb2, decode_pb2
 
 _Key = tuple[int, str, int]

@@ -13,12 +13,12 @@ import grpc
 from weft.common.rpc.streams import first_message
 from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.worker.context import WorkerContext
+from weft.contract.errors import InvalidRequest, PeerUnavailable
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.submits import Submit
 from weft.decode.ledger import Ledger
 from weft.decode.session import Session
 from weft.decode.spans import RequestSpans
-from weft.engine.base.errors import InvalidRequest, PeerUnavailable
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Submit
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
 logger = logging.getLogger(__name__)

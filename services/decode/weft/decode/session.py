@@ -9,20 +9,20 @@ from typing import Any
 
 import grpc
 from weft.common.worker.engine_client import EngineClient
-from weft.decode.assembly import Assembly
-from weft.decode.convert import MAX_ID_BYTES, submit_from_proto
-from weft.decode.events import batch_to_proto, merge_batches
-from weft.engine.base import faults
-from weft.engine.base.errors import (
+from weft.contract import faults
+from weft.contract.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     PeerUnavailable,
     WeftError,
 )
+from weft.contract.messages import Inbox
+from weft.contract.submits import Cancel, Failed, GatewayBatch, Ping, SessionEnd, Submit
+from weft.decode.assembly import Assembly
+from weft.decode.convert import MAX_ID_BYTES, submit_from_proto
+from weft.decode.events import batch_to_proto, merge_batches
 from weft.engine.loop.outgoing import failure_of
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import Cancel, Failed, GatewayBatch, Ping, SessionEnd, Submit
 from weft.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)

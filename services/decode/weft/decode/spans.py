@@ -14,9 +14,9 @@ from weft.common.telemetry.spans import (
     described_error,
     lease_span_id,
 )
-from weft.engine.base.clock import monotonic
-from weft.engine.protocol.submits import Finished, GatewayBatch, Submit
-from weft.engine.protocol.timeline import FillRecord, Timeline
+from weft.contract.clock import monotonic
+from weft.contract.submits import Finished, GatewayBatch, Submit
+from weft.contract.timeline import FillRecord, Timeline
 
 _Key = tuple[int, str, int]
 

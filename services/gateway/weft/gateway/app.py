@@ -15,7 +15,7 @@ from weft.common.rpc.server import ServiceServer
 from weft.common.rpc.tls import load_identity
 from weft.common.tasks import start_logged
 from weft.common.telemetry.tracing import TraceServicer, make_tracer
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from weft.common.adapters.manifest import Entry
-from weft.engine.base.errors import DeadlineExceeded, ModelNotFound
-from weft.engine.base.tasks import TASKS, Task
+from weft.contract.errors import DeadlineExceeded, ModelNotFound
+from weft.contract.tasks import TASKS, Task
 from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.admission.slo.admission import LatencyAdmission

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from weft.common.rpc.server import run
 from weft.common.settings import load_settings, require_paths
 from weft.common.telemetry.logging import configure_logging
-from weft.engine.base.errors import ConfigError, ModelError
+from weft.contract.errors import ConfigError, ModelError
 from weft.gateway import sabotage
 from weft.gateway.app import GatewayApp
 from weft.gateway.settings import GatewaySettings

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from weft.engine.base.request import (
+from weft.contract.request import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     Constraint,
 )
-from weft.engine.base.tasks import Output
+from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
 
 MIN_TARGET_S = 0.001

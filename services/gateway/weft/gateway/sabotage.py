@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from weft.common.sabotage import wrap
-from weft.engine.base.faults import FaultPoint
+from weft.contract.faults import FaultPoint
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.routing.base import RoutingRequest

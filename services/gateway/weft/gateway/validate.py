@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.request import (
+from weft.contract.errors import InvalidRequest
+from weft.contract.request import (
     MAX_CONSTRAINT_BYTES,
     MAX_MARK_TOKENS,
     MAX_PRIORITY,
@@ -13,7 +13,7 @@ from weft.engine.base.request import (
     MAX_TOP_LOGPROBS,
     Constraint,
 )
-from weft.engine.base.token_ids import are_below
+from weft.contract.token_ids import are_below
 from weft.gateway.request import (
     MAX_TARGET_S,
     MIN_TARGET_S,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.common.worker.fills import target_from_proto
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.protocol.handle import DATA_CHUNK_BYTES, NixlTargetInfo
-from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
+from weft.contract.errors import InvalidRequest
+from weft.contract.handle import DATA_CHUNK_BYTES, NixlTargetInfo
+from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.transfer.digest import WORD_BYTES
 from weft.kvstore.pages import Offer
 from weft.v1 import kvstore_pb2

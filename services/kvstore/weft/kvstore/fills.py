@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from weft.engine.base import faults
-from weft.engine.base.clock import Clock
-from weft.engine.memory.keys import PageKeys, blocks_keys
-from weft.engine.protocol.fills import FillReply, FillStart
-from weft.engine.protocol.handle import KvHandle
-from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
+from weft.contract import faults
+from weft.contract.clock import Clock
+from weft.contract.fills import FillReply, FillStart
+from weft.contract.handle import KvHandle
+from weft.contract.keys import PageKeys, blocks_keys
+from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.sources.filler import Filler
 from weft.engine.transfer.chunks import ChunkPosted, ShipResult
 from weft.kvstore.backends.base import Backend

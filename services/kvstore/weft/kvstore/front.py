@@ -6,8 +6,8 @@ from collections import OrderedDict
 
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
-from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
-from weft.engine.protocol.handle import FillEvent
+from weft.contract.fills import FillReply, FillStart, LeaseQuery
+from weft.contract.handle import FillEvent
 from weft.engine.sources.filler import MAX_REMEMBERED_LEASES
 from weft.kvstore.fills import StoreFills
 

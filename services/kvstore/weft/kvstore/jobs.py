@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.engine.base.token_ids import TokenIds
-from weft.engine.memory.keys import blocks_keys
-from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
-from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
+from weft.contract.handle import KvHandle, NixlTargetInfo
+from weft.contract.keys import blocks_keys
+from weft.contract.store import MAX_STORED_BLOCK_PAGES
+from weft.contract.token_ids import TokenIds
 from weft.engine.sources.lease import FillJob
 from weft.engine.transfer.chunks import ShipChunk, Shipper
 from weft.kvstore.pages import PageStore

@@ -13,7 +13,7 @@ from weft.common.rpc.server import QUARANTINE_STATUS, ServiceServer, run
 from weft.common.settings import load_settings
 from weft.common.tasks import has_returned, start_logged
 from weft.common.telemetry.logging import configure_logging
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.kvstore.admin import StoreAdmin
 from weft.kvstore.metrics import StoreCollector
 from weft.kvstore.service import KvStoreService

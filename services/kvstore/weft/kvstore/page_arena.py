@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base.clock import monotonic
-from weft.engine.base.errors import InvalidRequest, WeftError
+from weft.contract.clock import monotonic
+from weft.contract.errors import InvalidRequest, WeftError
+from weft.contract.fills import FillReply
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.protocol.fills import FillReply
 from weft.kvstore.backends.base import BackendSource
 from weft.kvstore.counters import Counters
 from weft.kvstore.fills import StoreFills

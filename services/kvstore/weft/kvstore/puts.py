@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from weft.engine.base import faults
-from weft.engine.base.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.contract import faults
+from weft.contract.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.nixl import NoOneSidedLane, ReadAgents, TransferError
 from weft.kvstore.convert import PutOrder, check_part

@@ -13,9 +13,9 @@ from weft.common.telemetry.spans import REQUEST_ID_KEY, Span
 from weft.common.telemetry.tracing import MAX_ID_BYTES
 from weft.common.worker.fills import LEASE_STATES
 from weft.common.worker.tiers import tier_to_proto
-from weft.engine.base.clock import monotonic
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.protocol.handle import LEASE_ID_BYTES
+from weft.contract.clock import monotonic
+from weft.contract.errors import InvalidRequest
+from weft.contract.handle import LEASE_ID_BYTES
 from weft.kvstore.convert import check_keys, lookup_keys, put_order
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore

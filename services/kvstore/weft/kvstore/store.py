@@ -14,11 +14,11 @@ from dataclasses import asdict
 import numpy as np
 from weft.common.tasks import start_logged
 from weft.common.telemetry.tracing import make_tracer
-from weft.engine.base.clock import monotonic
-from weft.engine.base.errors import Draining
-from weft.engine.memory.keys import block_keys, blocks_keys
+from weft.contract.clock import monotonic
+from weft.contract.errors import Draining
+from weft.contract.keys import block_keys, blocks_keys
+from weft.contract.reports import TierReport
 from weft.engine.memory.page_memory import PageCounts
-from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.quarantine import QuarantineWatch
 from weft.engine.transfer.digest import digest_pages, native_digest
 from weft.kvstore.backends.sources import open_source

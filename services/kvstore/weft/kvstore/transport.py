@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.engine.transfer.nixl import (
     PoolRegion,
     ReadAgents,

@@ -12,10 +12,10 @@ from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import LEASE_STATES
-from weft.engine.base.errors import InvalidRequest, PeerUnavailable
-from weft.engine.protocol.fills import FillStart
-from weft.engine.protocol.handle import LEASE_ID_BYTES
-from weft.engine.protocol.messages import Inbox, Outbox
+from weft.contract.errors import InvalidRequest, PeerUnavailable
+from weft.contract.fills import FillStart
+from weft.contract.handle import LEASE_ID_BYTES
+from weft.contract.messages import Inbox, Outbox
 from weft.v1 import kv_pb2, prefill_pb2, prefill_pb2_grpc
 
 

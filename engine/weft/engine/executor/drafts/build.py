@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 
 import torch
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout
 from weft.engine.base.config import HEAD_DRAFTERS, MAX_TREE_NODES, EngineConfig
 from weft.engine.base.drafts import tree_shapes
-from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.executor.drafts.draft_rows import AdapterRows, DraftAdapterFiles
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.executor.graphs import TREE_REQUESTS, capturing
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import NO_NUMBERS, Int32Array
+from weft.contract.arrays import NO_NUMBERS, Int32Array
 from weft.engine.base.device_copies import HostCopies
 from weft.engine.base.drafts import LaterDrafts, depths_up_to
 from weft.engine.executor.device_inputs import DeviceInputs

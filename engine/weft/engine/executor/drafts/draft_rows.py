@@ -15,10 +15,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.checkpoint.adapters.projections import Projection
+from weft.contract.arrays import Int32Array, Int64Array
+from weft.contract.errors import AdapterError
 from weft.engine.base.device_copies import PinnedBuffers
-from weft.engine.base.errors import AdapterError
-from weft.engine.checkpoint.adapters.projections import Projection
 from weft.engine.executor.lora_columns import LoraColumns
 from weft.engine.model.adapters.adapter import LoraPair
 from weft.engine.model.heads.draft_adapter import MODULES, read_draft_pairs

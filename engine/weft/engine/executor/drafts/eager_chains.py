@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel

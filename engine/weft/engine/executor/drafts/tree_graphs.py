@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.nn import functional
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
 from weft.engine.base.drafts import DraftShape
 from weft.engine.executor.drafts.captured import (
     Capture,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies
 from weft.engine.base.drafts import DraftShape
 from weft.engine.base.token_trees import TokenTree

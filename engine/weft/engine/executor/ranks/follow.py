@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
-from weft.engine.base.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device

@@ -12,8 +12,8 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
-from weft.engine.base.pages import PageCopy
+from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.contract.pages import PageCopy
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.device_sampling import WAYS, Way
 from weft.engine.executor.drafts.chains import LaterChains

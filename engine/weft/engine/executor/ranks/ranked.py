@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import RanksLost
+from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
-from weft.engine.base.errors import RanksLost
-from weft.engine.base.pages import PageCopy
 from weft.engine.executor.device_sampling import CapturedDraw, CapturedDraws, Way
 from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.contract.errors import ConfigError
+from weft.contract.layout import CacheLayout
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
-from weft.engine.base.errors import ConfigError
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool
 from weft.engine.executor.states import RankBlocks
-from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.segment import Segment

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from weft.contract.errors import ConfigError, RanksLost, error_class
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError, RanksLost, error_class
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_to_json
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from weft.engine.base.request import Reasoning
+from weft.contract.request import Reasoning
 from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.scheduler.ports import Mask, Masks
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.engine.base.errors import Internal, InvalidRequest, WeftError
-from weft.engine.base.request import Constraint
+from weft.contract.errors import Internal, InvalidRequest, WeftError
+from weft.contract.request import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

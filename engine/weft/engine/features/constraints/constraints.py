@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from weft.contract.errors import InvalidRequest, WeftError
+from weft.contract.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import InvalidRequest, WeftError
-from weft.engine.base.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.features.constraints.compiling import VocabularyConfig
 from weft.engine.features.constraints.grammars import Grammars
 from weft.engine.scheduler.ports import Made, MaskRows

@@ -6,7 +6,7 @@ import json
 import re
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.engine.features.constraints.gbnf import convert_gbnf
 from weft.engine.features.constraints.patterns import convert_regex
 from weft.engine.features.constraints.schema import prepare_schema

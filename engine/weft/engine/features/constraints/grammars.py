@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from weft.engine.base.errors import Overloaded
-from weft.engine.base.request import Constraint
+from weft.contract.errors import Overloaded
+from weft.contract.request import Constraint
 from weft.engine.features.constraints.compiling import Compiled, Compiler, VocabularyConfig
 
 if TYPE_CHECKING:

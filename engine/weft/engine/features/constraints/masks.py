@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
-from weft.engine.base.cores import num_cores
-from weft.engine.base.errors import Internal, InvalidRequest, WeftError
+from weft.contract.cores import num_cores
+from weft.contract.errors import Internal, InvalidRequest, WeftError
 from weft.engine.base.token_trees import parents_of
 from weft.engine.features.constraints.constraints import TOO_SLOW
 from weft.engine.scheduler.ports import Made, MaskRows, Masks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
-from weft.engine.base.tokenizer_files import decoder_types, read_tokenizer
+from weft.checkpoint.tokenizer_files import decoder_types, read_tokenizer
 
 _SPACE = "\u2581"
 """How vocabularies with a Metaspace decoder write a space."""

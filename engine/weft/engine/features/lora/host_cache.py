@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.engine.checkpoint.adapters.rows import AdapterWeights
+from weft.checkpoint.adapters.rows import AdapterWeights
 
 
 class HostCache:

@@ -17,23 +17,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.engine.base.background import BackgroundThread
-from weft.engine.base.clock import Clock, monotonic
-from weft.engine.base.errors import (
+from weft.checkpoint.adapters.limits import LoraLimits
+from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Needs
+from weft.contract.adapters import AdapterOrder, AdapterPlace, AdapterState
+from weft.contract.clock import Clock, monotonic
+from weft.contract.errors import (
     AdapterError,
     AdapterNotFound,
     Internal,
     PeerUnavailable,
     WeftError,
 )
-from weft.engine.base.give_way import HostPriority
-from weft.engine.checkpoint.adapters.limits import LoraLimits
-from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Needs
+from weft.contract.give_way import HostPriority
+from weft.contract.submits import Submit
+from weft.engine.base.background import BackgroundThread
 from weft.engine.features.lora.host_cache import HostCache
 from weft.engine.features.lora.residency import Residency
 from weft.engine.features.lora.rows import RowPool
-from weft.engine.protocol.adapters import AdapterOrder, AdapterPlace, AdapterState
-from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.adapters import Adapters, not_loaded
 
 logger = logging.getLogger(__name__)

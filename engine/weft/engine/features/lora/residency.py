@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from weft.engine.checkpoint.adapters.rows import DevicePlace, Needs
+from weft.checkpoint.adapters.rows import DevicePlace, Needs
 from weft.engine.features.lora.rows import RowPool
 
 LEAVING_SHARE = 4

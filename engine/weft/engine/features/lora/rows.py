@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import insort
 
 import numpy as np
-from weft.engine.checkpoint.adapters.rows import DevicePlace, Needs, Rows
+from weft.checkpoint.adapters.rows import DevicePlace, Needs, Rows
 
 
 class RowPool:

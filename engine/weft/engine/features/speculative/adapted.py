@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from weft.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.contract.adapters import AdapterOrder
+from weft.contract.errors import WeftError
 from weft.engine.base.background import BackgroundThread
-from weft.engine.base.errors import WeftError
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
-from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
 

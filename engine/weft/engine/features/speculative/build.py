@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weft.contract.adapters import AdapterOrder
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.build import head_graphs
@@ -14,7 +15,6 @@ from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.features.speculative.gate import MeasuredGate
 from weft.engine.features.speculative.ngram import NgramDrafter
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.ports import Drafter, DraftGate
 
 

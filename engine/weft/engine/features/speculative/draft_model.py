@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.vocabularies import TOKENIZER_FILE, token_ids
+from weft.contract.errors import ConfigError, ModelError
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError, ModelError
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.vocabularies import TOKENIZER_FILE, token_ids
 from weft.engine.executor.graphs import Progress
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs

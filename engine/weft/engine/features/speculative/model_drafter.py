@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
 from weft.engine.executor.encodings import DRAWN, StepArrays
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.page_memory import OutOfPages, PageMemory

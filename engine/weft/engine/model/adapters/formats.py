@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import AdapterError
-from weft.engine.base.give_way import give_way
-from weft.engine.checkpoint.adapters.digest import Hashing
-from weft.engine.checkpoint.adapters.files import AdapterFiles, TensorEntry, open_adapter
-from weft.engine.checkpoint.adapters.plan import (
+from weft.checkpoint.adapters.digest import Hashing
+from weft.checkpoint.adapters.files import AdapterFiles, TensorEntry, open_adapter
+from weft.checkpoint.adapters.plan import (
     DENSE,
     AdapterPlan,
     PairPlan,
@@ -23,7 +21,9 @@ from weft.engine.checkpoint.adapters.plan import (
     plan_adapter,
     projection_shape,
 )
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import AdapterError
+from weft.contract.give_way import give_way
 from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.model.adapters.words import words_of
 

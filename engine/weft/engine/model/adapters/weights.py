@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from weft.engine.base.arrays import Int32Array
-from weft.engine.base.errors import AdapterError
-from weft.engine.base.give_way import give_way
-from weft.engine.checkpoint.adapters.projections import (
+from weft.checkpoint.adapters.projections import (
     B_SUFFIX,
     EMBED_TOKENS,
     LM_HEAD,
     WHOLE_SUFFIX,
     Projection,
 )
+from weft.contract.arrays import Int32Array
+from weft.contract.errors import AdapterError
+from weft.contract.give_way import give_way
 from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.model.adapters.words import words_of
 from weft.kernels.linear import LinearWeight, pack_linear
@@ -75,7 +75,7 @@ for a GPU, packed for a CPU."""
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """Implements `weft.engine.checkpoint.adapters.rows.AdapterWeights`."""
+    """Implements `weft.checkpoint.adapters.rows.AdapterWeights`."""
 
     digest: bytes
     rank: int

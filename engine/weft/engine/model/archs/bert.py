@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from weft.engine.checkpoint.architectures import encoder_stem
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.encoder_config import BODIES, EncoderConfig
+from weft.checkpoint.architectures import encoder_stem
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.encoder_config import BODIES, EncoderConfig
 from weft.engine.model.encoder import Encoder
 from weft.engine.model.layers.encoder import EncoderAttention, GluMLP, LayerNorm, PlainMLP, Ragged
 from weft.engine.model.layers.rotary import cos_sin_table

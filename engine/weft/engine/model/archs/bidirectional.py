@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from weft.engine.checkpoint.architectures import load_class
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.architectures import load_class
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.encoder import Encoder
 from weft.engine.model.layers.attention import Attention

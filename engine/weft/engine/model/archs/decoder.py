@@ -7,9 +7,9 @@ from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.moe_config import MoEConfig
-from weft.engine.checkpoint.parts import (
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.moe_config import MoEConfig
+from weft.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
     GateConfig,
@@ -17,7 +17,7 @@ from weft.engine.checkpoint.parts import (
     NormConfig,
     ParallelConfig,
 )
-from weft.engine.checkpoint.recurrent_config import (
+from weft.checkpoint.recurrent_config import (
     DeltaAttentionConfig,
     GatedDeltaConfig,
     LightningConfig,
@@ -25,7 +25,7 @@ from weft.engine.checkpoint.recurrent_config import (
     MambaConfig,
     RecurrentConfig,
 )
-from weft.engine.memory.layout import CacheLayout
+from weft.contract.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
 from weft.engine.model.layers.altup import AltUpLayer, Copies
 from weft.engine.model.layers.attention import Attention, Gate, attention_spec, o_spec, qkv_spec

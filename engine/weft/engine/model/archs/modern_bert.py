@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.encoder_config import EncoderConfig
-from weft.engine.checkpoint.rope import RopeConfig
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.encoder_config import EncoderConfig
+from weft.checkpoint.rope import RopeConfig
 from weft.engine.model.encoder import Encoder
 from weft.engine.model.layers.encoder import EncoderAttention, GluMLP, LayerNorm, Ragged
 from weft.engine.model.layers.rotary import cos_sin_table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.archs.llama import llama_attention
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.weights.weights import Weights

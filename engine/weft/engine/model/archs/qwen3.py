@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
 from weft.engine.model.layers.attention import Attention, attention_spec
 from weft.engine.model.weights.weights import Weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.archs.qwen3 import qwen3_attention
 from weft.engine.model.decoder_only import DecoderOnlyLM, gated_mlp
 from weft.engine.model.layers.mlp import GatedMLP

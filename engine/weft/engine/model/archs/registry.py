@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from weft.engine.checkpoint.architectures import load_class
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.encoder_config import EncoderConfig
+from weft.checkpoint.architectures import load_class
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.encoder_config import EncoderConfig
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.interface import ModelClass
 

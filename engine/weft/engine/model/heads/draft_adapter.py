@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import AdapterError
-from weft.engine.checkpoint.adapters.files import AdapterFiles, TensorEntry, open_adapter
-from weft.engine.checkpoint.adapters.peft_config import PeftConfig
+from weft.checkpoint.adapters.files import AdapterFiles, TensorEntry, open_adapter
+from weft.checkpoint.adapters.peft_config import PeftConfig
+from weft.contract.errors import AdapterError
 from weft.engine.model.adapters.adapter import LoraPair
 
 MODULES = (

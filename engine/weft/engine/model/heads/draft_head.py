@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from weft.engine.checkpoint.draft_config import HeadKind
-from weft.engine.checkpoint.eagle_config import head_kind
+from weft.checkpoint.draft_config import HeadKind
+from weft.checkpoint.eagle_config import head_kind
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.eagle import load_eagle
 from weft.engine.model.heads.eagle3 import load_eagle3

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import AdapterError, ModelError
-from weft.engine.memory.layout import CacheLayout, PageGroup, StatePart
+from weft.contract.errors import AdapterError, ModelError
+from weft.contract.layout import CacheLayout, PageGroup, StatePart
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_adapter import read_draft_adapter
 from weft.engine.model.heads.draft_head import DraftHead, load_draft_head

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.draft_config import HeadKind, head_digest
-from weft.engine.checkpoint.eagle_config import EagleConfig
+from weft.checkpoint.draft_config import HeadKind, head_digest
+from weft.checkpoint.eagle_config import EagleConfig
+from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec

@@ -11,9 +11,9 @@ from copy import copy
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.draft_config import HeadKind, head_digest
-from weft.engine.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
+from weft.checkpoint.draft_config import HeadKind, head_digest
+from weft.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
+from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec

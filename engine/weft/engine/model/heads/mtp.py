@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.draft_config import HeadKind
+from weft.checkpoint.draft_config import HeadKind
+from weft.contract.errors import ModelError
 from weft.engine.model.archs.decoder import Decoder, read_norm
 from weft.engine.model.decoder_only import DecoderOnlyLM, LMHead
 from weft.engine.model.interface import Model

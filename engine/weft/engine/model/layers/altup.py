@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from weft.engine.checkpoint.parts import AltUpConfig
+from weft.checkpoint.parts import AltUpConfig
 from weft.engine.model.layers.laurel import Laurel
 from weft.engine.model.layers.layer import Layer, Mixer, Query
 from weft.engine.model.layers.per_layer import PerLayerPart

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step

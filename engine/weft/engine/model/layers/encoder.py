@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from weft.engine.checkpoint.pooling import ActivationName
+from weft.checkpoint.pooling import ActivationName
 from weft.engine.model.pooled_heads import ACTIVATIONS
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from weft.engine.checkpoint.recurrent_config import GatedDeltaConfig
-from weft.engine.memory.layout import StatePart
+from weft.checkpoint.recurrent_config import GatedDeltaConfig
+from weft.contract.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, by_head, read_taps
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice

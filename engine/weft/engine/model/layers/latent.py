@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.latent_config import LatentConfig
-from weft.engine.checkpoint.parts import AttentionConfig
-from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.latent_config import LatentConfig
+from weft.checkpoint.parts import AttentionConfig
+from weft.contract.errors import ModelError
+from weft.contract.layout import CacheLayout, PagedPlane
 from weft.engine.model.layers.attention import Gate, o_spec
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.layers.rotary import Rotary

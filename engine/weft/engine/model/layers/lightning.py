@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.recurrent_config import LightningConfig, Mamba2Config
+from weft.checkpoint.recurrent_config import LightningConfig, Mamba2Config
+from weft.contract.errors import ModelError
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.recurrent import Projected
 from weft.engine.model.step import Step

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from weft.engine.checkpoint.recurrent_config import MambaConfig
-from weft.engine.memory.layout import StatePart
+from weft.checkpoint.recurrent_config import MambaConfig
+from weft.contract.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice

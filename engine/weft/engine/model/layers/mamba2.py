@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from weft.engine.checkpoint.recurrent_config import Mamba2Config
-from weft.engine.memory.layout import StatePart
+from weft.checkpoint.recurrent_config import Mamba2Config
+from weft.contract.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
+from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.layers.mlp import down_spec, up_spec
 from weft.engine.model.layers.moe import router_form

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from weft.engine.memory.layout import StatePart, StatePlane
+from weft.contract.layout import StatePart, StatePlane
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice

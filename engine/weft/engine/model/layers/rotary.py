@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.rope import RopeConfig
+from weft.checkpoint.rope import RopeConfig
+from weft.contract.errors import ModelError
 
 
 class Rotary(NamedTuple):

@@ -10,8 +10,8 @@ from typing import NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.files import Progress, weight_files
+from weft.checkpoint.files import Progress, weight_files
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.tensor_reads import StoredTensor, TensorReads
 

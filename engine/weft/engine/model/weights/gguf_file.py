@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.files import GGUF_FILE, Progress
-from weft.engine.checkpoint.gguf_metadata import ROTATION_FACTORS, GgufMetadata, split_halves
+from weft.checkpoint.files import GGUF_FILE, Progress
+from weft.checkpoint.gguf_metadata import ROTATION_FACTORS, GgufMetadata, split_halves
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 
 GROUP = 32

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 import torch
-from weft.engine.base.errors import ModelError
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.kernels.activation import SILU, Gating
 from weft.kernels.peers import Peers

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from weft.engine.base.cores import num_cores
+from weft.contract.cores import num_cores
 
 _MAX_THREADS = 8
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 << 20, 8 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.base.request import MAX_PRIORITY
+from weft.contract.request import MAX_PRIORITY
 from weft.engine.scheduler.policies.base import Key, SortedQueue
 from weft.engine.scheduler.state import Request
 

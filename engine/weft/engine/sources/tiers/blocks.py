@@ -1,7 +1,7 @@
 """What lies in tiers beside pages of the first group: blocks of recurrent layers, window pages.
 
 A block lies in a tier next to the page that it follows: in as many pages as it needs, each under a
-key of its own (`weft.engine.memory.keys.block_keys`) and with its own digest. Pages count for a
+key of its own (`weft.contract.keys.block_keys`) and with its own digest. Pages count for a
 request only up to a border whose whole block tiers hold.
 
 A page of a window group lies next to the page of the first group with the same tokens, in the same
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.engine.memory.keys import block_keys
+from weft.contract.keys import block_keys
 from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node
 from weft.engine.scheduler.state import Request

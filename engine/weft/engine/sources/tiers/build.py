@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from weft.contract.errors import ConfigError
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ConfigError
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.sources.tiers.disk import PageFiles, disk_tier
 from weft.engine.sources.tiers.host import Pinned, host_tier

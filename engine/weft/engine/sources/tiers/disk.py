@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base import faults
-from weft.engine.base.errors import ConfigError
-from weft.engine.base.pages import Page
+from weft.contract import faults
+from weft.contract.errors import ConfigError
+from weft.contract.pages import Page
 from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.sources.tiers.keyed import KeyedPages, PageName, PagePlace
 from weft.engine.sources.tiers.tier import Tier

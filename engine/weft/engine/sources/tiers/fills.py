@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.engine.protocol.timeline import FillRecord
+from weft.contract.timeline import FillRecord
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.policy import LoadCost, TierPolicy

@@ -7,8 +7,8 @@ import mmap
 from typing import Protocol
 
 import numpy as np
-from weft.engine.base import faults
-from weft.engine.base.pages import Page
+from weft.contract import faults
+from weft.contract.pages import Page
 from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.sources.tiers.keyed import KeyedPages, PagePlace
 from weft.engine.sources.tiers.tier import Tier

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.engine.base.pages import Page
-from weft.engine.protocol.timeline import FillRecord
+from weft.contract.pages import Page
+from weft.contract.timeline import FillRecord
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.tiers.tier import PageLoad, PageSave, Tier
 from weft.engine.transfer.page_pool import PagePool

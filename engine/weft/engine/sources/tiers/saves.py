@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.engine.base.pages import Page
+from weft.contract.pages import Page
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
 from weft.engine.sources.tiers.tier import PageSave, Tier, digest_of
 from weft.engine.transfer.page_pool import PagePool

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from weft.engine.base.errors import InjectedFault
-from weft.engine.base.pages import Page
+from weft.contract.errors import InjectedFault
+from weft.contract.pages import Page
 from weft.engine.memory.page_memory import PageCounts
 from weft.engine.sources.tiers.keyed import KeyedPages, PageName, PagePlace
 from weft.engine.transfer.digest import digest_pages

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
+from weft.contract.clock import Clock
+from weft.contract.reports import TierReport
+from weft.contract.timeline import FillRecord
 from weft.engine.base.background import BackgroundThread
-from weft.engine.base.clock import Clock
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node
-from weft.engine.protocol.reports import TierReport
-from weft.engine.protocol.timeline import FillRecord
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.fill import FillListener
 from weft.engine.sources.tiers.blocks import Beside, FoundBlock, names_of, pages_of

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
-from weft.engine.base.errors import ConfigError, InvalidRequest, Overloaded, WeftError
-from weft.engine.protocol.handle import ADAPTER_DIGEST_BYTES
+from weft.contract.errors import ConfigError, InvalidRequest, Overloaded, WeftError
+from weft.contract.handle import ADAPTER_DIGEST_BYTES
 
 State = Literal["loading", "serving", "retired"]
 FORMAT = 1

@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weft.engine.base.errors import InvalidRequest, Overloaded, WeftError
-from weft.engine.checkpoint.adapters.files import (
+from weft.checkpoint.adapters.files import (
     CONFIG_FILE,
     DRAFT_FOLDER,
     TEXT_FILES,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
 )
+from weft.contract.errors import InvalidRequest, Overloaded, WeftError
 
 FILES = {CONFIG_FILE: 2 << 20, WEIGHTS_FILE: 1 << 40}
 """Files of an adapter, and the largest size of each in bytes. Besides, only its own tokenizer is

@@ -19,7 +19,7 @@ from pathlib import Path
 from weft.common.adapters.manifest import Manifest, parse, serialise
 from weft.common.adapters.paths import COPIES, copy_adapter, remove_copies
 from weft.common.file_lock import wait_for_lock
-from weft.engine.base.errors import ConfigError, Overloaded
+from weft.contract.errors import ConfigError, Overloaded
 
 MANIFEST = "adapters.json"
 MAX_MANIFEST_BYTES = 16 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from weft.common.rpc.errors import abort
 from weft.common.rpc.tls import services_of
-from weft.engine.base.errors import PermissionDenied
+from weft.contract.errors import PermissionDenied
 
 _log = logging.getLogger(__name__)
 

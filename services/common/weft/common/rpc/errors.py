@@ -9,7 +9,7 @@ from google.protobuf.any_pb2 import Any as AnyProto
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     Cancelled,
     DeadlineExceeded,
     Internal,

@@ -11,7 +11,7 @@ import grpc
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.message import DecodeError
 from weft.common.rpc.errors import abort
-from weft.engine.base.errors import Internal, InvalidRequest, WeftError
+from weft.contract.errors import Internal, InvalidRequest, WeftError
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 
 import grpc
 from weft.common.settings import is_loopback
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 
 def bracket(host: str) -> str:

@@ -27,7 +27,7 @@ from weft.common.telemetry.otlp import OtlpExport
 from weft.common.telemetry.spans import Tracer
 from weft.common.telemetry.tracing import SERVICE_NAME as TRACE_SERVICE
 from weft.common.telemetry.tracing import TraceServicer, make_tracer, start_export
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.v1 import trace_pb2_grpc
 
 _log = logging.getLogger(__name__)

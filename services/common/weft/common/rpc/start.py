@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import grpc
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import Starting
+from weft.contract.errors import Starting
 
 _PHASE, _FRACTION, _ELAPSED = "weft-start-phase", "weft-start-fraction", "weft-start-elapsed-s"
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import grpc
-from weft.engine.base.errors import DeadlineExceeded
+from weft.contract.errors import DeadlineExceeded
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 """Seconds to wait for the first message of a stream, which callers send at once."""

@@ -22,7 +22,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from weft.common.settings import ServiceSettings
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from weft.common.telemetry.spans import Span, Tracer, wall_offset_s
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 from google.protobuf.json_format import MessageToDict
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.v1 import common_pb2
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.engine.base.errors import InvalidRequest
+from weft.contract.errors import InvalidRequest
 
 REQUEST_ID_KEY = "x-weft-request-id"
 """Metadata key of the request id in calls between services, beside `traceparent`."""

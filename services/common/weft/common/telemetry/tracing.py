@@ -11,7 +11,7 @@ import grpc
 from weft.common.settings import ServiceSettings
 from weft.common.telemetry.otlp import OtlpExport, wanted_endpoint
 from weft.common.telemetry.spans import Span, Tracer, wall_offset_s
-from weft.engine.base.errors import ConfigError, InvalidRequest
+from weft.contract.errors import ConfigError, InvalidRequest
 from weft.v1 import trace_pb2, trace_pb2_grpc
 
 _log = logging.getLogger(__name__)

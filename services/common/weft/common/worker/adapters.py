@@ -14,11 +14,11 @@ from weft.common.adapters.manifest import Manifest
 from weft.common.adapters.registry import Registry, Stamp
 from weft.common.rpc.errors import MAX_MESSAGE_BYTES, cut
 from weft.common.worker.change_log import ChangeLog
-from weft.engine.base.errors import PeerUnavailable, WeftError
-from weft.engine.protocol.adapters import AdapterOrder, AdapterState
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.reports import LoadReport
-from weft.engine.protocol.submits import Failure
+from weft.contract.adapters import AdapterOrder, AdapterState
+from weft.contract.errors import PeerUnavailable, WeftError
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.reports import LoadReport
+from weft.contract.submits import Failure
 from weft.v1 import common_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)

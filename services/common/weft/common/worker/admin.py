@@ -10,9 +10,9 @@ from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.service import Queries
-from weft.engine.base.errors import PeerUnavailable
-from weft.engine.base.faults import FaultSpec, FaultState
-from weft.engine.protocol.messages import Inbox
+from weft.contract.errors import PeerUnavailable
+from weft.contract.faults import FaultSpec, FaultState
+from weft.contract.messages import Inbox
 
 
 class WorkerAdmin:

@@ -8,7 +8,7 @@ from weft.common.telemetry.spans import Tracer
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.service import Queries
 from weft.common.worker.settings import WorkerSettings
-from weft.engine.protocol.reports import EngineInfo
+from weft.contract.reports import EngineInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,11 @@ from weft.common.worker.frames import (
     merge,
     parse_from_engine,
 )
+from weft.contract.cores import num_cores
+from weft.contract.errors import ConfigError, Internal, PeerUnavailable, error_class
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.reports import EngineInfo, LoadReport
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.cores import num_cores
-from weft.engine.base.errors import ConfigError, Internal, PeerUnavailable, error_class
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.reports import EngineInfo, LoadReport
 
 logger = logging.getLogger(__name__)
 

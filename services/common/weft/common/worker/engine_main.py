@@ -34,13 +34,13 @@ from weft.common.worker.frames import (
     parse_config,
     parse_inbox,
 )
-from weft.engine.base import faults
-from weft.engine.base.errors import ConfigError, Internal, RanksLost, WeftError
+from weft.contract import faults
+from weft.contract.errors import ConfigError, Internal, RanksLost, WeftError
+from weft.contract.messages import Inbox, Outbox
 from weft.engine.base.processes import die_with_parent, give_way_at_once
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.outgoing import failure_of
-from weft.engine.protocol.messages import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import socket
 import threading
 
 from weft.common.worker.frames import HEADER, MAX_FRAME_BYTES, FromEngine, frame, parse_inbox
-from weft.engine.base import faults
-from weft.engine.base.errors import WeftError
-from weft.engine.base.faults import FaultState
-from weft.engine.protocol.messages import FaultOrder, Outbox
+from weft.contract import faults
+from weft.contract.errors import WeftError
+from weft.contract.faults import FaultState
+from weft.contract.messages import FaultOrder, Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from weft.common.worker.fills import (
     event_from_proto,
     start_to_proto,
 )
-from weft.engine.base import faults
-from weft.engine.base.errors import InjectedFault, PeerUnavailable
-from weft.engine.protocol.fills import FillCommand, FillerEvent, LeaseAnswer
-from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import Inbox
+from weft.contract import faults
+from weft.contract.errors import InjectedFault, PeerUnavailable
+from weft.contract.fills import FillCommand, FillerEvent, LeaseAnswer
+from weft.contract.handle import FillEvent
+from weft.contract.messages import Inbox
 from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_trace import FillTrace
 from weft.common.worker.fills import LAST_EVENTS, event_to_proto, handle_from_proto
-from weft.engine.base import faults
-from weft.engine.base.errors import InvalidRequest, PeerUnavailable
-from weft.engine.protocol.fills import FillReply, FillStart
-from weft.engine.protocol.handle import FillEvent
+from weft.contract import faults
+from weft.contract.errors import InvalidRequest, PeerUnavailable
+from weft.contract.fills import FillReply, FillStart
+from weft.contract.handle import FillEvent
 from weft.v1 import kv_pb2
 
 

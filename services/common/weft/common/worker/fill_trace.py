@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from weft.common.telemetry.spans import Attribute, Span, Tracer
-from weft.engine.base.clock import monotonic
-from weft.engine.protocol.fills import FillStart
-from weft.engine.protocol.handle import FillEvent, FillTimings
+from weft.contract.clock import monotonic
+from weft.contract.fills import FillStart
+from weft.contract.handle import FillEvent, FillTimings
 
 
 class FillTrace:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from weft.common.durations import duration
-from weft.engine.base.errors import InvalidRequest
-from weft.engine.base.request import MAX_PRIORITY, MAX_TENANT_BYTES
-from weft.engine.base.token_ids import TokenIds, extend_ids, unpacked_ids
-from weft.engine.protocol.handle import (
+from weft.contract.errors import InvalidRequest
+from weft.contract.handle import (
     ADAPTER_DIGEST_BYTES,
     LEASE_ID_BYTES,
     FillEvent,
@@ -14,6 +12,8 @@ from weft.engine.protocol.handle import (
     KvHandle,
     NixlTargetInfo,
 )
+from weft.contract.request import MAX_PRIORITY, MAX_TENANT_BYTES
+from weft.contract.token_ids import TokenIds, extend_ids, unpacked_ids
 from weft.v1 import common_pb2, kv_pb2
 
 MAX_PAGES = 1 << 24

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.reports import EngineInfo
+from weft.contract.submits import Failure
+from weft.contract.token_ids import unpacked_ids
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.token_ids import unpacked_ids
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.reports import EngineInfo
-from weft.engine.protocol.submits import Failure
 
 MAX_FRAME_BYTES = 1 << 30
 HEADER = struct.Struct("<I")

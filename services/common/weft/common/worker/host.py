@@ -33,10 +33,10 @@ from weft.common.worker.start_server import StartServer
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import StoreReplica
 from weft.common.worker.watchdog import CrashDumps, Watchdog
+from weft.contract.errors import ConfigError, WeftError
+from weft.contract.messages import Outbox
+from weft.contract.reports import EngineInfo
 from weft.engine.base.config import Role
-from weft.engine.base.errors import ConfigError, WeftError
-from weft.engine.protocol.messages import Outbox
-from weft.engine.protocol.reports import EngineInfo
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from itertools import islice
 
-from weft.engine.memory.events import MAX_CHANGE_PAGES, KvChange, KvRun, runs_of
+from weft.contract.kv_changes import MAX_CHANGE_PAGES, KvChange, KvRun
+from weft.engine.memory.events import runs_of
 from weft.v1 import worker_pb2
 
 MAX_LOG_PAGES = 1 << 16

@@ -8,9 +8,9 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.engine.protocol.adapters import AdapterPlace, AdapterState
-from weft.engine.protocol.fills import StagingCounts
-from weft.engine.protocol.reports import LoadReport, TierReport
+from weft.contract.adapters import AdapterPlace, AdapterState
+from weft.contract.fills import StagingCounts
+from weft.contract.reports import LoadReport, TierReport
 
 COUNTERS = {
     "fills_started": "Fills asked for, as their owner",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.common.sabotage import wrap
-from weft.engine.base.faults import FaultPoint
+from weft.contract.faults import FaultPoint
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.sources.fill import Fill
 from weft.engine.sources.owner import OwnerFills

@@ -14,12 +14,12 @@ from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.tiers import tier_to_proto
-from weft.engine.base.errors import Draining, PeerUnavailable
-from weft.engine.base.faults import FaultSpec, FaultState
-from weft.engine.memory.layout import StatePlane
-from weft.engine.protocol.fills import LeaseQuery, ProcessExited
-from weft.engine.protocol.messages import FaultOrder, Inbox, Outbox
-from weft.engine.protocol.reports import QUIET_REPORT_S, EngineInfo
+from weft.contract.errors import Draining, PeerUnavailable
+from weft.contract.faults import FaultSpec, FaultState
+from weft.contract.fills import LeaseQuery, ProcessExited
+from weft.contract.layout import StatePlane
+from weft.contract.messages import FaultOrder, Inbox, Outbox
+from weft.contract.reports import QUIET_REPORT_S, EngineInfo
 from weft.v1 import common_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
 
 MIN_INTERVAL_S = 0.02

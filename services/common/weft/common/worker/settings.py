@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
+from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.common.settings import PageSettings
 from weft.engine.base.config import BOUNDS, EngineConfig, EvictionName, PolicyName, Role
 from weft.engine.base.gpus import resolve_device
-from weft.engine.checkpoint.quantization import ASKED_HELP, AskedFormat
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}

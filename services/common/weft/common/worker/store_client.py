@@ -10,17 +10,17 @@ from typing import Any, NamedTuple, Protocol
 from weft.common.tasks import start_logged
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.store_replica import Held, Stored
-from weft.engine.base import faults
-from weft.engine.base.errors import InjectedFault, PeerUnavailable
-from weft.engine.base.shards import ranked, stretches
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.store import (
+from weft.contract import faults
+from weft.contract.errors import InjectedFault, PeerUnavailable
+from weft.contract.messages import Inbox
+from weft.contract.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,
     StorePutResult,
     StoreSegment,
 )
+from weft.engine.base.shards import ranked, stretches
 
 
 class Replica(Protocol):

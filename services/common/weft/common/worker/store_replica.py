@@ -10,9 +10,9 @@ import grpc
 from weft.common.telemetry.spans import REQUEST_ID_KEY, Span, Tracer
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.fills import target_to_proto
-from weft.engine.base.clock import Clock, monotonic
-from weft.engine.protocol.handle import DATA_CHUNK_BYTES
-from weft.engine.protocol.store import StoreLookup, StorePut
+from weft.contract.clock import Clock, monotonic
+from weft.contract.handle import DATA_CHUNK_BYTES
+from weft.contract.store import StoreLookup, StorePut
 from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 logger = logging.getLogger(__name__)

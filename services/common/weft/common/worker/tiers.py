@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.protocol.reports import TierReport
+from weft.contract.reports import TierReport
 from weft.v1 import kv_pb2
 
 

@@ -19,9 +19,9 @@ from weft.common.telemetry.request_log import LoggedPrompt, to_line
 from weft.common.worker.black_box import PLAN, STACKS, STACKS_SIGNAL, STATE, STATE_SIGNAL
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.settings import WorkerSettings
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
+from weft.contract.reports import LoadReport
 from weft.engine.loop.flight import read_plan
-from weft.engine.protocol.reports import LoadReport
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from weft.checkpoint.adapters.files import AdapterFiles, open_adapter
+from weft.checkpoint.adapters.names import parse_name
 from weft.common.adapters.manifest import Entry
-from weft.engine.base.errors import AdapterError, PeerUnavailable, WeftError
-from weft.engine.checkpoint.adapters.files import AdapterFiles, open_adapter
-from weft.engine.checkpoint.adapters.names import parse_name
+from weft.contract.errors import AdapterError, PeerUnavailable, WeftError
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.text.model_card import ModelCard, with_own_tokenizer
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weft.common.adapters.manifest import AdaptersOff, Entry, Manifest
 from weft.common.adapters.registry import Registry, Stamp
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 
 _log = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import Counter
+from weft.checkpoint.adapters.digest import adapter_digest
 from weft.common.adapters.manifest import Entry, LoadUnderWay, Manifest, check_name
 from weft.common.tasks import log_failure
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     AdapterError,
     AdapterNotFound,
     DeadlineExceeded,
     Overloaded,
     WeftError,
 )
-from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.gateway.adapters.cards import AdapterCards, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.holders import HELD, Holder, holders, serving_holders

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from weft.engine.base.errors import DeadlineExceeded, Draining, Overloaded
+from weft.contract.errors import DeadlineExceeded, Draining, Overloaded
 from weft.gateway.admission.fair_queue import TenantFairQueue
 
 _MIN_RETRY_S = 1.0

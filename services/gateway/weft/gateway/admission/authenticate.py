@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 from weft.common.rpc.errors import abort
-from weft.engine.base.errors import ConfigError, InvalidApiKey
+from weft.contract.errors import ConfigError, InvalidApiKey
 from weft.gateway.admission.file_watch import FileWatch
 from weft.gateway.admission.keys import KeyEntry, KeySet, Tenant, read_keys
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from weft.common.file_lock import wait_for_lock
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 
 PREFIX = "sk-weft-"
 MAX_KEY_CHARS = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from weft.engine.base.errors import RateLimited
+from weft.contract.errors import RateLimited
 from weft.gateway.admission.tenants import Rates
 from weft.gateway.admission.token_bucket import TokenBucket
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.admission.file_watch import FileWatch
 from weft.gateway.admission.keys import Tenant, name_of
 from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S, Targets

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.adapters.manifest import Entry
-from weft.engine.base.errors import PermissionDenied
+from weft.contract.errors import PermissionDenied
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager, LoadOrder
 from weft.gateway.admission.authenticate import current_tenant

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from google.api.httpbody_pb2 import HttpBody
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.gateway.api.edge import Context, begin_answer
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.generation.pipeline import RequestPipeline

@@ -6,7 +6,7 @@ import importlib.util
 
 import grpc
 from prometheus_client import CollectorRegistry
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.api.anthropic.service import AnthropicFace
 from weft.gateway.api.ollama.service import OllamaFace
 from weft.gateway.api.openai.service import OpenAIFace

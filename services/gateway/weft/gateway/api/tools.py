@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.gateway.request import Calls
 from weft.gateway.text.answer.call_reader import encodable, parse_json
 from weft.gateway.text.answer.demand import (

@@ -6,7 +6,7 @@ import grpc
 from weft.common.rpc.authorize import OPERATORS
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import services_of
-from weft.engine.base.errors import PermissionDenied, WorkerNotFound
+from weft.contract.errors import PermissionDenied, WorkerNotFound
 from weft.gateway.api.edge import Context
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.worker import FleetWorker

@@ -15,7 +15,7 @@ import grpc
 from weft.common.rpc.errors import from_error_detail, from_rpc_error
 from weft.common.rpc.streams import WRITE_AFTER_END
 from weft.common.tasks import is_ending, run_together
-from weft.engine.base.errors import PeerUnavailable, Starting, WeftError
+from weft.contract.errors import PeerUnavailable, Starting, WeftError
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
 _log = logging.getLogger(__name__)

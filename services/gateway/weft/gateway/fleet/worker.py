@@ -15,8 +15,8 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.start import StartProgress, progress_of
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
-from weft.engine.base.errors import Draining, Internal, PeerUnavailable, WeftError
-from weft.engine.memory.layout import CacheLayout, PagedPlane, StatePart, StatePlane
+from weft.contract.errors import Draining, Internal, PeerUnavailable, WeftError
+from weft.contract.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from weft.engine.base.errors import PeerUnavailable
+from weft.contract.errors import PeerUnavailable
 from weft.gateway.fleet.discovery import Endpoint
 from weft.v1 import worker_pb2
 

@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 
 from weft.common.tasks import log_failure
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     Draining,
     Internal,
     Overloaded,
     PeerUnavailable,
     WeftError,
 )
-from weft.engine.base.tasks import TOKEN_OUTPUTS
+from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
 from weft.gateway.generation.prompt_vectors import PromptVectors

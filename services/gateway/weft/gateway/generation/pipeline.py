@@ -11,19 +11,19 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
+from weft.checkpoint.pooling import PoolingConfig
 from weft.common.durations import duration
 from weft.common.telemetry.logging import trace_id as current_trace_id
 from weft.common.telemetry.spans import Tracer
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     Cancelled,
     DeadlineExceeded,
     Overloaded,
     PeerUnavailable,
     WeftError,
 )
-from weft.engine.base.tasks import TOKEN_OUTPUTS
-from weft.engine.checkpoint.pooling import PoolingConfig
-from weft.engine.memory.keys import RecentPages
+from weft.contract.keys import RecentPages
+from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.gateway.admission.admission import Admission, shutting_down
 from weft.gateway.admission.keys import Tenant, name_of
 from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, RateLimits

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.engine.base.errors import Cancelled, Overloaded, PeerUnavailable, WeftError
+from weft.contract.errors import Cancelled, Overloaded, PeerUnavailable, WeftError
 from weft.gateway.admission.limits import Charge
 from weft.gateway.admission.slo import NO_TARGETS, AdmissionRequest, Targets
 from weft.gateway.catalogue import ServedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.common.durations import duration
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     DeadlineExceeded,
     Draining,
     Overloaded,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from weft.engine.base.errors import SlowClient, WeftError
+from weft.contract.errors import SlowClient, WeftError
 from weft.gateway.generation.generation import CANCELLED, Generation, Listener
 from weft.gateway.generation.sample_output import SampleOutput
 from weft.gateway.text.model_card import ModelCard

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.common.durations import duration
-from weft.engine.base.request import Constraint
-from weft.engine.base.tasks import Output
+from weft.contract.request import Constraint
+from weft.contract.tasks import Output
 from weft.gateway.admission.keys import name_of
 from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling, Wants
 from weft.v1 import common_pb2, decode_pb2

@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 
 from weft.common.rpc.authorize import OPERATORS
 from weft.common.rpc.tls import services_of
-from weft.engine.base.errors import InvalidApiKey, PermissionDenied, Unauthenticated, WeftError
+from weft.contract.errors import InvalidApiKey, PermissionDenied, Unauthenticated, WeftError
 from weft.gateway.admission.authenticate import ApiKeys, bearer
 from weft.gateway.api.edge import Context
 

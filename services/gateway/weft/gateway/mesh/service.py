@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from weft.common.admin import AdminServicer
 from weft.common.telemetry.tracing import TraceServicer
-from weft.engine.base.errors import Draining
+from weft.contract.errors import Draining
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import Context

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import start_logged
-from weft.engine.base.errors import Overloaded
+from weft.contract.errors import Overloaded
 from weft.gateway.adapters.holders import holders
 from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.fleet.fleet import Fleet

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.memory.keys import RecentPages, ShortKeys, namespace_digest
+from weft.contract.keys import RecentPages, ShortKeys, namespace_digest
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, WorkerView
 

@@ -2,7 +2,7 @@
 
 A decision walks the prompt's pages once for all workers together. At each page the workers that
 hold everything so far are one integer, a bit a worker, so the walk costs the same for 4 workers and
-for 512. Keys are chained (`weft.engine.memory.keys`), so a key stands for the whole prefix.
+for 512. Keys are chained (`weft.contract.keys`), so a key stands for the whole prefix.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from weft.engine.memory.keys import token_bytes
+from weft.contract.keys import token_bytes
 from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
 from weft.gateway.routing.rendezvous import Rendezvous
 from weft.gateway.routing.view import PoolView

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.routing import Policy, PolicyOptions, make_policy
 from weft.gateway.routing.record import AnyLine, RecordingPolicy
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from weft.engine.base.errors import PeerUnavailable, WeftError
+from weft.contract.errors import PeerUnavailable, WeftError
 from weft.gateway.admission.slo.forecast import LatencyForecaster, Side
 from weft.gateway.fleet.discovery import Role
 from weft.gateway.fleet.fleet import ModelFleet

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from weft.common.telemetry.spans import Attribute, Span, SpanContext, Tracer, described_error
-from weft.engine.base.clock import monotonic
-from weft.engine.base.errors import WeftError
+from weft.contract.clock import monotonic
+from weft.contract.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.gateway.generation.record import RequestRecord

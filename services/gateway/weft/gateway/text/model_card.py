@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from weft.engine.base.end_tokens import end_token_ids
-from weft.engine.base.errors import ModelError
-from weft.engine.base.request import Reasoning
-from weft.engine.base.tokenizer_files import read_json, read_tokenizer
-from weft.engine.checkpoint.adapters.files import TOKENIZER_FILE
-from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
+from weft.checkpoint.adapters.files import TOKENIZER_FILE
+from weft.checkpoint.end_tokens import end_token_ids
+from weft.checkpoint.pooling import PoolingConfig, load_pooling
+from weft.checkpoint.tokenizer_files import read_json, read_tokenizer
+from weft.contract.errors import ModelError
+from weft.contract.request import Reasoning
 from weft.gateway.request import SAMPLING_RANGES, SamplingDefaults
 from weft.gateway.text.answer.formats import (
     FORMATS,

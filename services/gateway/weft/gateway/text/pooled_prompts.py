@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from weft.engine.base.tasks import HEADED_OUTPUTS, Pool, Task
+from weft.contract.tasks import HEADED_OUTPUTS, Pool, Task
 from weft.gateway.request import (
     GenerateRequest,
     PairPrompt,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from weft.engine.base.errors import ContextTooLong, InvalidRequest
+from weft.contract.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import (
     ChatPrompt,

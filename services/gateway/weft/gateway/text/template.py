@@ -12,7 +12,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from weft.engine.base.errors import InvalidRequest, ModelError
+from weft.contract.errors import InvalidRequest, ModelError
 
 _MARK = "\U0010fffd continued here \U0010fffd"
 """Text at the end of the message to be continued. Without it, blanks that the template cuts off, or

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenizers import Tokenizer
-from weft.engine.base.tokenizer_files import decoder_types
+from weft.checkpoint.tokenizer_files import decoder_types
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from weft.engine.protocol.reports import TierReport
+from weft.contract.reports import TierReport
 from weft.kvstore.pages import PageStore
 
 

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
+from weft.contract.reports import TierReport
 from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
 from weft.engine.sources.tiers.policy import TierPolicy

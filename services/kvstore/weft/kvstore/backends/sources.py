@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.kvstore.backends.base import BackendSource
 from weft.kvstore.backends.disk import DiskSource

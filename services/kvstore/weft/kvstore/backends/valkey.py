@@ -21,8 +21,8 @@ import numpy as np
 from valkey.exceptions import OutOfMemoryError
 from weft.common.tasks import start_logged
 from weft.common.valkey_servers import Command, Reply, ValkeyServers, read_password
-from weft.engine.base.clock import monotonic
-from weft.engine.protocol.reports import TierReport
+from weft.contract.clock import monotonic
+from weft.contract.reports import TierReport
 from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tier import TierCounters
 from weft.engine.transfer.digest import digest_pages

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from weft.contract.adapters import AdapterOrder
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.adapters import AdapterOrder
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.lora_reference import BASE, PeftModels, unload_all
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import jsonschema
 from tokenizers import Tokenizer
-from weft.engine.base.errors import WeftError
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.errors import WeftError
+from weft.contract.messages import Inbox
+from weft.contract.request import Constraint, SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.submits import SampleProgress, Submit
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import to_error
-from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.submits import SampleProgress, Submit
 from weft.testing.engine.random_schemas import Schema
 from weft.testing.models.tiny_models import EOS_TOKEN_ID
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.vocabulary import tokenizer_of
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.checkpoint.adapters.files import DRAFT_FOLDER
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.eagle3_cases import HeadReference, WatchedHead
 from weft.testing.engine.tree_drafters import WatchedTrees

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.engine.base.request import SamplingParams
+from weft.contract.request import SamplingParams
 from weft.engine.drawing.sampler import derive_seed
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.eagle_config import head_kind
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.eagle_config import head_kind
+from weft.contract.keys import PageKeys
 from weft.engine.drawing.draws import Drawn
 from weft.engine.loop.engine import Engine
-from weft.engine.memory.keys import PageKeys
 from weft.engine.scheduler.plan import Plan, VerifyItem
 from weft.engine.scheduler.ports import Drafter, DraftGate
 from weft.testing.engine.drafters import KnownDrafter, RandomGate

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from weft.contract.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer, LeaseQuery
+from weft.contract.handle import FillEvent
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Finished, Submit
+from weft.contract.timeline import FillCandidate
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import to_error
-from weft.engine.protocol.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer, LeaseQuery
-from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Finished, Submit
-from weft.engine.protocol.timeline import FillCandidate
 
 _NEEDS_NIXL = pytest.mark.needs("nixl")
 WAYS = [

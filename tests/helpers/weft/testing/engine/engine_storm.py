@@ -8,20 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.loop.engine import Engine
-from weft.engine.loop.llm import to_error
-from weft.engine.protocol.fills import FillCommand
-from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import Outbox
-from weft.engine.protocol.store import (
+from weft.contract.fills import FillCommand
+from weft.contract.handle import FillEvent
+from weft.contract.messages import Outbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,
     StorePutResult,
     StoreSegment,
 )
-from weft.engine.protocol.submits import Cancel, Submit
+from weft.contract.submits import Cancel, Submit
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import to_error
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, num_quarantined
 
 NUM_SESSIONS = 3

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from weft.engine.base.pages import PageCopy
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.pages import PageCopy
 from weft.engine.drawing.sampler import DrawnRows, Sampler
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.messages import Inbox, Outbox
 
 
 class _Later:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+from weft.contract.handle import NixlTargetInfo
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.exchange import PageExchange
 from weft.engine.transfer.nixl import Notification
 from weft.engine.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS

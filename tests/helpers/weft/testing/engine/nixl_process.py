@@ -324,7 +324,7 @@ class Operations:
 
 
 def _target_of(fields: dict[str, Any]) -> Any:
-    from weft.engine.protocol.handle import NixlTargetInfo
+    from weft.contract.handle import NixlTargetInfo
 
     binary = ("agent_metadata", "agent_metadata_digest")
     return NixlTargetInfo(**{k: bytes.fromhex(v) if k in binary else v for k, v in fields.items()})

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from weft.contract.messages import Inbox, Outbox
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.messages import Inbox, Outbox
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import VOCAB, TierBench
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 import torch
-from weft.engine.base.errors import RanksLost
-from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.contract.errors import RanksLost
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.engine.drafters import RandomGate
 from weft.testing.engine.eagle3_cases import NotedChains

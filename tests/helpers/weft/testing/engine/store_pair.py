@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from weft.contract.fills import FillerEvent
+from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, FillTimings, KvHandle
+from weft.contract.keys import PageKeys, block_keys
+from weft.contract.messages import Outbox
+from weft.contract.store import StoreAnswer, StoreLookup, StorePutResult, StoreSegment
+from weft.contract.timeline import FillRecord
 from weft.engine.loop.engine import Engine
-from weft.engine.memory.keys import PageKeys, block_keys
-from weft.engine.protocol.fills import FillerEvent
-from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, FillTimings, KvHandle
-from weft.engine.protocol.messages import Outbox
-from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePutResult, StoreSegment
-from weft.engine.protocol.timeline import FillRecord
 from weft.engine.transfer.digest import digest_pages
 from weft.testing.engine.engine_pair import EnginePair, ManualClock
 

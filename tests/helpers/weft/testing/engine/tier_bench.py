@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from weft.contract.timeline import FillRecord
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.timeline import FillRecord
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 
 VOCAB = 517

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from weft.contract.keys import PageKeys
 from weft.engine.base.drafts import DraftShape
 from weft.engine.base.token_trees import TokenTree
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
 from weft.engine.executor.step_input import LATE
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
-from weft.engine.memory.keys import PageKeys
 from weft.engine.scheduler.plan import VerifyItem
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, speculate
 from weft.testing.engine.eagle3_cases import HeadReference

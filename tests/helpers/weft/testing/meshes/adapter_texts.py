@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.checkpoint.adapters.digest import adapter_digest
 from weft.testing.meshes.tiny_mesh import VOCAB, Greedy
 from weft.testing.models.tiny_adapters import LINEAR, PREFIX, adapter_tensors, write_adapter
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from weft.common.faults import spec_to_proto
-from weft.engine.base.faults import FaultSpec
+from weft.contract.faults import FaultSpec
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
 from weft.testing.models.choices import NEAR_TIE, are_clear, are_clear_draws, check_choices
 from weft.testing.models.tiny_drafts import make_tiny_draft

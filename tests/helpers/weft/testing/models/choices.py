@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from weft.engine.base.request import SamplingParams
+from weft.contract.request import SamplingParams
 from weft.engine.drawing.sampler import derive_seed
 from weft.kernels.noise import gumbel_noise
 from weft.testing.kernels.naive_sampling import Float64Array, NaiveParams, edited_logits

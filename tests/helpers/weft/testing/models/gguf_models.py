@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from weft.engine.checkpoint.gguf_metadata import LAYER_TENSORS, OUTER_TENSORS
+from weft.checkpoint.gguf_metadata import LAYER_TENSORS, OUTER_TENSORS
 from weft.testing.models.quantised_models import copy_of_model
 
 SIZES: dict[str, Any] = {

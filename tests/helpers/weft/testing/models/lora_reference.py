@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weft.engine.base.request import TokenLogprob
-from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.checkpoint.adapters.digest import adapter_digest
+from weft.contract.adapters import AdapterOrder
+from weft.contract.messages import Inbox
+from weft.contract.request import TokenLogprob
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample, to_error
-from weft.engine.protocol.adapters import AdapterOrder
-from weft.engine.protocol.messages import Inbox
 from weft.testing.models.choices import NEAR_TIE, Choices, check_choices, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_adapters import peft_model

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.checkpoint.adapters.plan import PARTS
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.adapters.plan import PARTS
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.adapters.adapter import Adapter, VocabularyChange
 from weft.engine.model.adapters.formats import read_adapter
 from weft.testing.models.choices import where_experts_are_sure

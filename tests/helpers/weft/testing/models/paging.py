@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from weft.engine.memory.layout import StatePlane
+from weft.contract.layout import StatePlane
 from weft.engine.model.interface import Model
 from weft.engine.model.state_step import StatePools, StateRound, StateStep
 from weft.engine.model.step import Step

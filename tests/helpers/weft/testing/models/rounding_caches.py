@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.request import TokenLogprob
+from weft.contract.request import TokenLogprob
 from weft.engine.loop.llm import GeneratedSample
 
 MARGIN = 0.05

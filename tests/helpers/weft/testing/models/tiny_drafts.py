@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.checkpoint.config import ModelConfig
+from weft.checkpoint.config import ModelConfig
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_adapter import MODULES
 from weft.engine.model.heads.draft_head import load_draft_head

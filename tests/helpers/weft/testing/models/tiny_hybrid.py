@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
-from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import CacheLayout, PagedPlane, StatePart, StatePlane
+from weft.checkpoint.config import ModelConfig
+from weft.contract.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 from weft.engine.model import loader
 from weft.engine.model.archs.qwen3 import qwen3_attention
 from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection

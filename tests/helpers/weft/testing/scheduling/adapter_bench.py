@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
+from weft.checkpoint.adapters.limits import LoraLimits
+from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace
+from weft.contract.adapters import AdapterOrder, AdapterState
+from weft.contract.errors import AdapterError, WeftError
 from weft.engine.base.background import BackgroundJob
-from weft.engine.base.errors import AdapterError, WeftError
-from weft.engine.checkpoint.adapters.limits import LoraLimits
-from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace
 from weft.engine.features.lora import manager as manager_module
 from weft.engine.features.lora.manager import AdapterManager
-from weft.engine.protocol.adapters import AdapterOrder, AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 
 ROW_BYTES = 100

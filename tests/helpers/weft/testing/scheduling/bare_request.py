@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.memory.keys import PageKeys
-from weft.engine.protocol.timeline import Timeline
+from weft.contract.keys import PageKeys
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.timeline import Timeline
 from weft.engine.scheduler.state import Request, RequestKey
 
 

@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from weft.engine.base import faults
-from weft.engine.base.config import EvictionName
-from weft.engine.base.faults import FaultSpec
-from weft.engine.base.pages import PageCopy
-from weft.engine.loop.chats import Sessions
-from weft.engine.memory.chat_pins import SessionPins
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.keys import token_bytes
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
-from weft.engine.protocol.handle import NixlTargetInfo
-from weft.engine.protocol.store import (
+from weft.contract import faults
+from weft.contract.faults import FaultSpec
+from weft.contract.handle import NixlTargetInfo
+from weft.contract.keys import token_bytes
+from weft.contract.pages import PageCopy
+from weft.contract.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,
     StorePutResult,
     StoreSegment,
 )
-from weft.engine.protocol.timeline import FillCandidate, Timeline
+from weft.contract.timeline import FillCandidate, Timeline
+from weft.engine.base.config import EvictionName
+from weft.engine.loop.chats import Sessions
+from weft.engine.memory.chat_pins import SessionPins
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages

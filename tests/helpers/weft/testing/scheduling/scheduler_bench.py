@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from weft.contract.pages import PageCopy
+from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import PolicyName
-from weft.engine.base.pages import PageCopy
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.page_table import PageTable
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
-from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem

@@ -18,22 +18,22 @@ from typing import cast
 
 import numpy as np
 import torch
-from weft.engine.base.arrays import Int64Array
+from weft.contract.arrays import Int64Array
+from weft.contract.keys import ROOT_KEY
+from weft.contract.layout import StatePart, StatePlane, num_ring_rows
+from weft.contract.pages import PageCopy
+from weft.contract.timeline import Timeline
 from weft.engine.base.drafts import DraftShape
-from weft.engine.base.pages import PageCopy
 from weft.engine.drawing.encode import step_input
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
 from weft.engine.memory.eviction import lru
-from weft.engine.memory.keys import ROOT_KEY
-from weft.engine.memory.layout import StatePart, StatePlane, num_ring_rows
 from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
 from weft.engine.memory.page_table import PageTable
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.model.state_step import FewRows, StateStep
-from weft.engine.protocol.timeline import Timeline
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages

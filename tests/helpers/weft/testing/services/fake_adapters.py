@@ -11,9 +11,9 @@ from typing import Any
 
 from weft.common.adapters.registry import Registry
 from weft.common.worker.adapters import AdapterFollower, AdapterNews
-from weft.engine.protocol.adapters import AdapterOrder, AdapterPlace, AdapterReply, AdapterState
-from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.protocol.submits import Failure
+from weft.contract.adapters import AdapterOrder, AdapterPlace, AdapterReply, AdapterState
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.submits import Failure
 
 POLL_S = 0.02
 

@@ -9,7 +9,7 @@ import grpc
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.rpc.errors import abort
-from weft.engine.base.errors import (
+from weft.contract.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,

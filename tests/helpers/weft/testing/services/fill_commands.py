@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft.engine.base.token_ids import token_ids
-from weft.engine.protocol.fills import FillCommand
-from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
+from weft.contract.fills import FillCommand
+from weft.contract.handle import KvHandle, NixlTargetInfo
+from weft.contract.token_ids import token_ids
 
 
 def nixl_target(page_bytes: int, num_pages: int, *, memory_type: str = "DRAM") -> NixlTargetInfo:

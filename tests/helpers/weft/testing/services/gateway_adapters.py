@@ -13,7 +13,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.testing.models.adapter_files import write_adapter
 from weft.testing.services.fake_adapters import FakeAdapters
 from weft.testing.services.fake_decode import FakeWorker, Script

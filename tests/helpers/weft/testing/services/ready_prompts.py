@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from weft.engine.protocol.handle import KvHandle
+from weft.contract.handle import KvHandle
 
 
 class ReadyPrompts:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
 from weft.gateway.routing.record import (
     COLUMNS,

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.kv_scheme import KV_SCALES
-from weft.engine.checkpoint.quantization import Quantization
+from weft.checkpoint.kv_scheme import KV_SCALES
+from weft.checkpoint.quantization import Quantization
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import (
     PlainScheme,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from weft.engine.base.errors import ModelError
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.base import (
     QuantisedScheme,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from weft.engine.base.errors import ModelError
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.gguf_file import GROUP, GgufFile, GgufGroups
 from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, listing
 from weft.engine.model.weights.specs import LinearSpec

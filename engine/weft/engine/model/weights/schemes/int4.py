@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from weft.engine.base.errors import ModelError
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, listing
 from weft.engine.model.weights.schemes.int_layouts import IntParts, join_parts, read_parts

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.int_config import IntPacking
+from weft.checkpoint.int_config import IntPacking
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.int_groups import IntGroups, pack_int_groups, takes_group

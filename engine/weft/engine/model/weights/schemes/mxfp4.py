@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.quantization import Quantization
+from weft.checkpoint.quantization import Quantization
+from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme, apart, packed_experts
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec

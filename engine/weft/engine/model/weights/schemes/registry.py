@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.engine.checkpoint.quantization import Quantization
+from weft.checkpoint.quantization import Quantization
 from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
 from weft.engine.model.weights.schemes.gguf import GgufScheme
 from weft.engine.model.weights.schemes.int4 import IntScheme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from weft.engine.base.errors import DeadlineExceeded
+from weft.contract.errors import DeadlineExceeded
 from weft.gateway.admission.slo.gate import AdmissionRequest, LatencyGate
 
 _LOOK_EVERY_S = 0.02

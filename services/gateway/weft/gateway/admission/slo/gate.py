@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.base.errors import TargetUnattainable
+from weft.contract.errors import TargetUnattainable
 from weft.gateway.admission.fair_queue import TenantFairQueue
 from weft.gateway.admission.slo.forecast import Forecast, LatencyForecaster
 from weft.gateway.request import NO_TARGETS, Targets

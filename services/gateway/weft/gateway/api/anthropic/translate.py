@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.gateway.api.anthropic.bodies import (
     BlockBody,
     MessageBody,

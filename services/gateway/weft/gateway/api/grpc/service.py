@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.rpc.breaker import BreakerState
-from weft.engine.base.request import Constraint, Reasoning
+from weft.contract.request import Constraint, Reasoning
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest

@@ -7,7 +7,7 @@ from hashlib import sha256
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from weft.engine.base.tasks import Task
+from weft.contract.tasks import Task
 from weft.gateway.api.answer import LINES, field_names, json_body, run_answer
 from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, GenerationBody, ShowBody

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
 from weft.gateway.api.ollama.bodies import (

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 from weft.common.adapters.manifest import Entry
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.api.openai.answers import Answer
 from weft.gateway.api.openai.bodies import Body

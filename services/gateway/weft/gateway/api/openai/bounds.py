@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from weft.engine.base.request import (
+from weft.contract.request import (
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MAX_SESSION_ID_BYTES,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.gateway.api.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from weft.gateway.validate import invalid, unsupported
 

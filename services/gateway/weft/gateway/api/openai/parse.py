@@ -13,7 +13,7 @@ from google.api.httpbody_pb2 import HttpBody
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 from weft.common.rpc.interceptors import TakenBody
-from weft.engine.base.errors import InvalidRequest
+from weft.contract.errors import InvalidRequest
 from weft.gateway.api.openai.bodies import Body
 from weft.gateway.api.openai.unknown import refuse_unknown
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from weft.engine.base.errors import Draining, PeerUnavailable, RequestNotFound
+from weft.contract.errors import Draining, PeerUnavailable, RequestNotFound
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import Context, begin_answer, call_facts

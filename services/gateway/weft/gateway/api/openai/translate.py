@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from weft.engine.base.request import MAX_TOP_LOGPROBS, Constraint
+from weft.contract.request import MAX_TOP_LOGPROBS, Constraint
 from weft.gateway.api.edge import CallFacts, check_client_id, earliest, given_sampling
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
-from weft.engine.base.errors import InvalidRequest
+from weft.contract.errors import InvalidRequest
 from weft.gateway.api.openai.bodies import Body, names_of
 from weft.gateway.api.openai.foreign import objects_at
 from weft.gateway.validate import invalid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.engine.base.tasks import Output
+from weft.contract.tasks import Output
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, call_fields, earliest
 from weft.gateway.api.pooling.bodies import (

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import Float32Array
-from weft.engine.base.tasks import Output
+from weft.contract.arrays import Float32Array
+from weft.contract.tasks import Output
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.stream import TokenStream
 

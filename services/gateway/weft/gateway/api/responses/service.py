@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.keys import Tenant, name_of
 from weft.gateway.api.answer import (

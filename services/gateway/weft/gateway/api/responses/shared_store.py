@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.common.valkey_servers import Command, Reply, ValkeyServers, read_password
-from weft.engine.base.errors import PeerUnavailable
+from weft.contract.errors import PeerUnavailable
 from weft.gateway.api.responses.store import StoredResponse
 
 MAX_VALUE_BYTES = 16 << 20

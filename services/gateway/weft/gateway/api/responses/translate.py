@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
-from weft.engine.base.request import Constraint
+from weft.contract.request import Constraint
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
 from weft.gateway.api.openai.parse import explain

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.engine.base.errors import WeftError
+from weft.contract.errors import WeftError
 from weft.gateway.api.answer import EVENTS, named_event
 from weft.gateway.api.blocks import Block, BlockReader, Step, num_reasoning_tokens
 from weft.gateway.api.openai.logprobs import chat_logprobs

@@ -10,8 +10,8 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from weft.engine.base.errors import PermissionDenied, WeftError
-from weft.engine.base.tasks import Task
+from weft.contract.errors import PermissionDenied, WeftError
+from weft.contract.tasks import Task
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.answer import JSON, json_body
 from weft.gateway.api.edge import Context

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.fleet.addresses import split_address
 from weft.gateway.fleet.discovery.base import Endpoint
 

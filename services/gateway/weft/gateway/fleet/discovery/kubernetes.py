@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 from weft.common.rpc.listen import bracket
-from weft.engine.base.errors import ConfigError
+from weft.contract.errors import ConfigError
 from weft.gateway.fleet.addresses import split_service
 from weft.gateway.fleet.discovery.base import Endpoint, Role
 from weft.gateway.fleet.session import ReconnectBackoff

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.engine.base.errors import WeftError
-from weft.engine.base.request import Constraint
+from weft.contract.errors import WeftError
+from weft.contract.request import Constraint
 from weft.gateway.text.answer.call_reader import parse_json
 from weft.gateway.validate import invalid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.engine.base.request import Constraint, Reasoning
+from weft.contract.request import Constraint, Reasoning
 from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
 from weft.gateway.text.answer.demand import calls_or_answer
 from weft.gateway.text.answer.formats import (

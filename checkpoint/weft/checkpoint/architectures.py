@@ -1,0 +1,304 @@
+"""Architecture names to classes, imported when first needed.
+
+Nothing here imports torch before a class is asked for: services read configurations too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from weft.checkpoint.refused import unsupported
+from weft.contract.errors import ModelError
+
+ENTRY_POINT_GROUP = "weft.models"
+"""Entry-point group in which other distributions register architectures: name = architecture, value
+= module:class.
+"""
+
+_BUILT_IN = {
+    "LlamaForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
+    "MistralForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
+    "Qwen2ForCausalLM": ("weft.engine.model.archs.qwen2", "Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM": ("weft.engine.model.archs.qwen3", "Qwen3ForCausalLM"),
+    "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+_FAMILIES = {
+    "AfmoeForCausalLM": ("afmoe", "read_afmoe"),
+    "ApertusForCausalLM": ("llamas", "read_apertus"),
+    "ArceeForCausalLM": ("llamas", "read_arcee"),
+    "BailingMoeV2ForCausalLM": ("glm4_moe", "read_ling2"),
+    "BailingHybridForCausalLM": ("kimi_linear", "read_ling3"),
+    "BailingMoeV3ForCausalLM": ("kimi_linear", "read_ling3"),
+    "BambaForCausalLM": ("mamba", "read_bamba"),
+    "CodeGenForCausalLM": ("gpt", "read_codegen"),
+    "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
+    "Cohere2MoeForCausalLM": ("cohere", "read_cohere2_moe"),
+    "CohereForCausalLM": ("cohere", "read_cohere"),
+    "CwmForCausalLM": ("llamas", "read_cwm"),
+    "DeepseekV2ForCausalLM": ("deepseek", "read_deepseek_v2"),
+    "DeepseekV3ForCausalLM": ("deepseek", "read_deepseek_v3"),
+    "Dots1ForCausalLM": ("glm4_moe", "read_dots1"),
+    "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "read_ernie_moe"),
+    "Ernie4_5ForCausalLM": ("llamas", "read_ernie"),
+    "ExaoneMoeForCausalLM": ("exaone4", "read_exaone_moe"),
+    "Exaone4ForCausalLM": ("exaone4", "read_exaone4"),
+    "FalconForCausalLM": ("gpt", "read_falcon"),
+    "FalconH1ForCausalLM": ("mamba", "read_falcon_h1"),
+    "FlexOlmoForCausalLM": ("olmo", "read_flex_olmo"),
+    "FlintForCausalLM": ("flint", "read_flint"),
+    "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
+    "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
+    "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
+    "GemmaForCausalLM": ("gemma", "read_gemma"),
+    "Gemma3nForCausalLM": ("gemma3n", "read_gemma3n"),
+    "Gemma3nForConditionalGeneration": ("gemma3n", "read_gemma3n"),
+    "Gemma4ForCausalLM": ("gemma4", "read_gemma4"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "read_gemma4"),
+    "Gemma4UnifiedForCausalLM": ("gemma4", "read_gemma4"),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4", "read_gemma4"),
+    "Glm4ForCausalLM": ("glm4", "read_glm4"),
+    "Glm4MoeForCausalLM": ("glm4_moe", "read_glm4_moe"),
+    "Glm4MoeLiteForCausalLM": ("deepseek", "read_glm4_lite"),
+    "GlmForCausalLM": ("glm4", "read_glm"),
+    "GPT2LMHeadModel": ("gpt", "read_gpt2"),
+    "GPTBigCodeForCausalLM": ("gpt", "read_bigcode"),
+    "GPTJForCausalLM": ("gpt", "read_gptj"),
+    "GPTNeoForCausalLM": ("gpt", "read_gpt_neo"),
+    "GPTNeoXForCausalLM": ("gpt", "read_gpt_neox"),
+    "GptOssForCausalLM": ("gpt_oss", "read_gpt_oss"),
+    "GraniteForCausalLM": ("granite", "read_granite"),
+    "GraniteMoeForCausalLM": ("granite", "read_granite_moe"),
+    "GraniteMoeHybridForCausalLM": ("mamba", "read_granite_hybrid"),
+    "GraniteMoeSWAForCausalLM": ("granite", "read_granite_moe_swa"),
+    "GraniteMoeSharedForCausalLM": ("granite", "read_granite_shared"),
+    "GraniteSWAForCausalLM": ("granite", "read_granite_swa"),
+    "HeliumForCausalLM": ("llamas", "read_helium"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
+    "HYV3ForCausalLM": ("hunyuan", "read_hy3"),
+    "HyperCLOVAXForCausalLM": ("granite", "read_hyperclovax"),
+    "Idefics3ForConditionalGeneration": ("with_images", "read_with_images"),
+    "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "InternVLForConditionalGeneration": ("with_images", "read_with_images"),
+    "Jais2ForCausalLM": ("layer_normed", "read_jais2"),
+    "JambaForCausalLM": ("jamba", "read_jamba"),
+    "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),
+    "Lfm2ForCausalLM": ("lfm2", "read_lfm2"),
+    "Lfm2MoeForCausalLM": ("lfm2", "read_lfm2_moe"),
+    "Lfm2VlForConditionalGeneration": ("with_images", "read_with_images"),
+    "Lfm3ForCausalLM": ("lfm2", "read_lfm3"),
+    "MiMoForCausalLM": ("llamas", "read_mimo"),
+    "Kimi_K25ForConditionalGeneration": ("deepseek", "read_deepseek_v3"),
+    "KimiK25ForConditionalGeneration": ("deepseek", "read_deepseek_v3"),
+    "LagunaForCausalLM": ("laguna", "read_laguna"),
+    "Llama4ForCausalLM": ("llama4", "read_llama4"),
+    "Llama4ForConditionalGeneration": ("llama4", "read_llama4"),
+    "LlavaForConditionalGeneration": ("with_images", "read_with_images"),
+    "LlavaNextForConditionalGeneration": ("with_images", "read_with_images"),
+    "LlavaOnevisionForConditionalGeneration": ("with_images", "read_with_images"),
+    "MellumForCausalLM": ("mellum", "read_mellum"),
+    "MiMoV2FlashForCausalLM": ("mimo", "read_mimo"),
+    "MiniCPM3ForCausalLM": ("deepseek", "read_minicpm3"),
+    "MiniCPMForCausalLM": ("granite", "read_minicpm"),
+    "MiniMaxForCausalLM": ("minimax", "read_minimax"),
+    "MiniMaxM1ForCausalLM": ("minimax", "read_minimax"),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
+    "MiniMaxText01ForCausalLM": ("minimax", "read_minimax"),
+    "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
+    "MinistralForCausalLM": ("llamas", "read_ministral"),
+    "Mistral4ForCausalLM": ("deepseek", "read_mistral4"),
+    "Mistral3ForConditionalGeneration": ("llamas", "read_mistral3"),
+    "MixtralForCausalLM": ("mixtral", "read_mixtral"),
+    "NemotronHForCausalLM": ("mamba", "read_nemotron_h"),
+    "NemotronForCausalLM": ("layer_normed", "read_nemotron"),
+    "Olmo2ForCausalLM": ("olmo", "read_olmo2"),
+    "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
+    "OlmoForCausalLM": ("olmo", "read_olmo"),
+    "OlmoeForCausalLM": ("olmo", "read_olmoe"),
+    "OPTForCausalLM": ("gpt", "read_opt"),
+    "PhiForCausalLM": ("phi3", "read_phi"),
+    "PhimoeForCausalLM": ("phi3", "read_phi_moe"),
+    "PhiMoEForCausalLM": ("phi3", "read_phi_moe"),
+    "Phi3ForCausalLM": ("phi3", "read_phi3"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "read_qwen2_moe"),
+    "Qwen2VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "read_qwen3_next"),
+    "Qwen3VLForConditionalGeneration": ("qwen_vl", "read_qwen3_vl"),
+    "Qwen3_5ForCausalLM": ("qwen3_next", "read_qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_next", "read_qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_next", "read_qwen3_5_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_next", "read_qwen3_5_moe"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen_vl", "read_qwen3_vl_moe"),
+    "SarvamMLAForCausalLM": ("deepseek", "read_sarvam_mla"),
+    "SarvamMoEForCausalLM": ("glm4_moe", "read_sarvam"),
+    "SeedOssForCausalLM": ("llamas", "read_seed_oss"),
+    "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
+    "SmolVLMForConditionalGeneration": ("with_images", "read_with_images"),
+    "SolarOpenForCausalLM": ("glm4_moe", "read_solar"),
+    "StableLmForCausalLM": ("layer_normed", "read_stablelm"),
+    "Starcoder2ForCausalLM": ("layer_normed", "read_starcoder2"),
+    "Step3p5ForCausalLM": ("laguna", "read_step3"),
+    "Step3p7ForConditionalGeneration": ("laguna", "read_step3"),
+    "VaultGemmaForCausalLM": ("gemma", "read_vault_gemma"),
+    "XGLMForCausalLM": ("gpt", "read_xglm"),
+    "YoutuForCausalLM": ("deepseek", "read_youtu"),
+}
+"""Architectures made of `weft.checkpoint.parts`: modules of
+`weft.checkpoint.families`, and the functions that read their configurations.
+"""
+_OF_PARTS = ("weft.engine.model.archs.decoder", "Decoder")
+
+
+HEADLESS, CLASSIFIER, LANGUAGE_MODEL = "Model", "ForSequenceClassification", "ForCausalLM"
+"""Ends of the names of a decoder's architectures: without a head, with one that gives classes, and
+with an LM head."""
+_BERT = ("weft.engine.model.archs.bert", "BertModel")
+_STEMS = {
+    **dict.fromkeys(
+        (
+            "Bert",
+            "Gte",
+            "JinaBert",
+            "JinaEmbeddingsV3",
+            "New",
+            "NomicBert",
+            "Roberta",
+            "XLMRoberta",
+        ),
+        _BERT,
+    ),
+    "ModernBert": ("weft.engine.model.archs.modern_bert", "ModernBertModel"),
+}
+"""Classes of encoders, by the first part of their architectures' names."""
+_ENCODER_ENDS = (HEADLESS, CLASSIFIER, "ForMaskedLM")
+_ENCODERS = {f"{stem}{end}": location for stem, location in _STEMS.items() for end in _ENCODER_ENDS}
+_LOCATIONS = {**_BUILT_IN, **_ENCODERS}
+
+
+_BIDIRECTIONAL = {
+    "EuroBertForMaskedLM": "LlamaForCausalLM",
+    "EuroBertModel": "LlamaForCausalLM",
+    "LlamaBidirectionalForSequenceClassification": "LlamaForCausalLM",
+    "LlamaBidirectionalModel": "LlamaForCausalLM",
+}
+"""Decoders whose tokens see those behind them too, and the names of the same ones that do not."""
+_TEXT_MODELS = {
+    **dict.fromkeys(
+        ("Gemma3TextModel", "Gemma3TextForSequenceClassification"), "Gemma3ForCausalLM"
+    ),
+    **dict.fromkeys(("GPT2Model", "GPT2ForSequenceClassification"), "GPT2LMHeadModel"),
+}
+"""Decoders without an LM head whose names tell so in another way."""
+
+
+def is_bidirectional(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model whose tokens see those behind them too: an encoder, or a
+    decoder that was trained so.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    is_named = bool(encoder_stem(name)) or name in _BIDIRECTIONAL
+    is_told = raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True
+    return is_named or is_told
+
+
+def encoder_stem(architecture: str) -> str:
+    """The first part of an encoder's name, which tells its kind; empty: it is no encoder, whose
+    tokens see those behind them too.
+    """
+    ends = (end for end in _ENCODER_ENDS if architecture.endswith(end))
+    stems = (architecture.removesuffix(end) for end in ends)
+    return next((stem for stem in stems if stem in _STEMS), "")
+
+
+def is_headless(architecture: str) -> bool:
+    """Whether an architecture's name is of a model without a head; GPT-2's with an LM head ends in
+    the same word.
+    """
+    return architecture.endswith(HEADLESS) and not architecture.endswith("LMHeadModel")
+
+
+def language_model_name(architecture: str) -> str:
+    """The name of the same decoder with an LM head; one class implements them all."""
+    if architecture in _BIDIRECTIONAL or architecture in _TEXT_MODELS:
+        return {**_BIDIRECTIONAL, **_TEXT_MODELS}[architecture]
+    for end in (HEADLESS, CLASSIFIER):
+        if architecture.endswith(end):
+            name = architecture.removesuffix(end) + LANGUAGE_MODEL
+            return name if name in _BUILT_IN or name in _FAMILIES else architecture
+    return architecture
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Names that there are classes for, sorted."""
+    points = (point.name for point in _entry_points())
+    return tuple(sorted({*_LOCATIONS, *_FAMILIES, *points}))
+
+
+def check_architecture(architecture: str) -> None:
+    """Raises ModelError for an architecture that no class implements; imports none."""
+    if language_model_name(architecture) not in supported_architectures():
+        raise unsupported(architecture, supported_architectures())
+
+
+def load_class(architecture: str) -> Any:
+    """The class that implements `architectures[0]` of a Hugging Face configuration.
+
+    Raises:
+        ModelError: No such architecture, or its module cannot be imported.
+    """
+    name = language_model_name(architecture)
+    location = _OF_PARTS if name in _FAMILIES else _LOCATIONS.get(name)
+    if location is not None:
+        module, name = location
+        return getattr(import_module(module), name)
+    for point in _entry_points():
+        if point.name == architecture:
+            return _load(point)
+    raise unsupported(architecture, supported_architectures())
+
+
+def configuration_reader(architecture: str) -> Callable[..., Any] | None:
+    """The function that reads config.json in place of `ModelConfig`: that of a family, of encoders,
+    or of a class from another distribution; None: there is none.
+
+    Raises:
+        ModelError: No such architecture, or its module cannot be imported.
+    """
+    if language_model_name(architecture) in _BUILT_IN:
+        return None
+    family = _FAMILIES.get(language_model_name(architecture))
+    if family is not None:
+        module, name = family
+        found: Callable[..., Any] = getattr(
+            import_module(f"weft.checkpoint.families.{module}"), name
+        )
+        return found
+    if architecture in _ENCODERS:
+        return _encoder_reader
+    reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
+    return reader
+
+
+def _encoder_reader(*arguments: Any) -> Any:
+    # Imported here, since that module imports `ModelConfig`.
+    from weft.checkpoint.encoder_config import read_encoder_config
+
+    return read_encoder_config(*arguments)
+
+
+def _entry_points() -> list[EntryPoint]:
+    return list(entry_points(group=ENTRY_POINT_GROUP))
+
+
+def _load(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"architecture {point.name!r}: cannot load {point.value}: {error}"
+        ) from error

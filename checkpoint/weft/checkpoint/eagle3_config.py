@@ -1,0 +1,87 @@
+"""The `config.json` of an EAGLE-3 head, checked against the model it drafts for.
+
+Pure Python, as `weft.checkpoint.config`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.checkpoint.config import ModelConfig, read_json_file
+from weft.checkpoint.draft_config import ARCHITECTURE, HeadConfig, kind_of, read_layer
+from weft.checkpoint.fields import Fields
+from weft.contract.errors import ModelError
+
+NUM_AUX_LAYERS = 3
+_AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """Shape and arithmetic of a head (Li et al. 2025, EAGLE-3)."""
+
+    draft_vocab_size: int
+    """Tokens of the target that the head can propose."""
+    target_hidden_size: int
+    aux_layers: tuple[int, ...]
+    """Layers of the target whose input the head sees; empty: `default_aux_layers`."""
+
+    @classmethod
+    def load(cls, draft_dir: Path) -> Eagle3Config:
+        """Reads `config.json` of a directory.
+
+        Raises:
+            ModelError: The file is missing or malformed, or of a head that is not supported; the
+                message names the field.
+        """
+        fields = Fields(read_json_file(draft_dir / "config.json"), str(draft_dir))
+        if kind_of(fields) != "eagle3":
+            raise fields.error("architectures", f"not those of EAGLE-3, such as {ARCHITECTURE}")
+        layer = read_layer(fields)
+        config = cls(
+            **layer,
+            draft_vocab_size=fields.positive("draft_vocab_size"),
+            target_hidden_size=fields.positive("target_hidden_size", layer["hidden_size"]),
+            aux_layers=_aux_layers(fields),
+        )
+        if config.draft_vocab_size > config.vocab_size:
+            problem = f"{config.draft_vocab_size} of a vocabulary of {config.vocab_size}"
+            raise fields.error("draft_vocab_size", problem)
+        return config
+
+    def check_target(self, target: ModelConfig, where: Path) -> None:
+        """Refuses a target that the head was not made for; see `HeadConfig.check_sizes`."""
+        self.check_sizes(target, where, ("target_hidden_size", self.target_hidden_size))
+        bad = [layer for layer in self.layers_of(target) if not 0 <= layer < target.num_layers]
+        if bad:
+            raise ModelError(
+                f"{where}: {_AUX_FIELD}: the head wants what enters layer {bad[0]} of a model with "
+                f"{target.num_layers} layers",
+                param=_AUX_FIELD,
+            )
+
+    def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
+        """The layers of `target`, from 0, whose input the head sees, in the order of `fc`."""
+        return self.aux_layers or default_aux_layers(target.num_layers)
+
+    def fingerprint(self) -> bytes:
+        """Canonical bytes of everything that changes drafts and their KV."""
+        return json.dumps(self.values(), sort_keys=True, separators=(",", ":")).encode()
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers of a target whose hidden states a head reads by default, if its file does not say."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def _aux_layers(fields: Fields) -> tuple[int, ...]:
+    """vLLM's field names the layers that the states enter; the one in `eagle_config`, as SGLang and
+    TensorRT-LLM read it, those that they leave."""
+    entered = fields.indices(_AUX_FIELD)
+    left = fields.section("eagle_config").indices(_AUX_FIELD)
+    layers = entered or tuple(layer + 1 for layer in left)
+    if len(layers) not in (0, NUM_AUX_LAYERS):
+        raise fields.error(_AUX_FIELD, f"expected {NUM_AUX_LAYERS} layers, got {len(layers)}")
+    return layers

@@ -1,0 +1,117 @@
+"""Command R (Cohere), Command A and R7B (Cohere 2), and Cohere 2 with experts: both blocks read one
+norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.families.experts import cohere_experts
+from weft.checkpoint.families.family import FULL, SLIDING, Family
+from weft.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NormConfig,
+)
+from weft.checkpoint.rope import RopeConfig
+
+
+def read_cohere(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Command R and R+, whose heads may be normalised, each by a weight of its own."""
+    family = Family(raw, generation, where)
+    kinds = (FULL,) * family.num_layers
+    has_norms = family.fields.flag("use_qk_norm", False)
+    return _config(family, kinds, {FULL: _rope(family)}, has_norms=has_norms)
+
+
+def read_cohere2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Command A and R7B: windows in three of four layers; the others do not rotate."""
+    family = Family(raw, generation, where)
+    family.only("use_qk_norm", False)
+    pattern = family.fields.positive("sliding_window_pattern", 4)
+    kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
+    return _config(family, kinds, {FULL: None, SLIDING: _rope(family)})
+
+
+def read_cohere2_moe(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Cohere 2 with experts in all layers but the first, whose full attention may rotate too."""
+    family = Family(raw, generation, where)
+    fields, dim = family.fields, family.head_dim(128)
+    moe = cohere_experts(fields)
+    pattern = fields.positive("sliding_window_pattern", 4)
+    of_dense = fields.positive("prefix_dense_sliding_window_pattern", 1)
+    first = fields.count("first_k_dense_replace", 0)
+
+    def kind(layer: int) -> str:
+        number, every = (layer, of_dense) if layer < first else (layer - first, pattern)
+        return SLIDING if (number + 1) % every else FULL
+
+    kinds, rope = family.kinds(kind), family.rope(is_interleaved=True)
+    bias = fields.flag("attention_bias", False)
+    layers = tuple(
+        AttentionConfig(
+            rope=rope if kind == SLIDING or (of_dense == 1 and not moe.is_sparse(n)) else None,
+            scale=dim**-0.5,
+            qkv_bias=bias,
+            o_bias=bias,
+        )
+        for n, kind in enumerate(kinds)
+    )
+    norm = NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer")
+    decoder = DecoderConfig(
+        norm=norm if fields.get("rms_norm_eps") is None else family.rms(),
+        layers=layers,
+        mlp=MlpConfig(activation=family.activation()),
+        order="parallel",
+        logit_multiplier=fields.number("logit_scale", 0.0625),
+    )
+    dense = "prefix_dense_intermediate_size"
+    return family.config(
+        decoder,
+        head_dim=dim,
+        window=family.window(kinds, 4096),
+        is_tied=True,
+        moe=moe,
+        intermediate_size=None if fields.get(dense) is None else fields.positive(dense),
+    )
+
+
+def _rope(family: Family) -> RopeConfig:
+    return family.rope(theta=500_000.0, is_interleaved=True)
+
+
+def _config(
+    family: Family,
+    kinds: tuple[str, ...],
+    ropes: Mapping[str, RopeConfig | None],
+    *,
+    has_norms: bool = False,
+) -> ModelConfig:
+    dim, fields = family.hidden_size // family.num_heads, family.fields
+    family.only("use_parallel_block", True)
+    norm = NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer")
+    bias = fields.flag("attention_bias", False)
+    layers = tuple(
+        AttentionConfig(
+            rope=ropes[kind],
+            scale=dim**-0.5,
+            qkv_bias=bias,
+            o_bias=bias,
+            head_norm=HeadNormConfig(norm=norm, over="each") if has_norms else None,
+        )
+        for kind in kinds
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=layers,
+        mlp=MlpConfig(activation=family.activation()),
+        order="parallel",
+        logit_multiplier=fields.number("logit_scale", 0.0625),
+    )
+    return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096), is_tied=True)

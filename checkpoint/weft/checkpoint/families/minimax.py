@@ -1,0 +1,76 @@
+"""MiniMax-Text-01 and M1: lightning attention in most layers, experts in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.families.experts import mixtral_experts
+from weft.checkpoint.families.family import FULL, Family
+from weft.checkpoint.families.mixtral import LETTERS
+from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.recurrent_config import LightningConfig
+
+_LINEAR = "linear_attention"
+_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+
+
+def read_minimax(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """MiniMax-Text-01 (arXiv 2501.08313) and M1 (arXiv 2506.13585): blocks' results are added to
+    what the blocks read.
+    """
+    family = Family(raw, generation, where)
+    fields, norm, dim = family.fields, family.rms(eps=1e-5), family.head_dim()
+    family.only("postnorm", True)
+    family.only("shared_intermediate_size", 0)
+    family.only("sliding_window", None)
+    attention = AttentionConfig(
+        rope=family.rope(theta=1e6, partial=fields.count("rotary_dim", dim) / dim),
+        scale=dim**-0.5,
+    )
+    lightning = LightningConfig(
+        heads=family.num_heads, dim=dim, num_layers=family.num_layers, eps=1e-6
+    )
+    kinds = _kinds(family)
+    if set(kinds) != {FULL, _LINEAR}:
+        raise fields.error("layer_types", "expected layers with and without attention")
+    factors = {kind: _factors(family, kind) for kind in (FULL, _LINEAR)}
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=tuple(attention if kind == FULL else lightning for kind in kinds),
+        mlp=MlpConfig(activation=family.activation()),
+        kept=tuple(factors[kind] for kind in kinds),
+    )
+    names = NamesConfig(
+        recurrent="self_attn",
+        feeds=("block_sparse_moe", "mlp"),
+        moe=LETTERS,
+        constants=tuple(f".self_attn.{name}" for name in _BUFFERS),
+    )
+    moe = mixtral_experts(fields)
+    return family.config(decoder, head_dim=dim, names=names, moe=moe, kv_heads=8)
+
+
+def _kinds(family: Family) -> tuple[str, ...]:
+    """Kinds of the layers, from `layer_types` or from a list in older files: 1 is attention."""
+    switches = family.switches("attn_type_list")
+    if switches is not None:
+        return tuple(FULL if has_attention else _LINEAR for has_attention in switches)
+    return family.listed(
+        ["layer_types"], {_LINEAR: _LINEAR, FULL: FULL}, lambda n: _LINEAR if n % 2 else FULL
+    )
+
+
+def _factors(family: Family, kind: str) -> tuple[float, float]:
+    """Factors on what the mixer and the feed-forward block read; those on results must be 1."""
+    fields, found = family.fields, []
+    block = "full_attn" if kind == FULL else "linear_attn"
+    older = "full_attention" if kind == FULL else "linear_attention"
+    for name, old in ((block, older), ("mlp", "mlp")):
+        for beta in (f"{name}_beta_factor", f"layernorm_{old}_beta"):
+            family.only(beta, 1)
+        found.append(
+            fields.number(f"{name}_alpha_factor", fields.number(f"layernorm_{old}_alpha", 1.0))
+        )
+    return found[0], found[1]

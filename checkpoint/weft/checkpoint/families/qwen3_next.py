@@ -1,0 +1,115 @@
+"""Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.families.family import FULL, Family
+from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig, qwen_experts
+from weft.checkpoint.mtp_config import qwen_head
+from weft.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    GateConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NamesConfig,
+)
+from weft.checkpoint.recurrent_config import GatedDeltaConfig
+
+_LINEAR = "linear_attention"
+_NAMES = NamesConfig(
+    bodies=("model.language_model", "model"),
+    left_out=("mtp.", "model.visual.", "visual."),
+    moe=MoENamesConfig(shared="shared_expert"),
+)
+_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""What later configurations take for granted."""
+
+
+def read_qwen3_next(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Qwen3-Next, with experts."""
+    family = Family(raw, generation, where)
+    return _config(family, _experts(family), is_fused=True)
+
+
+def read_qwen3_5(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """The text of Qwen3.5, dense."""
+    return _config(_text(raw, generation, where), None, is_fused=False)
+
+
+def read_qwen3_5_moe(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """The text of Qwen3.5 with experts."""
+    family = _text(raw, generation, where)
+    for name, value in _EXPERTS.items():
+        family.only(name, value)
+    return _config(family, _experts(family), is_fused=False)
+
+
+def _text(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> Family:
+    return Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+
+
+def _experts(family: Family) -> MoEConfig:
+    fields = family.fields
+    return replace(
+        qwen_experts(fields),
+        norm_topk_prob=fields.flag("norm_topk_prob", True),
+        shared_size=fields.positive("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+
+
+def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelConfig:
+    fields, norm = family.fields, family.rms(adds_one=True)
+    dim, bias = family.head_dim(256), fields.flag("attention_bias", False)
+    family.only("hidden_act", "silu")
+    family.only("attn_output_gate", True)
+    attention = AttentionConfig(
+        rope=family.rope(partial=0.25),
+        scale=dim**-0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+        head_norm=HeadNormConfig(norm=norm),
+        gate=GateConfig(),
+    )
+    linear = GatedDeltaConfig(
+        key_heads=fields.positive("linear_num_key_heads", 16),
+        value_heads=fields.positive("linear_num_value_heads", 32),
+        key_dim=fields.positive("linear_key_head_dim", 128),
+        value_dim=fields.positive("linear_value_head_dim", 128),
+        taps=fields.positive("linear_conv_kernel_dim", 4),
+        eps=norm.eps,
+        is_fused=is_fused,
+    )
+    if linear.value_heads % linear.key_heads:
+        raise fields.error(
+            "linear_num_value_heads", f"is not a multiple of {linear.key_heads} key heads"
+        )
+    every = fields.positive("full_attention_interval", 4)
+    kinds = family.listed(
+        ["layer_types"],
+        {_LINEAR: _LINEAR, FULL: FULL},
+        lambda layer: FULL if (layer + 1) % every == 0 else _LINEAR,
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=tuple(attention if kind == FULL else linear for kind in kinds),
+        mlp=MlpConfig(),
+    )
+    return family.config(
+        decoder,
+        head_dim=dim,
+        names=_NAMES,
+        moe=moe,
+        kv_heads=2,
+        intermediate_size=None if moe is None else moe.intermediate_size,
+        mtp=qwen_head(),
+    )

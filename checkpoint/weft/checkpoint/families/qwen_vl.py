@@ -1,0 +1,75 @@
+"""The text of Qwen2-VL, 2.5-VL and 3-VL: Qwen's layers. Positions of text are the same along all of
+the rotation's axes, so that its sections play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.families.family import Family, same
+from weft.checkpoint.moe_config import MoENamesConfig, qwen_experts
+from weft.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NamesConfig,
+)
+from weft.checkpoint.rope import RopeConfig
+
+_NAMES = NamesConfig(
+    bodies=("model.language_model", "model"), left_out=("visual.", "model.visual.")
+)
+
+
+def read_qwen2_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Qwen2-VL and Qwen2.5-VL."""
+    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family.only("use_sliding_window", False)
+    dim = family.head_dim()
+    layer = AttentionConfig(rope=_rope(family, 1e6), scale=dim**-0.5, qkv_bias=True)
+    return _config(family, layer, dim, eps=1e-5)
+
+
+def read_qwen3_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Qwen3-VL, dense."""
+    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    dim, bias = family.head_dim(128), family.fields.flag("attention_bias", False)
+    layer = AttentionConfig(
+        rope=_rope(family, 5e6),
+        scale=dim**-0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+        head_norm=HeadNormConfig(norm=family.rms()),
+    )
+    return _config(family, layer, dim, eps=1e-6)
+
+
+def read_qwen3_vl_moe(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Qwen3-VL with experts, which its files keep as columns."""
+    config = read_qwen3_vl(raw, generation, where)
+    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    names = replace(config.names, moe=MoENamesConfig(is_transposed=True))
+    return replace(config, names=names, moe=qwen_experts(family.fields))
+
+
+def _rope(family: Family, theta: float) -> RopeConfig:
+    name = next((n for n in ("rope_parameters", "rope_scaling") if family.fields.get(n)), "")
+    values = family.fields.section(name)
+    if values.text("rope_type", values.text("type", "default")) not in ("default", "mrope"):
+        raise family.fields.error(name, "only default and mrope are supported")
+    return RopeConfig(theta=values.number("rope_theta", family.fields.number("rope_theta", theta)))
+
+
+def _config(family: Family, layer: AttentionConfig, dim: int, eps: float) -> ModelConfig:
+    decoder = DecoderConfig(
+        norm=family.rms(eps=eps),
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+    )
+    return family.config(decoder, head_dim=dim, names=_NAMES)

@@ -1,0 +1,83 @@
+"""The text of models that name their text model in `text_config`, among others those of LLaVA,
+InternVL, SmolVLM and LFM2-VL: read as that model, and served without their towers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.families.family import VISION
+from weft.checkpoint.families.lfm2 import read_lfm2, read_lfm2_moe
+from weft.checkpoint.families.llamas import read_llama, read_qwen2, read_qwen3
+from weft.checkpoint.fields import Fields
+
+Reader = Callable[[Mapping[str, Any], Mapping[str, Any], str], ModelConfig]
+_READERS: Mapping[str, Reader] = {
+    "lfm2": read_lfm2,
+    "lfm2_moe": read_lfm2_moe,
+    "llama": read_llama,
+    "mistral": read_llama,
+    "qwen2": read_qwen2,
+    "qwen3": read_qwen3,
+}
+"""Readers by the text model's `model_type`."""
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_LLAMA = {
+    **_SIZES,
+    "intermediate_size": 11_008,
+    "max_position_embeddings": 2048,
+    "vocab_size": 32_000,
+}
+_MISTRAL = {**_LLAMA, "intermediate_size": 14_336, "max_position_embeddings": 131_072}
+_QWEN = {
+    **_SIZES,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "vocab_size": 151_936,
+}
+_USUAL: Mapping[str, Mapping[str, int]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+}
+"""What transformers takes for fields that `text_config` leaves out, by its `model_type`."""
+_TIED = ("InternVL", "Lfm2Vl")
+"""Beginnings of architectures whose LM head is the embedding unless the file says otherwise."""
+_PARTS = ("vision_model", "vision_encoder", "vision_projection", "connector", "image_newline")
+_OTHERS = tuple(f"{top}{part}" for top in ("", "model.") for part in _PARTS)
+
+
+def read_with_images(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """See the module."""
+    whole = Fields(raw, where)
+    text = whole.section("text_config")
+    kind = text.text("model_type", "llama")
+    if kind not in _READERS:
+        known = ", ".join(sorted(_READERS))
+        raise whole.error("text_config.model_type", f"{kind!r} is not supported ({known} are)")
+    given = {name: value for name, value in raw.items() if name != "text_config"}
+    own = {**_USUAL.get(kind, {}), **given, **{name: text.get(name) for name in text}}
+    own["tie_word_embeddings"] = _is_tied(whole, text)
+    own["architectures"] = raw["architectures"]
+    config = _READERS[kind](own, generation, where)
+    names = replace(
+        config.names,
+        bodies=("model.language_model", "language_model.model", "model.text_model", "model"),
+        heads=("lm_head", "language_model.lm_head"),
+        left_out=(*VISION, *_OTHERS),
+    )
+    return replace(config, names=names)
+
+
+def _is_tied(whole: Fields, text: Fields) -> bool:
+    """Whether the file says so of the whole or of the text model."""
+    default = whole.get("architectures")[0].startswith(_TIED)
+    name = "tie_word_embeddings"
+    return whole.flag(name, default) or text.flag(name, False)

@@ -1,0 +1,109 @@
+"""Typed reading of JSON objects; every failure names the field and its file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weft.contract.errors import ModelError
+
+_SHOWN_CHARS = 80
+
+
+class Fields:
+    """A JSON object whose fields are read with a type and an optional default.
+
+    A field that is null counts as absent, as Hugging Face configurations use it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def get(self, name: str) -> Any:
+        """The value as parsed; None if absent."""
+        return self._values.get(name)
+
+    def error(self, name: str, problem: str) -> ModelError:
+        """The failure to raise about a field."""
+        return ModelError(f"{self._where}: {name}: {problem}", param=name)
+
+    def replaced(self, **values: Any) -> Fields:
+        """The same object with some fields replaced or added."""
+        return Fields({**self._values, **values}, self._where)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, f"expected a positive whole number, got {value!r}")
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        """A whole number of at least 0."""
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(name, f"expected a whole number from 0, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number greater than zero."""
+        value = self._required(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
+            shown = repr(value)[:_SHOWN_CHARS]
+            raise self.error(name, f"expected a number greater than zero, got {shown}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Reads a boolean."""
+        value = self._required(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"expected true or false, got {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """Reads a string."""
+        value = self._required(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, f"expected a string, got {value!r}")
+        return value
+
+    def section(self, name: str) -> Fields:
+        """A nested object; empty if absent."""
+        value = self._required(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, f"expected an object, got {value!r}")
+        return Fields(value, f"{self._where}: {name}")
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """Reads one token id or a list of them; empty if absent."""
+        return self._numbers(name, "token ids")
+
+    def indices(self, name: str) -> tuple[int, ...]:
+        """Numbers from 0; empty if absent."""
+        return self._numbers(name, "numbers from 0")
+
+    def _numbers(self, name: str, what: str) -> tuple[int, ...]:
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+            raise self.error(name, f"expected {what}, got {value!r}")
+        return tuple(ids)
+
+    def _required(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(name, "is missing")
+        return value

@@ -1,0 +1,125 @@
+"""How a config.json says that products have weights of 4 or 8 bits, packed into words.
+
+Formats are those of AutoGPTQ and GPTQModel (`quant_method` gptq), AutoAWQ (awq), auto-round with
+either packing, and compressed-tensors' pack-quantized.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.checkpoint.fields import Fields
+
+INT_METHODS = ("gptq", "awq", "auto-round")
+"""Values of `quant_method` that say packed integers, beside compressed-tensors."""
+_BITS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntPacking:
+    """Where a checkpoint keeps integers, and what they stand for."""
+
+    layout: Literal["gptq", "awq", "compressed-tensors"]
+    """Names and order of the tensors (`weft.engine.model.weights.schemes.int_layouts`)."""
+    bits: int
+    """Bits of a number: 4 or 8."""
+    group: int
+    """Columns with the same scale; 0: all of a row."""
+    zero_shift: int = 0
+    """Number to add to the file's zero points: 1 in GPTQ's first version, else 0."""
+    is_symmetric: bool = False
+    """Whether there are no zero points; only compressed-tensors can omit them."""
+
+
+def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ...]] | str:
+    """Reads a `quantization_config` of one of `INT_METHODS`.
+
+    Returns:
+        The packing and the patterns of modules that stay in floats (other modules do if they have
+        a `weight` in the checkpoint), or a text that says what is not supported.
+
+    Raises:
+        ModelError: A field has a value of another type.
+    """
+    if method == "awq":
+        return _read_awq(section)
+    if method == "auto-round":
+        return _read_auto_round(section)
+    return _read_gptq(section)
+
+
+def _read_gptq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
+    version = section.text("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        return f"checkpoint_format {version!r} is not supported (gptq and gptq_v2 are)"
+    if section.get("dynamic"):
+        return "dynamic is not supported: all modules must have the same bits and groups"
+    if section.get("lm_head"):
+        return "lm_head is not supported: it must be in floats"
+    shift = 1 if version == "gptq" else 0
+    return _packing(section, "gptq", shift)
+
+
+def _read_awq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
+    version = section.text("version", "gemm").lower()
+    if version != "gemm":
+        return f"version {version!r} is not supported (gemm is)"
+    if not section.flag("zero_point", True):
+        return "zero_point = false is not supported"
+    if section.get("bits") != 4:
+        return f"bits = {section.get('bits')!r} is not supported, only 4"
+    found = _packing(section, "awq", 0)
+    names = section.get("modules_to_not_convert") or []
+    if isinstance(found, str) or not isinstance(names, list):
+        return found if isinstance(found, str) else "modules_to_not_convert is no list"
+    # AutoAWQ leaves out every module whose name contains one of these.
+    return found[0], tuple(f"re:.*{re.escape(str(name))}" for name in names)
+
+
+def _read_auto_round(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
+    packing = section.text("packing_format", "auto_round:auto_gptq")
+    kind = packing.removeprefix("auto_round:")
+    if kind not in ("auto_gptq", "gptq", "auto_awq", "awq"):
+        return f"packing_format {packing!r} is not supported (auto_gptq and auto_awq are)"
+    if section.text("data_type", "int") != "int":
+        return f"data_type {section.get('data_type')!r} is not supported (int is)"
+    for name, own in (section.get("extra_config") or {}).items():
+        # Modules in floats have a `weight` of their own.
+        if not isinstance(own, dict) or own.get("bits", 0) < 16:
+            return f"extra_config of {name} is not supported: all must have the same bits"
+    if kind.endswith("awq"):
+        return _packing(section, "awq", 0)
+    return _packing(section, "gptq", 1)
+
+
+def _packing(
+    section: Fields, layout: Literal["gptq", "awq"], shift: int
+) -> tuple[IntPacking, tuple[str, ...]] | str:
+    bits, group = section.get("bits"), section.get("group_size")
+    if bits not in _BITS or (layout == "awq" and bits != 4):
+        return f"bits = {bits!r} is not supported, only 4{' and 8' if layout == 'gptq' else ''}"
+    if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
+        return f"group_size {group!r} is not supported"
+    return IntPacking(layout=layout, bits=bits, group=max(group, 0), zero_shift=shift), ()
+
+
+def read_packed_compressed(weights: Fields) -> IntPacking | str:
+    """Reads the `weights` of compressed-tensors' pack-quantized; a text says what is not supported.
+
+    Raises:
+        ModelError: A field has a value of another type.
+    """
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    if bits not in _BITS or weights.get("type") != "int":
+        return f"weights of {bits!r} bits, {weights.get('type')!r}, are not supported"
+    if strategy not in ("group", "channel"):
+        return f"weights.strategy = {strategy!r} is not supported, only 'group' and 'channel'"
+    group = weights.positive("group_size") if strategy == "group" else 0
+    return IntPacking(
+        layout="compressed-tensors",
+        bits=bits,
+        group=group,
+        is_symmetric=weights.flag("symmetric", True),
+    )

@@ -1,0 +1,164 @@
+"""Configurations of mixtures of experts.
+
+Pure Python, as `weft.checkpoint.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from weft.checkpoint.fields import Fields
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How a router's logits become experts and shares (`weft.kernels.moe.RouterForm`)."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_correction: bool = False
+    """Whether scores are corrected where experts are chosen, by the checkpoint's numbers."""
+    has_bias: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    summed: int = 1
+    """Number of a group's best experts whose scores add up to the group's score."""
+    least_sum: float = 1e-20
+    scale: float = 1.0
+    scales_input: bool = False
+    """Whether an expert's share is a factor on its input, in place of its result."""
+    softcap: float | None = None
+    """Bound of the logits; None: there is none."""
+    has_factors: bool = False
+    """Whether the checkpoint has a further factor on each expert's shares."""
+    jitter: float | None = None
+    """See `RouterForm.jitter`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatingConfig:
+    """gate * sigmoid(alpha * gate) * (up + offset), both limited before."""
+
+    alpha: float
+    limit: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoENamesConfig:
+    """What a checkpoint calls the parameters of a mixture, below a layer's feed-forward block."""
+
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    factors: str = "router.per_expert_scale"
+    correction_axes: int = 0
+    """Axes that its tensor has before that of the experts, each of size 1."""
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    """Names of an expert's own gate and up projection."""
+    down: str = "down_proj"
+    stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
+    """Names of tensors of all experts, where files have such; gate and up may be two of them."""
+    is_transposed: bool = False
+    """Stacked tensors are [experts, columns, rows]."""
+    is_interleaved: bool = False
+    """Whether rows of gate and up alternate in stacked tensors."""
+    experts: str = "experts"
+    """Module of the experts; empty: stacked tensors lie beside the router."""
+    shared: str = "shared_experts"
+    is_shared_outside: bool = False
+    """Whether the checkpoint keeps the shared experts in a module of the layer. Else they are part
+    of the module that has the router.
+    """
+    shared_gate: str = "shared_expert_gate"
+    shared_gate_up: str | None = None
+    """Module of all rows of the shared experts' gate and up."""
+    shared_down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts that replaces the MLP in some layers."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    """Number of experts that each token is routed to."""
+    intermediate_size: int
+    """Inner width of one expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are normalised to sum to 1."""
+    decoder_sparse_step: int = 1
+    """Every layer whose number, counted from 1, is a multiple of this has experts."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers, from 0, that have one MLP nevertheless."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    shared_size: int = 0
+    """Inner width of the experts that every token has besides; 0: none."""
+    shared_factor: float = 1.0
+    """Factor on the shared experts' result."""
+    has_shared_gate: bool = False
+    """Whether the shared experts' result is weighed by the sigmoid of a projection."""
+    gating: GatingConfig | None = None
+    """How an expert joins gate and up; None: silu(gate) * up."""
+    has_expert_bias: bool = False
+    is_gated: bool = True
+    """Whether experts have a gate; else they are MLPs with squared ReLU."""
+    latent_size: int | None = None
+    """Width that the stream is projected to for the experts; None: it is not."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation of an expert's gate where `gating` is None."""
+    limits: tuple[float, ...] = ()
+    """For each layer, the largest activated gate of its experts and the largest magnitude of what
+    it gates; 0 or no entry: any.
+    """
+    shared_limits: tuple[float, ...] = ()
+    """`limits` of the shared experts."""
+    is_beside_mlp: bool = False
+    """Whether sparse layers also have their MLP, each of both with norms of its own: Gemma 4's."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def values(self) -> Mapping[str, Any]:
+        """The fields for a fingerprint: those that families differ in only where they do."""
+        values = without_defaults(self, 6)
+        if "router" in values:
+            values["router"] = without_defaults(self.router, 8)
+        return values
+
+
+def without_defaults(record: DataclassInstance, first: int) -> dict[str, Any]:
+    """A record's fields for a fingerprint; of those behind the `first` ones, which came later,
+    those alone that differ from their defaults.
+    """
+    values = asdict(record)
+    for known in fields(record)[first:]:
+        made = known.default_factory
+        default = known.default if made is MISSING else made()
+        if getattr(record, known.name) == default:
+            del values[known.name]
+    return values
+
+
+def qwen_experts(config: Fields) -> MoEConfig:
+    """Qwen3-MoE's."""
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    return MoEConfig(
+        **counts(config, name),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob", False),
+        decoder_sparse_step=config.positive("decoder_sparse_step", 1),
+        mlp_only_layers=config.indices("mlp_only_layers"),
+    )
+
+
+def counts(config: Fields, name: str, chosen: str = "num_experts_per_tok") -> dict[str, Any]:
+    """Experts, and how many of them a token is routed to, by the names of their fields."""
+    count, per_token = config.positive(name), config.positive(chosen)
+    if per_token > count:
+        raise config.error(chosen, f"{per_token} of {count} experts")
+    return {"num_experts": count, "num_experts_per_tok": per_token}

@@ -1,0 +1,114 @@
+"""Models in object stores and on other file systems that fsspec knows: s3://, gs://, az://, ..."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from filelock import FileLock, Timeout
+from weft.checkpoint.hub import is_wanted
+from weft.contract.cache_folder import cache_folder
+from weft.contract.errors import ModelError
+
+_MANIFEST = "fetched.json"
+"""Name of a file beside the folder. It lists the files of the store that are in the folder, each
+with what `ukey` said of it.
+"""
+_LOCK = "lock"
+_LOCK_TIMEOUT_S = 3600.0
+"""Longest wait for another process that fetches the same model."""
+
+
+def is_url(model: str) -> bool:
+    """Whether a model is given by a URL."""
+    return "://" in model
+
+
+def fetch(url: str) -> Path:
+    """A copy of a model's folder in the cache, with what is missing or has changed downloaded.
+
+    Shows a bar of progress for each file on a terminal's standard error. A file that is there whole
+    is not fetched again. Of several processes one fetches, and the others wait.
+
+    Args:
+        url: Of the folder. Credentials come from the environment, as the store's library reads
+            them; in the URL itself they would be seen in the list of processes.
+
+    Raises:
+        ModelError: The library for this kind of URL is not installed, the folder cannot be read,
+            has no config.json or a file whose name leads out of it, or another process fetches it
+            for too long.
+    """
+    import fsspec
+
+    try:
+        store, root = fsspec.core.url_to_fs(url)
+        found = {
+            str(PurePosixPath(path).relative_to(store._strip_protocol(root))): path
+            for path in store.find(root)
+        }
+        files = {name: path for name, path in found.items() if is_wanted(name)}
+        if "config.json" not in files:
+            raise ModelError(f"model {url}: there is no config.json", param="model")
+        for name in files:
+            # Keys of a store are any texts.
+            if ".." in PurePosixPath(name).parts:
+                raise ModelError(f"model {url}: {name!r} leads out of the folder", param="model")
+        return _copy(store, url, files)
+    except ImportError as error:
+        raise ModelError(f"model {url}: {error}", param="model") from error
+    except ModelError:
+        raise
+    except Exception as error:  # Each store's library has errors of its own.
+        raise ModelError(f"model {url}: {type(error).__name__}: {error}", param="model") from error
+
+
+def _copy(store: Any, url: str, files: dict[str, str]) -> Path:
+    name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    folder = cache_folder() / "models" / "fetched" / name / PurePosixPath(url.rstrip("/")).name
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder.with_name(_LOCK), timeout=_LOCK_TIMEOUT_S):
+            _update(store, folder, files)
+    except Timeout as error:
+        raise ModelError(
+            f"model {url}: another process has fetched it for {_LOCK_TIMEOUT_S:.0f} s; end it if "
+            "it hangs",
+            param="model",
+        ) from error
+    return folder
+
+
+def _update(store: Any, folder: Path, files: dict[str, str]) -> None:
+    """Fetches what is missing or has changed, and removes what the store has no more."""
+    from fsspec.callbacks import TqdmCallback
+
+    here = _read_manifest(folder)
+    for gone in here.keys() - files.keys():
+        (folder / gone).unlink(missing_ok=True)
+        del here[gone]
+    # Weights come last, so that of an interrupted copy the index names what it lacks.
+    for file in sorted(files, key=lambda name: (name.endswith(".safetensors"), name)):
+        state, target = str(store.ukey(files[file])), folder / file
+        if here.get(file) == state and target.is_file():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.part")
+        bar = TqdmCallback(tqdm_kwargs={"desc": file, "unit": "B", "unit_scale": True})
+        store.get_file(files[file], str(part), callback=bar)
+        os.replace(part, target)
+        here[file] = state
+        manifest = folder.with_name(f"{_MANIFEST}.part")
+        manifest.write_text(json.dumps(here))
+        os.replace(manifest, folder.with_name(_MANIFEST))
+
+
+def _read_manifest(folder: Path) -> dict[str, str]:
+    try:
+        content = json.loads(folder.with_name(_MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(state) for name, state in content.items()}

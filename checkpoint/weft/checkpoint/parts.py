@@ -1,0 +1,349 @@
+"""The parts of a decoder whose layers are not Llama's or Qwen's, as configurations say them.
+
+Pure Python. An architecture is a function that reads one family's config.json into these records
+(`weft.checkpoint.families`); `weft.engine.model.archs.decoder` makes layers of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from weft.checkpoint.moe_config import MoENamesConfig, without_defaults
+from weft.checkpoint.recurrent_config import (
+    DeltaAttentionConfig,
+    Mamba2Config,
+    RecurrentConfig,
+)
+from weft.checkpoint.rope import RopeConfig, rope_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormConfig:
+    """A norm of rows."""
+
+    eps: float
+    kind: Literal["rms", "layer", "plain layer"] = "rms"
+    """A plain layer norm has no weight."""
+    has_bias: bool = False
+    """Whether a layer norm has a bias."""
+    adds_one: bool = False
+    """Whether the weight is what the checkpoint has plus 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNormConfig:
+    """Norms of q and k."""
+
+    norm: NormConfig
+    over: Literal["head", "each", "width"] = "head"
+    """head: each head, by one weight for all of them; each: by a weight of its own; width: all
+    heads together.
+    """
+    is_after_rotation: bool = False
+    q_name: str = "q_norm"
+    k_name: str = "k_norm"
+    has_weight: bool = True
+    """Whether the checkpoint has weights for them; else they are norms alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """A factor on the heads of attention's result, from a projection of the layer's input."""
+
+    name: str | None = None
+    """Name of the projection; None: `q_proj` has the factors of each head behind its q."""
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_by_head: bool = False
+    """Whether there is one factor a head, in place of one an element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerConfig:
+    """A second embedding, of which each layer adds its own part (Gemma 3n's and 4's per-layer
+    embeddings): a gate of the stream times the part, projected and normalised.
+    """
+
+    vocab_size: int
+    dim: int
+    """Elements of one layer's part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpConfig:
+    """Layers over several copies of the stream (AltUp), with a learned addition beside attention
+    (LAuReL): Gemma 3n's.
+    """
+
+    copies: int
+    """Copies of the stream, of which each layer computes the first."""
+    laurel_rank: int
+    """Inner width of the addition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Attention of one layer."""
+
+    rope: RopeConfig | None
+    """None: heads are not rotated."""
+    scale: float
+    """Factor on the scores."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    head_norm: HeadNormConfig | None = None
+    softcap: float | None = None
+    """Bound of the scores; None: there is none."""
+    has_sinks: bool = False
+    """Whether each head has a logit of its own in the softmax: `sinks`."""
+    q_growth: tuple[float, int] | None = None
+    """(b, n): q at position p is multiplied by 1 + b * log(1 + p // n)."""
+    growth_counts_from: int = 0
+    """The number of the first position for `q_growth`."""
+    heads: int | None = None
+    """Query heads, if not as many as the model's."""
+    kv_heads: int | None = None
+    """K and V heads, if not as many as the model's."""
+    head_dim: int | None = None
+    """Elements of a head, if not as many as the model's."""
+    value_dim: int | None = None
+    """Elements of a head of V, if less than those of K."""
+    value_factor: float = 1.0
+    """Factor on V."""
+    value_norm: NormConfig | None = None
+    """Norm of each head of V, without weight."""
+    is_value_key: bool = False
+    """Whether V is the projection of K, before K's norm and rotation."""
+    kv_from: int | None = None
+    """The earlier layer, from 0, whose K and V are attended to; None: the layer has its own."""
+    gate: GateConfig | None = None
+    """A gate of what attention returns."""
+    clip: float | None = None
+    """Bound of q, k and v as they are projected; None: there is none."""
+    first_position: int = 0
+    """First position to which rows attend."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields for a fingerprint."""
+        values = without_defaults(self, 8)
+        if self.rope is not None:
+            values["rope"] = rope_values(self.rope)
+        if self.head_norm is not None:
+            values["head_norm"] = without_defaults(self.head_norm, 5)
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Attention and Mamba 2 side by side, reading the same rows; their results are added up."""
+
+    attention: AttentionConfig
+    mamba: Mamba2Config
+    attention_factor: float
+    """Factor on the result of attention."""
+    mamba_factor: float
+    """Factor on the result of the recurrent part."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields for a fingerprint."""
+        return {**asdict(self), "attention": self.attention.values()}
+
+
+MixerConfig = AttentionConfig | ParallelConfig | RecurrentConfig
+"""The block of a layer in which rows exchange information."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpConfig:
+    """The feed-forward block of every layer."""
+
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    is_gated: bool = True
+    bias: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
+    """Factors on the gate before its activation, and on the result."""
+    sizes: tuple[int, ...] = ()
+    """Inner width by layer; empty: all have the model's."""
+    limits: tuple[float, ...] = ()
+    """For each layer, the largest activated gate and the largest magnitude of what it gates; 0 or
+    no entry: any. They hold for shared experts too.
+    """
+    has_xielu: bool = False
+    """Whether the activation is xIELU, whose parameters the checkpoint has, without a gate."""
+    sparsities: tuple[float, ...] = ()
+    """For each layer, the share of a row's gates that are to become 0 (Gaussian top-k); 0 or no
+    entry: gates stay as they are.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What layers compute, beyond the sizes that `ModelConfig` has."""
+
+    norm: NormConfig
+    """The norms of the stream, before and behind blocks and at the end."""
+    layers: tuple[MixerConfig, ...]
+    """Attention, or what is in its place, by layer."""
+    mlp: MlpConfig
+    order: Literal["before", "after", "around", "parallel", "parallel by two norms"] = "before"
+    """Where norms are: before each block, behind it (in place of before), both, or one before both
+    blocks, which read the same; or each block reads that by a norm of its own.
+    """
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Factor on what each block adds."""
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    without_feed: tuple[int, ...] = ()
+    """Layers, from 0, that have no feed-forward block."""
+    per_layer: PerLayerConfig | None = None
+    """A second embedding; None: there is none."""
+    altup: AltUpConfig | None = None
+    """Copies of the stream; None: there is one stream."""
+    has_layer_factors: bool = False
+    """Whether each layer ends with a factor on the stream, which the checkpoint has."""
+    kept: tuple[tuple[float, float], ...] = ()
+    """For each layer, the factors on what its blocks read. Their results are added to that in place
+    of the stream; empty: they are added to the stream.
+    """
+    has_head_bias: bool = False
+    """Whether the LM head has a bias."""
+    first_position_row: int | None = None
+    """Row of the table of learned positions that is added to position 0; None: there is no table.
+    """
+    has_sinusoids: bool = False
+    """Whether that table has sines and cosines, which the checkpoint lacks."""
+
+    def values(self) -> Mapping[str, Any]:
+        """The fields for a fingerprint."""
+        values = without_defaults(self, 8)
+        values["mlp"] = without_defaults(self.mlp, 3)
+        values["layers"] = [_mixer_values(layer) for layer in self.layers]
+        return values
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers, from 0, that have K and V."""
+        kinds = AttentionConfig | ParallelConfig
+        return tuple(n for n, layer in enumerate(self.layers) if isinstance(layer, kinds))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers, from 0, that have a state."""
+        return tuple(
+            n for n, layer in enumerate(self.layers) if not isinstance(layer, AttentionConfig)
+        )
+
+    @property
+    def recurrent(self) -> RecurrentConfig | None:
+        """The layers that have a state, which are all alike; None: there are none."""
+        for layer in self.layers:
+            if isinstance(layer, ParallelConfig):
+                return layer.mamba
+            if not isinstance(layer, AttentionConfig):
+                return layer
+        return None
+
+    @property
+    def attentions(self) -> list[AttentionConfig]:
+        """The attention of the layers that have some."""
+        return [self.attention_of(layer) for layer in self.attention_layers]
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The attention of the first layer that has some."""
+        return self.attention_of(self.attention_layers[0])
+
+    def attention_of(self, layer: int) -> AttentionConfig:
+        """The attention of a layer, from 0, that has some."""
+        config = self.layers[layer]
+        config = config.attention if isinstance(config, ParallelConfig) else config
+        assert isinstance(config, AttentionConfig), "a recurrent layer has no attention"
+        return config
+
+
+def _mixer_values(layer: MixerConfig) -> dict[str, Any]:
+    if isinstance(layer, AttentionConfig | ParallelConfig):
+        return layer.values()
+    first = 4 if isinstance(layer, DeltaAttentionConfig) else len(fields(layer))
+    return {"kind": type(layer).__name__, **without_defaults(layer, first)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesConfig:
+    """What a checkpoint calls its parts."""
+
+    bodies: tuple[str, ...] = ("model",)
+    """Prefixes of embedding, layers and last norm; the first that there is counts."""
+    heads: tuple[str, ...] = ("lm_head",)
+    """Names of the LM head; the first that there is counts."""
+    left_out: tuple[str, ...] = ()
+    """Prefixes of tensors that have no part in text: towers of images, further predictions."""
+    constants: tuple[str, ...] = ()
+    """Ends of the names of tensors that old files have, though they depend on no training."""
+    unused: tuple[str, ...] = ()
+    """Parts of the names of tensors that files have, though no layer reads them."""
+    has_transposed: bool = False
+    """Whether products of layers are stored as [columns, rows]."""
+    input_norm: str = "input_layernorm"
+    """Norm before attention."""
+    mixer_post: str = "post_attention_layernorm"
+    """Norm behind it."""
+    feed_norm: str = "post_attention_layernorm"
+    """Norm before the feed-forward block."""
+    feed_post: str = "post_feedforward_layernorm"
+    """Norm behind it."""
+    last_norm: str = "norm"
+    embedding: str = "embed_tokens"
+    positions: str = "embed_positions"
+    """Learned positions."""
+    layers: str = "layers"
+    attention: str = "self_attn"
+    """The block of attention."""
+    recurrent: str = "linear_attn"
+    """The block that has a state."""
+    blocks: tuple[tuple[int, int | None], ...] = ()
+    """Where a checkpoint numbers blocks and not layers: the numbers of each layer's mixer and
+    feed-forward block, None for no such block.
+    """
+    qkv: str | None = None
+    """Module of all rows of q, k and v; None: each is one of its own."""
+    is_qkv_by_head: bool = False
+    """Whether that module keeps the rows of each K and V head and its queries together."""
+    qkv_parts: int = 1
+    """Parts of that module's rows, each with an equal share of all heads, one after another."""
+    has_value_before_key: bool = False
+    """Whether V's rows are before those of K there."""
+    o: str = "o_proj"
+    sinks: str = "sinks"
+    gate_up: str | None = None
+    """Module of all rows of gate and up."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    feeds: tuple[str, ...] = ("mlp",)
+    """The feed-forward block; the first that a layer has counts."""
+    per_layer: tuple[str, str, str] = (
+        "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+    )  # fmt: skip
+    """Names of gate, projection and norm of a layer's part of a second embedding."""
+    per_layer_embedding: tuple[str, str, str] = (
+        "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+    )  # fmt: skip
+    """The second embedding, the projection of the first that is added, and its norm."""
+    moe: MoENamesConfig = MoENamesConfig()  # noqa: RUF009 - frozen
+    """Parameters of a mixture of experts."""
+
+    def qkv_rows(self, kv_heads: int) -> tuple[int, tuple[int, ...]]:
+        """How many groups the rows of a fused qkv are in, and the order of q, k and v (0, 1, 2) in
+        each.
+        """
+        order = (0, 2, 1) if self.has_value_before_key else (0, 1, 2)
+        return kv_heads if self.is_qkv_by_head else self.qkv_parts, order
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint has no part in text."""
+        if name.startswith(self.left_out) or name.endswith(self.constants):
+            return True
+        return any(part in name for part in self.unused)

@@ -1,0 +1,221 @@
+"""How a model's products are quantised: as its checkpoint says, or as they are made at load.
+
+Pure Python: settings are resolved and digests computed without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+from weft.checkpoint.fields import Fields
+from weft.checkpoint.fp8_config import (
+    FP8_METHODS,
+    Fp8Config,
+    compressed_group,
+    ignored_modules,
+    is_fp8,
+    read_fp8,
+    read_fp8_compressed,
+)
+from weft.checkpoint.int_config import (
+    INT_METHODS,
+    IntPacking,
+    read_packed,
+    read_packed_compressed,
+)
+from weft.checkpoint.kv_scheme import read_kv_scheme
+from weft.contract.errors import ConfigError
+
+AskedFormat = Literal["auto", "int8", "int4", "fp8"]
+"""What settings may ask for: what the checkpoint has, or a format to be made at load of floats."""
+AT_LOAD = tuple(name for name in get_args(AskedFormat) if name != "auto")
+"""Formats that can be made at load from weights in floats."""
+ASKED_HELP = (
+    "number format of the products' weights; auto = what the checkpoint has; int8, int4 and "
+    "fp8 (for GPUs) = made at load from floats"
+)
+"""Describes such a setting."""
+GGUF = "gguf"
+"""`quant_method` of a directory made of a GGUF file."""
+ROUTERS = r"re:.*\.gate$"
+"""Pattern of routers, which stay in floats: they are small, and results depend on them strongly."""
+_OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
+"""Ends of the names of other families' routers, and of a shared expert's gate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """The number format of a model's products."""
+
+    format: Literal["int8", "int4", "fp8", "gguf", "mxfp4"]
+    """Which scheme reads it (`weft.engine.model.weights.schemes`)."""
+    source: Literal["checkpoint", "load"]
+    """Whether the checkpoint has it, or it is made of floats at load."""
+    ignore: tuple[str, ...] = ()
+    """Modules whose weights stay in floats: full names, or `re:` and a regular expression that
+    matches the beginning of the name.
+    """
+
+    scales: Literal["channels", "blocks", "tensors"] = "channels"
+    """Unit with one scale: a row, a block of 128 rows and columns, or a projection."""
+    scale_name: str = "weight_scale"
+    """What a checkpoint calls a projection's scales."""
+    has_input_scale: bool = False
+    """Whether each projection also has an `input_scale`. Rows get scales of their own instead,
+    which round them less.
+    """
+
+    has_kv_scales: bool = False
+    """Whether attention layers may have `KV_SCALES`, which change nothing."""
+
+    packing: IntPacking | None = None
+    """How a checkpoint packs integers into words; None: it does not."""
+
+    def ignores(self, module: str) -> bool:
+        """Whether the weights of a module, by its full name, stay in floats."""
+        if self.source == "load" and module.endswith(_OTHER_ROUTERS):
+            return True
+        return any(_matches(pattern, module) for pattern in self.ignore)
+
+    def fingerprint(self) -> bytes:
+        """Canonical bytes of what changes hidden states, part of the model's digest."""
+        values = asdict(self)
+        del values["has_kv_scales"]
+        if self.packing is None:
+            del values["packing"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def resolve_quantization(asked: str, found: Quantization | None) -> Quantization | None:
+    """What to load a model with.
+
+    Args:
+        asked: auto (what the checkpoint has), or one of `AT_LOAD`.
+        found: What the checkpoint has; None: floats.
+
+    Returns:
+        None: products stay in floats.
+
+    Raises:
+        ConfigError: There is no such format, or not for this checkpoint.
+    """
+    if asked not in ("auto", *AT_LOAD):
+        raise _refused(f"{asked!r} is none of auto, {', '.join(AT_LOAD)}")
+    if asked == "auto":
+        chosen = found
+    elif found is not None:
+        raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
+    else:
+        chosen = Quantization(format=asked, source="load", ignore=(ROUTERS,))  # type: ignore[arg-type]
+    return chosen
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """Reads `quantization_config` of a config.json; None: it has none.
+
+    Raises:
+        ModelError: A format that is not supported; the message names the field.
+    """
+    if not fields.get("quantization_config"):
+        return None
+    section = fields.section("quantization_config")
+    has_kv_scales = read_kv_scheme(section)
+    if isinstance(has_kv_scales, str):
+        raise fields.error("quantization_config", has_kv_scales)
+    return replace(_read(fields, section), has_kv_scales=has_kv_scales)
+
+
+def _read(fields: Fields, section: Fields) -> Quantization:
+    method = section.text("quant_method", "")
+    if method == "mxfp4":
+        # Only experts can be; what else is listed is in floats.
+        return Quantization(format="mxfp4", source="checkpoint")
+    if method in FP8_METHODS:
+        found = read_fp8(section, method)
+    elif method == "compressed-tensors" and is_fp8(section):
+        found = read_fp8_compressed(section)
+    elif method in INT_METHODS:
+        packed = read_packed(section, method)
+        if not isinstance(packed, str):
+            return _packed(*packed)
+        found = packed
+    elif method == GGUF:
+        return Quantization(format="gguf", source="checkpoint")
+    elif method == "compressed-tensors" and section.text("format", "") == "pack-quantized":
+        packing = _compressed_packing(section)
+        if not isinstance(packing, str):
+            return _packed(packing, ignored_modules(section))
+        found = packing
+    elif method == "compressed-tensors":
+        found = _problem_of_compressed_tensors(section)
+    else:
+        known = ", ".join(("compressed-tensors", "mxfp4", *FP8_METHODS, *INT_METHODS))
+        found = f"quant_method {method!r} is not supported ({known} are)"
+    if isinstance(found, str) and found:
+        raise fields.error("quantization_config", found)
+    if isinstance(found, Fp8Config):
+        scales, name, has_input, ignored = found
+        return Quantization(
+            format="fp8",
+            source="checkpoint",
+            ignore=(*ignored, ROUTERS),
+            scales=scales,
+            scale_name=name,
+            has_input_scale=has_input,
+        )
+    return Quantization(format="int8", source="checkpoint", ignore=ignored_modules(section))
+
+
+def _packed(packing: IntPacking, ignore: tuple[str, ...]) -> Quantization:
+    name: Literal["int4", "int8"] = "int4" if packing.bits == 4 else "int8"
+    return Quantization(format=name, source="checkpoint", ignore=ignore, packing=packing)
+
+
+def _compressed_packing(section: Fields) -> IntPacking | str:
+    group = _dynamic_group(section)
+    if isinstance(group, str):
+        return group
+    return read_packed_compressed(group.section("weights"))
+
+
+def _problem_of_compressed_tensors(section: Fields) -> str:
+    """What of a configuration of compressed-tensors is not supported; empty: nothing."""
+    layout = section.text("format", "")
+    if layout != "int-quantized":
+        return f"format {layout!r} is not supported (int-quantized and pack-quantized are)"
+    group = _dynamic_group(section)
+    if isinstance(group, str):
+        return group
+    wanted = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    weights = group.section("weights")
+    for name, value in wanted.items():
+        if weights.get(name) != value:
+            return f"weights.{name} = {weights.get(name)!r} is not supported, only {value!r}"
+    return ""
+
+
+def _dynamic_group(section: Fields) -> Fields | str:
+    """The one group of a configuration whose inputs have no fixed scales; a text says what is not
+    supported.
+    """
+    group = compressed_group(section)
+    if isinstance(group, str):
+        return group
+    activations = group.section("input_activations")
+    # Rows are kept more exactly than their 8 bits; a fixed scale would be one more tensor a layer.
+    if list(activations) and activations.get("dynamic") is not True:
+        return "input_activations with fixed scales are not supported, only dynamic ones"
+    return group
+
+
+def _refused(problem: str) -> ConfigError:
+    return ConfigError(f"quantization: {problem}", param="quantization")
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return module == pattern

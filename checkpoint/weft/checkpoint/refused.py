@@ -1,0 +1,47 @@
+"""What known architectures need that is missing here, for messages about those that are refused."""
+
+from __future__ import annotations
+
+from weft.contract.errors import ModelError
+
+_MISSING = {
+    "sparse attention, by an indexer": (
+        *("DeepseekV32", "GlmMoeDsa", "AXK2", "Dots3Note", "HYV4", "Qwen4Exp", "Glm5Next"),
+    ),
+    "block-sparse attention": ("MiniMaxM3VL", "MiniMaxM3Sparse"),
+    "compressed attention": ("DeepseekV4", "DeepseekV41"),
+    "hyper-connections": ("KimiK3",),
+    "scores that fall with the distance (ALiBi)": ("Bloom", "MPT", "Mpt", "JAIS"),
+    "lightning attention of rotated heads": ("BailingMoeV2_5",),
+    "a model without any attention": ("FalconMamba", "Mamba", "Mamba2", "Rwkv", "xLSTM"),
+    "gated linear recurrences (RG-LRU)": ("RecurrentGemma",),
+    "attention blocks shared by layers": ("Zamba", "Zamba2"),
+    "experts of attention": ("JetMoe",),
+    "experts that are identities": ("LongcatFlash",),
+    "a norm behind experts alone": ("AXK1",),
+    "differential attention": ("DiffLlama",),
+    "masks that depend on values": ("Doge",),
+    "attention to another sequence": (
+        *("BigBirdPegasus", "Bart", "Blenderbot", "MBart", "Marian", "Mllama", "Mvp", "PLBart"),
+        *("Pegasus", "ProphetNet", "T5", "TrOCR", "Whisper"),
+    ),
+}
+"""Parts, and beginnings of the names of architectures that have them."""
+_ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
+
+
+def unsupported(architecture: str, supported: tuple[str, ...]) -> ModelError:
+    """The error about an architecture that no class implements.
+
+    Args:
+        architecture: `architectures[0]` of its config.json.
+        supported: Those that there are.
+    """
+    stem = next((architecture.removesuffix(e) for e in _ENDS if architecture.endswith(e)), "")
+    part = next((part for part, stems in _MISSING.items() if stem in stems), None)
+    reason = "" if part is None else f" (missing: {part})"
+    return ModelError(
+        f"architectures: {architecture!r} is not supported{reason}; supported: "
+        f"{', '.join(supported)}",
+        param="architectures",
+    )

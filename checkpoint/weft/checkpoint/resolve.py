@@ -1,0 +1,72 @@
+"""Resolves a user's name of a model to a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.checkpoint import hub, object_store
+from weft.checkpoint.demo import (
+    DEMO_GGUF,
+    DEMO_MODEL,
+    DEMO_NAME,
+    convert_demo,
+    find_source,
+)
+from weft.checkpoint.files import Progress
+from weft.checkpoint.gguf_folder import gguf_folder
+from weft.checkpoint.mistral_folder import mistral_folder, needs_conversion
+from weft.contract.errors import ModelError
+
+
+def resolve_model(model: str, progress: Progress | None = None) -> Path:
+    """The directory of a model, made or downloaded first if need be.
+
+    Args:
+        model: `demo`, `demo-gguf` (its GGUF file), a directory in Hugging Face's or Mistral's
+            layout, a GGUF file, a name on a hub (`organisation/name`, with `@revision` or without;
+            a directory of that name comes first), or the URL of a folder in an object store.
+        progress: Called with (bytes written, bytes in all) while the demo model is converted.
+
+    Raises:
+        ModelError: There is no such model, it cannot be converted or downloaded, or a GGUF file is
+            damaged or not supported.
+    """
+    if model == DEMO_NAME:
+        return convert_demo(progress)
+    if object_store.is_url(model):
+        return object_store.fetch(model)
+    path = find_source() if model == DEMO_GGUF else Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
+    if needs_conversion(path):
+        return mistral_folder(path)
+    if _is_model_folder(path):
+        return path.resolve()
+    name = hub.HubName.parse(model)
+    if name is None or path.exists():
+        raise ModelError(
+            f"model: {model!r} is neither {DEMO_NAME!r} nor a directory with a config.json nor a "
+            "GGUF file nor a name on the hub (organisation/name[@revision]) nor a URL",
+            param="model",
+        )
+    folder = hub.pull(name)
+    return mistral_folder(folder) if needs_conversion(folder) else folder
+
+
+def default_name(model: str, folder: Path) -> str:
+    """What a model is called in requests if its user gives it no name.
+
+    Args:
+        model: As in `resolve_model`.
+        folder: What that returned.
+    """
+    if model == DEMO_NAME:
+        return DEMO_MODEL
+    name = hub.HubName.parse(model)
+    if name is None or _is_model_folder(Path(model).expanduser()):
+        return folder.name
+    return name.repository
+
+
+def _is_model_folder(path: Path) -> bool:
+    return (path / "config.json").is_file() or needs_conversion(path)

@@ -1,0 +1,166 @@
+"""tokenizer.json of a tekken.json, Mistral's file of a vocabulary in tiktoken's form.
+
+tiktoken merges, in a piece of text, the neighbours whose concatenation has the lowest rank, the
+leftmost first, until no concatenation is a token. A token that comes about so has one pair from
+which it can: all earlier merges lie within its own bytes, or it would not come about, and they are
+the same wherever these bytes stand. So a list with this one pair for each token, in the order of
+ranks, makes the BPE of `tokenizers` compute the same tokens. Pure Python.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.config import read_json_file
+from weft.checkpoint.fields import Fields
+
+TEKKEN_FILE = "tekken.json"
+_DEFAULT_SPECIAL = ("<unk>", "<s>", "</s>")
+_BEGIN, _END = "<s>", "</s>"
+_NUM_SPECIAL = 1000
+
+
+def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Contents of tokenizer.json and tokenizer_config.json.
+
+    Args:
+        path: The tekken.json.
+
+    Raises:
+        ModelError: The file is malformed.
+    """
+    fields = Fields(read_json_file(path), str(path))
+    config = fields.section("config")
+    num_special = config.positive("default_num_special_tokens", _NUM_SPECIAL)
+    special = _special_tokens(fields, num_special)
+    count = config.positive("default_vocab_size") - num_special
+    tokens = _tokens(fields, count)
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    if len(ranks) != len(tokens):
+        raise fields.error("vocab", "a token is there twice")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise fields.error("vocab", "expected a token for each byte")
+    letters = byte_letters()
+
+    def text(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    vocabulary = {content: number for number, content in enumerate(special)}
+    vocabulary |= {text(token): num_special + rank for rank, token in enumerate(tokens)}
+    if len(vocabulary) != num_special + len(tokens):
+        raise fields.error("special_tokens", "the name of one is a token of text")
+    merges = [pair for token in tokens if (pair := last_merge(token, ranks)) is not None]
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,
+        "vocab": vocabulary,
+        "merges": [[text(first), text(second)] for first, second in merges],
+    }
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    levels = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    pattern = config.text("pattern", "")
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": content, **flags, "special": True}
+            for number, content in enumerate(special)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": pattern},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {"type": "ByteLevel", **levels},
+            ],
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [_mark(_BEGIN), _sequence("A")],
+            "pair": [_mark(_BEGIN), _sequence("A"), _sequence("B")],
+            "special_tokens": {
+                _BEGIN: {"id": _BEGIN, "ids": [special.index(_BEGIN)], "tokens": [_BEGIN]}
+            },
+        },
+        "decoder": {"type": "ByteLevel", **levels},
+        "model": model,
+    }
+    named = {"bos_token": _BEGIN, "eos_token": _END, "unk_token": special[0]}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": named}
+
+
+def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The pair of tokens from which tiktoken makes a token; None: it makes it of none."""
+    parts = [token[place : place + 1] for place in range(len(token))]
+    while len(parts) > 1:
+        pairs = [first + second for first, second in itertools.pairwise(parts)]
+        found = [(ranks[pair], place) for place, pair in enumerate(pairs) if pair in ranks]
+        if not found:
+            return None
+        if len(parts) == 2:
+            return parts[0], parts[1]
+        place = min(found)[1]
+        parts[place : place + 2] = [pairs[place]]
+    return None
+
+
+def byte_letters() -> Sequence[str]:
+    """The letter that stands for each byte in byte-level vocabularies (GPT-2's)."""
+    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    letters = {byte: chr(byte) for byte in own}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]
+
+
+def _special_tokens(fields: Fields, count: int) -> list[str]:
+    """The special tokens, which have the first ids; those without a name get one."""
+    listed = fields.get("special_tokens")
+    if listed is None:
+        listed = [{"token_str": text} for text in _DEFAULT_SPECIAL]
+    try:
+        names = [str(entry["token_str"]) for entry in listed]
+    except (TypeError, KeyError) as error:
+        raise fields.error("special_tokens", f"not a list of tokens: {error!r}") from error
+    names += [f"<SPECIAL_{number}>" for number in range(len(names), count)]
+    if len(names) != count or len(set(names)) != count or _BEGIN not in names:
+        raise fields.error("special_tokens", f"expected {count} names, {_BEGIN} among them")
+    return names
+
+
+def _tokens(fields: Fields, count: int) -> list[bytes]:
+    """The bytes of tokens, by rank."""
+    listed = fields.get("vocab")
+    try:
+        found = [base64.b64decode(entry["token_bytes"], validate=True) for entry in listed[:count]]
+        is_ordered = all(entry["rank"] == rank for rank, entry in enumerate(listed[:count]))
+    except (TypeError, KeyError, binascii.Error) as error:
+        raise fields.error("vocab", f"not a list of tokens: {error!r}") from error
+    if len(found) != count or not is_ordered or not all(found):
+        raise fields.error("vocab", f"expected {count} tokens in the order of their ranks")
+    return found
+
+
+def _mark(token: str) -> Mapping[str, Any]:
+    return {"SpecialToken": {"id": token, "type_id": 0}}
+
+
+def _sequence(name: str) -> Mapping[str, Any]:
+    return {"Sequence": {"id": name, "type_id": 0}}

@@ -1,0 +1,21 @@
+"""Where files lie that Weft makes on a machine and can make again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Folder for files made on this machine.
+
+    `$WEFT_CACHE_DIR`, else `$XDG_CACHE_HOME/weft`, else `~/.cache/weft`.
+
+    Raises:
+        RuntimeError: None of them is set and the user has no home folder.
+    """
+    if explicit := os.environ.get("WEFT_CACHE_DIR"):
+        return Path(explicit)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "weft"
+    return Path.home() / ".cache" / "weft"

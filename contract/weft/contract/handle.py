@@ -1,0 +1,135 @@
+"""The fill contract as plain values: handle in, events out (protos/weft/v1/kv.proto)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.contract.token_ids import TokenIds
+
+DATA_CHUNK_BYTES = 1 << 20
+"""Most bytes in one `data` event."""
+LEASE_ID_BYTES = 16
+ADAPTER_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlTargetInfo:
+    """Data that a filler needs to write into an owner's pool over NIXL."""
+
+    version: str
+    agent_name: str
+    agent_metadata: bytes
+    agent_metadata_digest: bytes
+    """BLAKE2b-256 of agent_metadata."""
+    base_address: int
+    page_bytes: int
+    num_pages: int
+    device_id: int = 0
+    memory_type: str = "DRAM"
+    max_notified_digests: int = 0
+    """Most digests of a chunk that its notification may carry; 0: the owner reads none there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvHandle:
+    """Describes the pages of an owner's pool to fill, and the tokens whose KV they are to hold."""
+
+    owner_id: str
+    owner_epoch: int
+    lease_id: bytes
+    lease_s: float
+    namespace: bytes
+    cache_salt: str
+    page_size: int
+    tokens: TokenIds
+    """Tokens at positions [0, end_token)."""
+    start_token: int
+    end_token: int
+    pages: list[int]
+    """Destinations, from page start_token / page_size on; behind these, `num_more_pages` of what
+    the request needs beside pages of KV to go on: a block of states, or pages of the window group
+    end to end, the last one first.
+    """
+    filler_epoch: int
+    nixl: NixlTargetInfo | None = None
+    """NIXL target; None: the owner wants `data` events."""
+    priority: int = 0
+    """Priority of the request; a lower number is more urgent."""
+    tenant: str = ""
+    """Tenant that is charged for the request."""
+    adapter: bytes = b""
+    """Content digest (`ADAPTER_DIGEST_BYTES`) of the adapter with which the pages are computed;
+    empty: the base model. It is part of `namespace`; here it tells the filler which adapter to use.
+    """
+
+    block_pages: int = 0
+    """Asks a KV store for blocks of so many pages each behind those of the tokens; see
+    `weft.contract.keys.blocks_keys`. 0: for one block, or it goes to a worker.
+    """
+
+    @property
+    def num_more_pages(self) -> int:
+        """Pages behind those of the tokens."""
+        return len(self.pages) - (self.end_token - self.start_token) // self.page_size
+
+
+EventKind = Literal[
+    "accepted", "declined", "written", "data", "stopped", "done", "failed", "broken"
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class FillTimings:
+    """Durations measured by the filler since it accepted the fill."""
+
+    accepted_at: float = 0.0
+    """Time of the acceptance on the filler's monotonic clock; meaningless on other machines."""
+    queued_s: float = 0.0
+    planned_s: float = 0.0
+    """When the first step with its tokens was planned; 0: nothing was computed."""
+    first_write_posted_s: float = 0.0
+    last_chunk_computed_s: float = 0.0
+    last_digested_s: float = 0.0
+    """When the last chunk had been copied to where peers read it, and digested."""
+    last_digest_s: float = 0.0
+    """Duration of the digesting alone, part of the time before that."""
+    last_write_posted_s: float = 0.0
+    """When the post of the last chunk's write returned; over some lanes a post moves the bytes."""
+    last_write_complete_s: float = 0.0
+    reported_s: float = 0.0
+    """When the engine noticed that and sent `done`."""
+    computed_tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class FillEvent:
+    """One event of a fill; which fields are set depends on `kind`.
+
+    accepted: filler_epoch, transport, cached_tokens. declined: reason, message. written: chunk,
+    start_token, end_token, digests, and with the last one computed_tokens. data: chunk, start_token
+    (of the page), offset, data. done: timings. failed: message, is_stopped, needs_fence. broken
+    (the stream ended without a last event).
+    """
+
+    kind: EventKind
+    filler_epoch: int = 0
+    transport: str = ""
+    cached_tokens: int = 0
+    reason: str = ""
+    message: str = ""
+    chunk: int = 0
+    start_token: int = 0
+    end_token: int = 0
+    digests: list[int] = field(default_factory=list)
+    computed_tokens: int | None = None
+    """Prompt tokens that the filler computed, told with the last chunk; None: not known yet."""
+    offset: int = 0
+    data: bytes = b""
+    is_stopped: bool = False
+    needs_fence: bool = False
+    """Whether writes that the filler's network took can still arrive until the owner closes its end
+    of the connection.
+    """
+    timings: FillTimings | None = None

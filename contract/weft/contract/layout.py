@@ -1,0 +1,287 @@
+"""The one module that knows how KV lies in memory.
+
+A layout has groups of planes. Planes of a group share page numbers and page tables: a page of the
+group is one range of bytes, in which the planes follow one another. The pool of a plane is
+`[num_pages, heads, layers, parts, page_size, dim]`, contiguous within a page: a head range of a
+page is one range of bytes, and each (page, head, layer, part) is a dense `[page_size, dim]` matrix
+for attention. The tensor's first stride is the distance between pages. Most groups have one plane,
+and its pool is contiguous as a whole. Layers with other heads have a plane of their own; the pool
+of a group of several planes is `[num_pages, elements]`, and `PlaneInPage` finds a plane in it. Each
+group after the first has a pool and page
+numbers of its own; a request keeps only those of its pages that its window still reaches.
+
+Recurrent layers have no pages. What they know at a page border is a block, which never changes once
+it is written: `[num_blocks, layers, ...]` for each part of a `StatePlane`. What they read of the
+positions behind a slot's last block is in its ring, `[slots + 1, ring_rows, layers, ...]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from weft.contract.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8": 1}
+FP8, INT8 = "fp8_e4m3", "int8"
+"""Formats that keep a vector as 8-bit numbers with a scale (`weft.kernels.scaled_kv`)."""
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedPlane:
+    """Entries of one shape for each position; independent of tensor parallelism."""
+
+    name: str = "target"
+    """`target`, or `window_plane(reach)` for sliding-window layers with a group of their own."""
+    layers: int
+    """Number of layers; the KV of a draft head counts as one more, the last."""
+    heads: int
+    """KV heads over all ranks."""
+    dim: int
+    """Elements per head of each part."""
+    dtype: str
+    """float32, float16, bfloat16, fp8_e4m3 or int8."""
+    parts: tuple[str, ...] = ("k", "v")
+    """Number of vectors per position and head: K and V, or one vector that serves as both."""
+    draft: str = ""
+    """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
+
+    @property
+    def kept(self) -> int:
+        """Elements that a vector takes, its scale included."""
+        return self.dim + (_SCALE_BYTES if self.dtype in (FP8, INT8) else 0)
+
+    @property
+    def width(self) -> int:
+        """Elements of a position, all layers."""
+        return self.heads * self.layers * len(self.parts) * self.kept
+
+
+def in_8_bits(layout: CacheLayout, dtype: str) -> CacheLayout:
+    """The same layout with vectors in FP8 or INT8.
+
+    Raises:
+        ConfigError: It has something for which there is no kernel; the message names it.
+    """
+    planes = [plane for group in layout.groups for plane in group.planes]
+    for is_there, what in (
+        (any(plane.parts != ("k", "v") for plane in planes), "latent attention"),
+        (any(plane.dim % 16 for plane in planes), "heads of no multiple of 16 elements"),
+    ):
+        if is_there:
+            raise ConfigError(f"kv_dtype: {dtype} is not supported with {what}", param="kv_dtype")
+    groups = tuple(
+        replace(group, planes=tuple(replace(plane, dtype=dtype) for plane in group.planes))
+        for group in layout.groups
+    )
+    return replace(layout, groups=groups)
+
+
+def window_plane(reach: int) -> str:
+    """Name of the plane of layers that attend to at most `reach` positions."""
+    return f"window-{reach}"
+
+
+def plane_beside(name: str, heads: int, dim: int) -> str:
+    """Name of a further plane in the pages of the plane `name`: of layers with such heads."""
+    return f"{name}-{heads}x{dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Planes that share page numbers and page tables."""
+
+    planes: tuple[PagedPlane, ...]
+    """Planes of the group, in the order in which they lie in a page."""
+    reach: int | None = None
+    """Most last positions, a row's own included, of which a row needs the entries; None: all."""
+
+    @property
+    def plane(self) -> PagedPlane:
+        """The first plane of the group, of most models the only one."""
+        return self.planes[0]
+
+    @property
+    def layers(self) -> int:
+        """Layers of all planes."""
+        return sum(plane.layers for plane in self.planes)
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """Shape of a page: (heads, layers, parts, page_size, elements of a vector) of the plane, or
+        the elements of several planes.
+        """
+        if len(self.planes) > 1:
+            return (page_size * sum(plane.width for plane in self.planes),)
+        plane = self.plane
+        return (plane.heads, plane.layers, len(plane.parts), page_size, plane.kept)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page, all layers of the group."""
+        return math.prod(self.page_shape(page_size)) * DTYPE_BYTES[self.plane.dtype]
+
+    def describe(self, page_size: int) -> str:
+        """Canonical text of the group."""
+        return "+".join(_describe(plane, page_size) for plane in self.planes)
+
+
+class StatePart(NamedTuple):
+    """A tensor of one layer in a `StatePlane`."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape for one layer at one position; heads or channels come first."""
+    dtype: str
+    """float32, float16 or bfloat16."""
+
+    @property
+    def size(self) -> int:
+        """Elements of one layer at one position."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one layer at one position."""
+        return self.size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlane:
+    """The state that a model's recurrent layers, all of one shape, keep for a request."""
+
+    name: str
+    """Kind of the layers, such as `gated-delta`."""
+    layers: int
+    """Number of recurrent layers."""
+    parts: tuple[StatePart, ...]
+    """What summarises all tokens before a page border: recurrent state, last inputs of the short
+    convolution. All zeros before the first token.
+    """
+    ring: tuple[StatePart, ...]
+    """Inputs of one position, from which the layer computes states and outputs again."""
+    found: tuple[StatePart, ...] = ()
+    """Keys and updates of one position, which steps on a GPU keep in the ring, so as not to compute
+    them again (`weft.kernels.slot_states.LayerMemory.found`).
+    """
+    rows: tuple[StatePart, ...] = ()
+    """What is kept of the rows themselves, once for all layers: a ring has it of each position, a
+    block of the last one before its border. Draft heads continue from such rows.
+    """
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all layers."""
+        of_rows = sum(part.num_bytes for part in self.rows)
+        return self.layers * sum(part.num_bytes for part in self.parts) + of_rows
+
+    @property
+    def ring_row_bytes(self) -> int:
+        """Bytes of one position in a ring, all layers."""
+        of_rows = sum(part.num_bytes for part in self.rows)
+        return self.layers * sum(part.num_bytes for part in self.ring) + of_rows
+
+    @property
+    def found_row_bytes(self) -> int:
+        """Bytes that a GPU keeps for a position of a ring in addition."""
+        return self.layers * sum(part.num_bytes for part in self.found)
+
+    def over_ranks(self, size: int) -> StatePlane:
+        """The plane of all of `size` ranks, of which this is one's: each has a range of the first
+        axis of every part.
+        """
+        return self._with_first_axes(lambda length: length * size)
+
+    def of_rank(self, size: int) -> StatePlane:
+        """The plane of one of `size` ranks: the inverse of `over_ranks`."""
+        return self._with_first_axes(lambda length: length // size)
+
+    def _with_first_axes(self, change: Callable[[int], int]) -> StatePlane:
+        parts, ring, found = (
+            tuple(
+                part._replace(shape=(change(part.shape[0]), *part.shape[1:]))
+                if part.shape
+                else part
+                for part in some
+            )
+            for some in (self.parts, self.ring, self.found)
+        )
+        return replace(self, parts=parts, ring=ring, found=found)
+
+    def describe(self) -> str:
+        """Canonical text of what a block contains; rings are never exchanged."""
+        parts, rows = (
+            ",".join(f"{part.name}:{part.size}:{part.dtype}" for part in some)
+            for some in (self.parts, self.rows)
+        )
+        described = f"states={self.name};layers={self.layers};parts={parts}"
+        return f"{described};rows={rows}" if rows else described
+
+
+def num_ring_rows(page_size: int, max_rows: int) -> int:
+    """Positions of a slot's ring: those since its last block, and those of a step, `max_rows` at
+    most. A block is written in the step after the one that verified rows across its border.
+    """
+    return page_size + 2 * max_rows
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Shape of the data that a model keeps of its tokens in pages and blocks."""
+
+    page_size: int
+    """Token positions per page."""
+    groups: tuple[PageGroup, ...]
+    states: StatePlane | None = None
+    """Blocks of recurrent layers; None: the model has none."""
+
+    @classmethod
+    def of_plane(cls, plane: PagedPlane, page_size: int) -> CacheLayout:
+        """The layout of a model that has one plane."""
+        return cls(page_size, (PageGroup((plane,)),))
+
+    @classmethod
+    def of_planes(cls, planes: Sequence[PagedPlane], page_size: int) -> CacheLayout:
+        """The layout with these planes, in their order; names tell which of them share pages."""
+        groups: list[list[PagedPlane]] = []
+        for plane in planes:
+            first = groups[-1][0].name if groups else ""
+            if groups and plane.name == plane_beside(first, plane.heads, plane.dim):
+                groups[-1].append(plane)
+            else:
+                groups.append([plane])
+        return cls(page_size, tuple(PageGroup(tuple(group)) for group in groups))
+
+    @property
+    def plane(self) -> PagedPlane:
+        """The first plane of the first group, which keeps all positions."""
+        return self.groups[0].plane
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Shape of a page of the first group; see `PageGroup.page_shape`."""
+        return self.groups[0].page_shape(self.page_size)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of the first group."""
+        return self.groups[0].page_bytes(self.page_size)
+
+    def pool_shape(self, num_pages: int, group: int = 0) -> tuple[int, ...]:
+        """Shape of a pool tensor of `num_pages` pages of a group."""
+        return (num_pages, *self.groups[group].page_shape(self.page_size))
+
+    def describe(self) -> str:
+        """Canonical text of the layout, part of the namespace."""
+        groups = [group.describe(self.page_size) for group in self.groups]
+        return "|".join(groups if self.states is None else [*groups, self.states.describe()])
+
+
+def _describe(plane: PagedPlane, page_size: int) -> str:
+    parts = ",".join(f"{part}:{plane.dim}:{plane.dtype}" for part in plane.parts)
+    described = (
+        f"plane={plane.name};layers={plane.layers};heads={plane.heads};"
+        f"parts={parts};page_size={page_size};order=head,layer,part,position,dim"
+    )
+    return f"{described};draft={plane.draft}" if plane.draft else described

@@ -1,0 +1,240 @@
+"""Messages from gateways to an engine, and its reports about their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.contract.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.tasks import Pool, PooledVectors
+from weft.contract.timeline import FillCandidate, Timeline
+from weft.contract.token_ids import TokenIds
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleProgress:
+    """Progress of one sample of a resumed request."""
+
+    sample: int
+    tokens: list[int]
+    """Tokens that other owners have generated so far."""
+    is_finished: bool = False
+    """Whether the sample is complete; the engine neither runs it again nor reports on it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Submit:
+    """A request for this owner; its key is (gateway, request_id, attempt)."""
+
+    gateway: int
+    request_id: str
+    attempt: int
+    prompt: TokenIds
+    sampling: SamplingParams
+    stop: StopCriteria
+    top_logprobs: int | None = None
+    """Number of alternatives per token; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Number of alternatives per prompt token; None: no log-probabilities of the prompt."""
+    pool: Pool | None = None
+    """Parameters of a request for vectors; None: the request wants tokens."""
+    candidates: list[FillCandidate] = field(default_factory=list)
+    first_token_timeout_s: float = 600.0
+    total_timeout_s: float = 600.0
+    cache_salt: str = ""
+    traceparent: str = ""
+    priority: int = 0
+    """Priority; a lower number is more urgent."""
+    tenant: str = ""
+    """Tenant that is charged, where tenants are treated fairly; empty: one shared tenant."""
+    adapter: bytes = b""
+    """Content digest (32 bytes) of the adapter to use; empty: the base model."""
+    session_id: str = ""
+    """Chat session whose pages the engine pins; empty: none."""
+    ends_session: bool = False
+    """Whether this is the last request of the session."""
+    progress: list[SampleProgress] = field(default_factory=list)
+    """Progress in earlier attempts; samples without an entry start afresh."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cancel:
+    """Ends a request or one of its samples."""
+
+    gateway: int
+    request_id: str
+    attempt: int
+    sample: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionEnd:
+    """Ends a chat session; the engine releases its pins."""
+
+    cache_salt: str
+    session_id: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Ping:
+    """Asks whether the loop is alive and whether it has these requests."""
+
+    gateway: int
+    nonce: int
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    """Requests asked about: (request id, attempt)."""
+    expects_constraints: bool = False
+    """Whether constrained requests may follow."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """A `WeftError` as plain data."""
+
+    reason: str
+    message: str
+    stage: str = ""
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Accepted:
+    """Confirms that the request is queued."""
+
+    request_id: str
+    attempt: int
+
+
+class Tokens(NamedTuple):
+    """New tokens of one sample."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    first_index: int
+    """Index of the first of these among the generated tokens."""
+    ids: list[int]
+    logprobs: list[TokenLogprob]
+    """Log-probabilities, one for each of `ids`, or none."""
+
+
+class TokenColumns(NamedTuple):
+    """One new token for each of many samples, as columns; a row holds the data of a `Tokens`."""
+
+    request_ids: list[str]
+    attempts: list[int]
+    samples: list[int]
+    indices: list[int]
+    """Index of each token among its sample's generated tokens."""
+    ids: list[int]
+    logprobs: dict[int, TokenLogprob]
+    """Log-probabilities by row, of the samples that want them."""
+
+    def of_rows(self, rows: Sequence[int]) -> TokenColumns:
+        """Returns the columns of some of the samples."""
+        return TokenColumns(
+            [self.request_ids[row] for row in rows],
+            [self.attempts[row] for row in rows],
+            [self.samples[row] for row in rows],
+            [self.indices[row] for row in rows],
+            [self.ids[row] for row in rows],
+            {at: self.logprobs[row] for at, row in enumerate(rows) if row in self.logprobs},
+        )
+
+    def rows(self) -> Iterator[tuple[str, int, int, int, int]]:
+        """Yields request id, attempt, sample, index and token of each sample."""
+        return zip(
+            self.request_ids, self.attempts, self.samples, self.indices, self.ids, strict=True
+        )
+
+    def entries(self) -> Iterator[Tokens]:
+        """Yields the rows as `Tokens`."""
+        for row, (request_id, attempt, sample, index, token) in enumerate(self.rows()):
+            logprobs = [self.logprobs[row]] if row in self.logprobs else []
+            yield Tokens(request_id, attempt, sample, index, [token], logprobs)
+
+
+@dataclass(slots=True, kw_only=True)
+class Preempted:
+    """A running sample was put back into the queue."""
+
+    request_id: str
+    attempt: int
+    sample: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """Reports that one sample ended without an error."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    reason: str
+    """Reason: stop, length or cancelled."""
+    stop_token_id: int | None
+    completion_tokens: int
+    cached_prompt_tokens: int
+    timeline: Timeline
+
+
+@dataclass(slots=True, kw_only=True)
+class Failed:
+    """A whole request was refused or has failed."""
+
+    request_id: str
+    attempt: int
+    failure: Failure
+    timeline: Timeline | None = None
+    """Timeline of the request's first sample, if it was queued."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pong:
+    """Answer to a ping."""
+
+    nonce: int
+    unknown: list[tuple[str, int]] = field(default_factory=list)
+    """Requests that the ping asked about and the engine does not have."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GatewayBatch:
+    """Everything that one step produced for one gateway."""
+
+    gateway: int
+    accepted: list[Accepted] = field(default_factory=list)
+    computed_here: list[tuple[str, int]] = field(default_factory=list)
+    """Requests (id, attempt) whose prompt this engine computes itself, although prefill workers
+    were named for it.
+    """
+    tokens: list[Tokens] = field(default_factory=list)
+    """Tokens of samples that may get several in a step, and repeated tokens. They precede the
+    tokens that `columns` has for the same sample."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    vectors: list[PooledVectors] = field(default_factory=list)
+    columns: list[TokenColumns] = field(default_factory=list)
+    has_first_tokens: bool = False
+    """Whether a sample has its first tokens of this attempt here, or those behind a pre-emption:
+    a client waits for them."""
+    preempted: list[Preempted] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    pongs: list[Pong] = field(default_factory=list)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether there is nothing but tokens, each of which follows one that was told before."""
+        if self.accepted or self.computed_here or self.preempted:
+            return False
+        if self.prompt_logprobs or self.vectors:
+            return False
+        return not (self.has_first_tokens or self.finished or self.failed or self.pongs)
+
+    def all_tokens(self) -> Iterator[Tokens]:
+        """Yields `tokens`, then the tokens of `columns`."""
+        yield from self.tokens
+        for columns in self.columns:
+            yield from columns.entries()

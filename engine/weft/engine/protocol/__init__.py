@@ -1,1 +1,0 @@
-"""Data that an engine and the server process in front of it exchange. No torch."""
