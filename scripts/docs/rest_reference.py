@@ -12,7 +12,7 @@ from weft.cli.up.settings import UpSettings
 from weft.common.settings import Settings
 from weft.decode.main import DecodeSettings
 from weft.gateway.api.openai.document import openapi_document
-from weft.gateway.api.openai.foreign import HARMLESS, REFUSED
+from weft.gateway.api.openai.foreign import HARMLESS, UNSERVED
 from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
 from weft.prefill.main import PrefillSettings
@@ -117,12 +117,16 @@ def foreign_fields() -> Iterator[str]:
     """Fields of other servers' APIs, and what becomes of them."""
     yield "# Fields of other servers"
     yield ""
-    yield "Chats and completions refuse these fields by name, unless their value asks for nothing."
+    yield (
+        "Chats and completions refuse these fields by name, unless their value asks for nothing. "
+        "Those that are marked so are left out, and `x-weft-warnings` names them."
+    )
     yield ""
     yield "| field | what it asks for, or what to use instead |"
     yield "| --- | --- |"
-    for name, refused in sorted(REFUSED.items()):
-        yield f"| `{name}` | {inline(refused.what)} |"
+    for name, unserved in sorted(UNSERVED.items()):
+        mark = " (left out)" if unserved.is_left_out else ""
+        yield f"| `{name}` | {inline(unserved.what)}{mark} |"
     yield ""
     yield "These are ignored, because the answer is the same without them:"
     yield ", ".join(f"`{name}`" for name in sorted(HARMLESS)) + "."

@@ -4,6 +4,7 @@ harmless, and those of none are refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import grpc
 import openai.types as openai_types
 import pytest
+from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
 from weft.gateway.api.openai.bodies import Body, ChatBody, CompletionBody
-from weft.gateway.api.openai.foreign import HARMLESS, REFUSED, refuse_foreign
+from weft.gateway.api.openai.foreign import HARMLESS, UNSERVED, refuse_foreign
 from weft.gateway.api.pooling.bodies import EmbeddingsBody
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
-from weft.v1 import decode_pb2
+from weft.v1 import decode_pb2, openai_pb2_grpc
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 
@@ -99,6 +101,14 @@ async def refused(mesh: Harness, method: str, body: dict[str, Any]) -> Any:
     return from_rpc_error(caught.value)
 
 
+async def warnings(mesh: Harness, method: str, body: dict[str, Any]) -> str:
+    """The header that names what was left out of a request."""
+    stub = openai_pb2_grpc.OpenAIServiceStub(mesh.channel)
+    call = getattr(stub, method)(HttpBody(data=json.dumps(body).encode()), timeout=60)
+    assert [message async for message in call]
+    return dict(await call.initial_metadata()).get("x-weft-warnings", "")
+
+
 @pytest.mark.parametrize(
     ("model", "params"),
     [
@@ -117,25 +127,30 @@ def test_every_field_of_openai_is_known(model: type[Body], params: type) -> None
 def test_every_field_of_a_server_is_accounted_for(names: str) -> None:
     supported = {*ChatBody.model_fields, *CompletionBody.model_fields}
     for name in names.split():
-        places = [name in where for where in (supported, REFUSED, HARMLESS)]
+        places = [name in where for where in (supported, UNSERVED, HARMLESS)]
         assert places.count(True) == 1, name
 
 
 def test_no_field_is_in_two_places() -> None:
     supported = {*ChatBody.model_fields, *CompletionBody.model_fields}
-    assert not REFUSED.keys() & HARMLESS
-    assert not supported & (REFUSED.keys() | HARMLESS)
+    assert not UNSERVED.keys() & HARMLESS
+    assert not supported & (UNSERVED.keys() | HARMLESS)
 
 
 @pytest.mark.parametrize("method", ["ChatCompletions", "Completions"])
 async def test_refusals_name_the_field(mesh: Harness, method: str) -> None:
     body: dict[str, Any] = {"messages": USER} if method == "ChatCompletions" else {"prompt": "x"}
-    asking = {name: False for name, one in REFUSED.items() if one.is_asked(False)}
-    for name in REFUSED:
-        error = await refused(mesh, method, {**body, name: asking.get(name, "x")})
+    asking = {name: False for name, one in UNSERVED.items() if one.is_asked(False)}
+    for name, one in UNSERVED.items():
+        asked = {**body, name: asking.get(name, "x")}
+        if one.is_left_out:
+            assert f"{name}: left out" in await warnings(mesh, method, asked)
+            mesh.workers[0].submits.clear()
+            continue
+        error = await refused(mesh, method, asked)
         assert (error.http_status, error.param) == (400, name)
         assert error.message.startswith(f"{name}: not supported")
-    assert not mesh.workers[0].submits
+        assert not mesh.workers[0].submits
 
 
 @pytest.mark.parametrize(
@@ -174,20 +189,27 @@ async def test_refusals_name_what_to_give_instead(mesh: Harness) -> None:
 async def test_fields_of_tools(mesh: Harness) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
     plain = {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}
-    await mesh.json("ChatCompletions", {"messages": USER, "tools": [plain]})
+    assert not await warnings(mesh, "ChatCompletions", {"messages": USER, "tools": [plain]})
+    other = {"type": "function", "function": {**function, "name": "g"}}
     for tool, param in (
-        ({**plain, "defer_loading": True}, "tools[1].defer_loading"),
+        ({**other, "defer_loading": True}, "tools[1].defer_loading"),
         (
-            {**plain, "function": {**function, "defer_loading": True}},
+            {**other, "function": {**other["function"], "defer_loading": True}},
             "tools[1].function.defer_loading",
         ),
     ):
-        error = await refused(mesh, "ChatCompletions", {"messages": USER, "tools": [plain, tool]})
-        assert error.param == param
+        body = {"messages": USER, "tools": [plain, tool]}
+        assert f"{param}: left out" in await warnings(mesh, "ChatCompletions", body)
+    error = await refused(
+        mesh,
+        "ChatCompletions",
+        {"messages": USER, "tools": [{"type": "web_search", "x": 1}, {**other, "surprise": 1}]},
+    )
+    assert error.param == "tools[1].surprise"
 
 
 async def test_defaults_and_harmless_fields_are_welcome(mesh: Harness) -> None:
-    for name in REFUSED:
+    for name in UNSERVED:
         refuse_foreign({name: None})
     harmless = {name: {"any": ["thing"]} for name in HARMLESS}
     options = {"stream": True, "stream_options": {"include_obfuscation": False}}

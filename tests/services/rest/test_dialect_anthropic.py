@@ -201,7 +201,10 @@ async def test_a_last_message_of_the_assistant_is_continued(edge: DialectEdge, c
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"surprise": 1}, "surprise"),
+        ({"temprature": 1}, "temprature"),
+        ({"options": {"seed": 1}}, "options"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"tool_choice": {"type": "auto", "Name": "x"}}, "tool_choice.Name"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
@@ -219,9 +222,18 @@ async def test_a_last_message_of_the_assistant_is_continued(edge: DialectEdge, c
             },
             "tools[0].input_schema.type",
         ),
+        ({"tools": [{"name": "x", "parameters": SCHEMA}]}, "tools[0].parameters"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "x"}, "container"),
-        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
+        (
+            {"thread": {"type": "continue", "previous_message_id": "x"}},
+            "thread.previous_message_id",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0].type",
+        ),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
     ],
 )
 async def test_what_is_refused_is_named(
@@ -287,3 +299,72 @@ async def test_keys_may_come_as_x_api_key(rest_binary: Path, tmp_path: Path) -> 
             with pytest.raises(anthropic.AuthenticationError) as refused:
                 await client.messages.create(**BASIC)
         assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+
+
+LEFT_OUT: list[tuple[dict[str, Any], str]] = [
+    ({"context_management": {"edits": []}}, ""),
+    (
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        "context_management.edits[0]",
+    ),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"speed": "fast"}, "speed"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"}}, "display"),
+    ({"tools": [*TOOLS, {"type": "web_search_20250305", "name": "w", "max_uses": 8}]}, "tools[1]"),
+    ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "x"}, *TOOLS]}, "tools[0]"),
+    ({"tools": TOOLS, "mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
+    ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [{**TOOLS[0], "newest_of_fields": [1]}]}, "tools[0].newest_of_fields"),
+    ({"newest_of_fields": {"a": 1}}, "newest_of_fields"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), LEFT_OUT)
+async def test_what_the_model_can_do_without_is_left_out(
+    edge: DialectEdge, fields: dict[str, Any], named: str
+) -> None:
+    """Agents send these unasked. The prompt is the same as without them."""
+    plain = {name: value for name, value in fields.items() if name == "thinking"}
+    plain |= {"tools": TOOLS} if "tools" in fields else {}
+    await edge.post("/v1/messages", {**BASIC, **plain})
+    prompt = edge.prompt
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = {**BASIC, **fields}
+        if path.endswith("count_tokens"):
+            del body["max_tokens"]
+        answer = await edge.post(path, body)
+        assert answer.status_code == 200, answer.text
+        assert edge.prompt == prompt
+        told = answer.headers.get("x-weft-warnings", "")
+        assert (f"{named}: left out" in told) if named else not told
+
+
+async def test_warnings_of_a_large_body_are_told(edge: DialectEdge) -> None:
+    """Large bodies are parsed in a thread of their own."""
+    body = {"model": MODEL, "messages": USER, "newest": "x" * (100 << 10)}
+    answer = await edge.post("/v1/messages/count_tokens", body)
+    assert "newest: left out" in answer.headers["x-weft-warnings"]
+
+
+async def test_older_thinking_is_cleared(edge: DialectEdge) -> None:
+    def turn(text: str, use: str = "") -> list[Any]:
+        called = [{"type": "tool_use", "id": use, "name": "x", "input": {}}] if use else []
+        thought = [{"type": "thinking", "thinking": text, "signature": ""}]
+        return [{"role": "assistant", "content": [*thought, *called]}]
+
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}
+    history = [*USER, *turn("old"), *USER, *turn("first", "1"), result, *turn("then"), *USER]
+    edit: dict[str, Any] = {"type": "clear_thinking_20251015"}
+    for keep, shown in (
+        (None, ["first", "then"]),
+        ({"type": "thinking_turns", "value": 1}, ["first", "then"]),
+        ({"type": "thinking_turns", "value": 2}, ["old", "first", "then"]),
+        ({"type": "all"}, ["old", "first", "then"]),
+    ):
+        edits = [edit if keep is None else {**edit, "keep": keep}]
+        answer = await edge.post(
+            "/v1/messages",
+            {**BASIC, "messages": history, "context_management": {"edits": edits}},
+        )
+        assert answer.status_code == 200, answer.text
+        assert [word for word in ("old", "first", "then") if f"({word})" in edge.prompt] == shown

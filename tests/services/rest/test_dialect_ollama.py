@@ -165,7 +165,9 @@ async def test_what_is_served(edge: DialectEdge, client: ollama.AsyncClient) -> 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"surprise": 1}, "surprise"),
+        ({"fromat": "json"}, "fromat"),
+        ({"tool_choice": "none"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"options": {"surprise": 1}}, "options.surprise"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"typical_p": 0.5}}, "options.typical_p"),

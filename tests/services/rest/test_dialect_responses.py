@@ -322,20 +322,21 @@ async def test_a_failure_in_mid_stream_is_the_last_event(rest_binary: Path, tmp_
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"surprise": 1}, "surprise"),
+        ({"max_tokens": 1}, "max_tokens"),
+        ({"response_format": {"type": "text"}}, "response_format"),
+        ({"topP": 1}, "topP"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["secrets"]}, "include[0]"),
         ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "no spaces"}]}, "tools[0].name"),
-        ({"tools": [{"type": "function", "name": "x", "surprise": 1}]}, "tools[0].surprise"),
+        ({"tools": [{"type": "function", "name": "x", "params": {}}]}, "tools[0].params"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": []}]}, "tools[0].type"),
+        ({"tools": [*TOOLS, {"type": "mcp"}], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"tool_choice": {"type": "mcp", "name": "x"}}, "tool_choice.type"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
@@ -355,3 +356,40 @@ async def test_what_is_refused_is_named(
     assert error["param"] == named
     assert error["message"].startswith(f"{named}:")
     assert error["type"] == "invalid_request_error"
+
+
+HOSTED = [
+    {"type": "namespace", "name": "n", "description": "d", "tools": []},
+    {"type": "web_search", "external_web_access": True},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+    {"type": "tool_of_next_year", "strict": [1], "name": 5},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"client_metadata": {}}, ["client_metadata"]),
+        ({"truncation": "auto"}, ["truncation"]),
+        ({"text": {"verbosity": "low"}}, ["text.verbosity"]),
+        ({"include": ["secrets"]}, ["include[0]"]),
+        ({"newest_of_fields": 1}, ["newest_of_fields"]),
+        ({"reasoning": {"effort": "low", "newest": 1}}, ["reasoning.newest"]),
+        ({"tools": [*HOSTED, *TOOLS]}, [f"tools[{number}]" for number in range(len(HOSTED))]),
+        ({"tools": HOSTED, "tool_choice": "none"}, ["tools[0]"]),
+        ({"tools": [{**TOOLS[0], "newest": 1}]}, ["tools[0].newest"]),
+    ],
+)
+async def test_what_the_model_can_do_without_is_left_out(
+    edge: DialectEdge, fields: dict[str, Any], named: list[str]
+) -> None:
+    """Agents send these unasked. The model is shown nothing of them."""
+    shown = TOOLS if fields.get("tools", HOSTED) is not HOSTED else []
+    await edge.post("/v1/responses", {"model": MODEL, "input": "hi", "tools": shown})
+    prompt = edge.prompt
+    answer = await edge.post("/v1/responses", {"model": MODEL, "input": "hi", **fields})
+    assert answer.status_code == 200, answer.text
+    assert edge.prompt == prompt
+    told = answer.headers["x-weft-warnings"]
+    assert all(f"{one}: left out" in told for one in named), told
+    assert [tool["name"] for tool in answer.json()["tools"]] == [one["name"] for one in shown]

@@ -40,25 +40,25 @@ class ToolUse(NamedTuple):
 NO_TOOLS = ToolUse(None, None)
 
 
-def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+def check_tools(tools: Sequence[tuple[int, Tool]]) -> tuple[Tool, ...]:
     """Checks the names of tools.
 
     Args:
-        tools: Tools in OpenAI's form.
+        tools: Tools in OpenAI's form, each with its place in the body.
 
     Raises:
         InvalidRequest: There are too many tools, or a name is not valid or occurs twice.
     """
     check_range("tools", len(tools), 0, MAX_TOOLS, "tools")
     known: set[str] = set()
-    for number, tool in enumerate(tools):
+    for number, tool in tools:
         name, param = tool["function"]["name"], f"tools[{number}].function.name"
         if not _NAME.fullmatch(name):
             raise invalid(param, f"{name[:80]!r} is not 1 to 64 letters, digits, _, - or .")
         if name in known:
             raise invalid(param, f"two tools are called {name!r}")
         known.add(name)
-    return tuple(tools)
+    return tuple(tool for _, tool in tools)
 
 
 def only_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+from weft.gateway.api.hosted import HostedTool, kind_of_tool
+from weft.gateway.api.unserved import left_out, refused, unused
 
 Hint = dict[str, Any]
 
@@ -27,8 +29,8 @@ class BlockBody(PastPart):
     content: str | Many[BlockBody] | None = Field(
         None, description="of a tool_result: a text, or text blocks"
     )
-    is_error: bool | None = Field(None, description="of a tool_result; accepted, not used")
-    cache_control: Hint | None = Field(None, description="accepted, without effect")
+    is_error: bool | None = unused("of a tool_result")
+    cache_control: Hint | None = unused()
 
 
 class MessageBody(StrictPart):
@@ -43,18 +45,26 @@ class MessageBody(StrictPart):
 class ToolBody(StrictPart):
     """A tool that the model may call."""
 
-    type: str | None = Field(None, description="`custom`; tools of other types are not supported")
+    type: Literal["custom"] | None = Field(None, description="`custom`, the default")
     name: str = Field(description="1 to 64 letters, digits, `_`, `-`, `.`")
     description: str | None = Field(None, description="for the model")
     input_schema: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
-    cache_control: Hint | None = Field(None, description="accepted, without effect")
+    cache_control: Hint | None = unused()
     strict: bool | None = Field(
         None, description="not used: demanded calls are always valid, others never enforced"
     )
-    eager_input_streaming: bool | None = Field(None, description="accepted, without effect")
-    input_examples: Any = Field(None, description="not supported")
-    defer_loading: bool | None = Field(None, description="not supported")
+    eager_input_streaming: bool | None = unused()
+    parameters: Any = refused("give input_schema instead")
+    function: Any = refused("give name, description and input_schema instead")
+    input_examples: Any = left_out("examples of calls")
+    defer_loading: bool | None = left_out("the model is told of every tool")
     allowed_callers: Few[str] | None = Field(None, description="only `direct`")
+
+
+Tool = Annotated[
+    Annotated[ToolBody, Tag("Own")] | Annotated[HostedTool, Tag("Hosted")],
+    Discriminator(kind_of_tool("custom")),
+]
 
 
 class ToolChoiceBody(StrictPart):
@@ -72,13 +82,14 @@ class ThinkingBody(StrictPart):
     budget_tokens: int | None = Field(
         None, description="a hint without effect: max_tokens alone bounds an answer"
     )
-    display: str | None = Field(None, description="not supported but for `summarized`")
+    display: str | None = left_out("reasoning is shown as it is", "summarized")
+    block_binding: Any = left_out("reasoning is not signed")
 
 
 class MetadataBody(StrictPart):
     """The field `metadata`."""
 
-    user_id: str | None = Field(None, description="accepted, not used")
+    user_id: str | None = unused()
 
 
 class OutputFormatBody(StrictPart):
@@ -93,7 +104,36 @@ class OutputConfigBody(StrictPart):
 
     format: OutputFormatBody | None = None
     effort: str | None = Field(None, description="a variable for the chat template")
-    task_budget: Any = Field(None, description="not supported")
+    task_budget: Any = left_out("max_tokens alone bounds an answer")
+
+
+class KeepBody(StrictPart):
+    """The field `keep` of an edit."""
+
+    type: str
+    value: int | None = Field(None, description="with type thinking_turns: their number")
+
+
+class EditBody(StrictPart):
+    """An edit of `context_management`."""
+
+    type: str = Field(description="`clear_thinking_20251015`; others are not supported")
+    keep: str | KeepBody | None = Field(
+        None, description="turns that keep their thinking blocks; default the last one"
+    )
+
+
+class ContextManagementBody(StrictPart):
+    """The field `context_management`."""
+
+    edits: Few[EditBody] | None = None
+
+
+class ThreadBody(StrictPart):
+    """The field `thread`."""
+
+    type: str = Field(description="`create`, which is left out with a warning")
+    previous_message_id: str | None = refused("conversations that the server keeps")
 
 
 class PromptBody(DialectBody):
@@ -101,7 +141,7 @@ class PromptBody(DialectBody):
 
     messages: Many[MessageBody] = Field(description="the conversation, at least one message")
     system: str | Many[BlockBody] | None = Field(None, description="a text, or text blocks")
-    tools: Few[ToolBody] | None = Field(None, description="tools that the model may call")
+    tools: Few[Tool] | None = Field(None, description="tools that the model may call")
     tool_choice: ToolChoiceBody | None = Field(
         None, description="auto, the default; any, or a tool: the answer is such calls; none"
     )
@@ -112,10 +152,14 @@ class PromptBody(DialectBody):
     output_format: OutputFormatBody | None = Field(
         None, description="older name of output_config.format"
     )
-    cache_control: Hint | None = Field(None, description="accepted, without effect")
-    context_management: Any = Field(None, description="not supported")
-    mcp_servers: Any = Field(None, description="not supported")
-    speed: str | None = Field(None, description="only `standard`")
+    cache_control: Hint | None = unused()
+    context_management: ContextManagementBody | None = Field(
+        None, description="what the model reads of the conversation"
+    )
+    compaction: Any = refused("a summary of the conversation")
+    mcp_servers: Few[Any] | None = Field(None, description="tools that only another server calls")
+    thread: ThreadBody | None = Field(None, description="state that the server keeps")
+    speed: str | None = left_out("there is one speed", "standard")
 
 
 class MessagesBody(PromptBody):
@@ -123,16 +167,18 @@ class MessagesBody(PromptBody):
 
     max_tokens: int = Field(description="most tokens generated")
     metadata: MetadataBody | None = Field(None)
-    service_tier: str | None = Field(None, description="accepted, without effect")
+    service_tier: str | None = unused()
     stop_sequences: Stops | None = Field(None, description="at most 16 strings of 256 bytes")
     stream: bool | None = Field(None, description="answer as server-sent events")
     temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default the model's")
     top_k: int | None = Field(None, description="candidates kept; 0 = all, default the model's")
     top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default the model's")
-    container: Any = Field(None, description="not supported")
-    diagnostics: Any = Field(None, description="not supported")
-    inference_geo: str | None = Field(None, description="not supported")
-    fallbacks: Any = Field(None, description="not supported")
+    container: Any = refused("containers")
+    diagnostics: Any = left_out("diagnostics")
+    inference_geo: str | None = refused("places of computation")
+    fallbacks: Any = left_out("no other model answers")
+    fallback_credit_token: Any = left_out("billing")
+    billing_policy: Any = left_out("billing")
     # Weft's own, the same as in other dialects.
     seed: int | None = Field(None, description="64-bit; same seed, same text")
     cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")

@@ -7,7 +7,7 @@ from weft.gateway.api.answer import field_names, json_body, run_answer
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.anthropic.translate import NAMES, PARTS, messages_prompt, messages_request
 from weft.gateway.api.anthropic.writer import MessageWriter
-from weft.gateway.api.edge import Context, call_facts
+from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
@@ -35,14 +35,21 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
                 lambda stream: MessageWriter(generate, stream),
                 context,
                 is_streamed=bool(body.stream),
-                headers=(("request-id", facts.request_id),),
+                headers=_id_header(facts.request_id),
             )
 
     async def CountTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See dialects.proto."""
         with field_names(NAMES, PARTS):
+            facts = call_facts(context, "msg", "_")
             body, (prompt, _) = await self._bodies.parse(CountTokensBody, request, messages_prompt)
             resolved = await self._models.find(body.model or "")
             card = await self._models.card(resolved)
             ids = await resolved.served.preparer.tokenize(card, prompt)
+        await begin_answer(context, facts.request_id, headers=_id_header(facts.request_id))
         return json_body({"input_tokens": len(ids)})
+
+
+def _id_header(request_id: str) -> tuple[tuple[str, str], ...]:
+    """The header in which the API has a request's id."""
+    return (("request-id", request_id),)

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.contract.request import Constraint
 from weft.gateway.api.anthropic.bodies import (
     BlockBody,
+    EditBody,
+    KeepBody,
     MessageBody,
     MessagesBody,
     OutputFormatBody,
     PromptBody,
     ToolBody,
 )
-from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, call_fields
+from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
+from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.validate import invalid, unsupported
 
 NAMES = {"stop": "stop_sequences"}
 """Anthropic's names of fields, by those of the internal request."""
 PARTS = {".function.parameters": ".input_schema", ".function.": "."}
-_OF_PROMPTS = {
-    "context_management": "edits of the context",
-    "mcp_servers": "tools that the server calls",
-}
-_OF_MESSAGES = {
-    "container": "containers",
-    "diagnostics": "diagnostics",
-    "inference_geo": "places of computation",
-    "fallbacks": "other models for refusals",
-}
-_OF_TOOLS = {
-    "input_examples": "examples of calls",
-    "defer_loading": "tools that are searched for",
-}
+_CLEAR_THINKING = "clear_thinking_20251015"
 
 
 def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
@@ -46,7 +36,6 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
-    refuse(body, _OF_MESSAGES)
     prompt, use = messages_prompt(body)
     constraint, param = use.constraint, use.param
     wanted, wanted_param = _format_of(body)
@@ -76,9 +65,10 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
     Raises:
         InvalidRequest: It has content other than text and calls, or fields contradict each other.
     """
-    refuse(body, _OF_PROMPTS)
-    if body.speed not in (None, "standard"):
-        raise unsupported("speed", f"speed `{body.speed[:80]}`")
+    if body.thread is not None:
+        if body.thread.type != "create":
+            raise unsupported("thread.type", "conversations that the server keeps")
+        leave_out("thread", "no conversation is kept")
     if not body.messages:
         raise invalid("messages", "at least one message is needed")
     messages: list[dict[str, Any]] = []
@@ -86,9 +76,10 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for number, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{number}]")
+    _edit(body, messages)
     is_continued = body.messages[-1].role == "assistant"
     choice = body.tool_choice
-    tools = check_tools([_tool(number, tool) for number, tool in enumerate(body.tools or ())])
+    tools = _tools(body)
     is_named = choice is not None and choice.type == "tool"
     if is_continued and choice is not None and choice.type in ("any", "tool"):
         raise invalid("tool_choice", "contradicts a last message of the assistant's")
@@ -113,17 +104,56 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
     return prompt, use
 
 
+def _edit(body: PromptBody, messages: list[dict[str, Any]]) -> None:
+    """Applies the edits of the context that the body asks for to its conversation, in place."""
+    edits = (body.context_management.edits if body.context_management else None) or ()
+    for number, edit in enumerate(edits):
+        where = f"context_management.edits[{number}]"
+        if edit.type != _CLEAR_THINKING:
+            raise unsupported(f"{where}.type", f"edits of type `{edit.type[:80]}`")
+        num_kept = _num_kept_turns(edit, where)
+        if num_kept is None:
+            leave_out(where, "all thinking is kept anyway")
+        else:
+            _clear_thinking(messages, num_kept)
+
+
+def _num_kept_turns(edit: EditBody, where: str) -> int | None:
+    """Number of turns that keep their thinking blocks; None: all."""
+    keep = KeepBody(type="thinking_turns", value=1) if edit.keep is None else edit.keep
+    kind = keep if isinstance(keep, str) else keep.type
+    if kind == "all":
+        return None
+    if isinstance(keep, str) or kind != "thinking_turns":
+        raise invalid(f"{where}.keep", "must be all, or have the type all or thinking_turns")
+    if keep.value is None or keep.value < 1:
+        raise invalid(f"{where}.keep.value", "must be at least 1")
+    return keep.value
+
+
+def _clear_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
+    """Removes the reasoning of all but the last turns; what is between two messages of the user's
+    is one turn.
+    """
+    num_turns, is_in_turn = 0, False
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            num_turns += not is_in_turn
+            is_in_turn = True
+            if num_turns > num_kept:
+                message.pop("reasoning_content", None)
+        elif message["role"] != "tool":
+            is_in_turn = False
+
+
 def _thinking(body: PromptBody) -> dict[str, Any]:
     """Variables about reasoning for the chat template."""
     thinking = body.thinking
-    if thinking is not None and thinking.display not in (None, "summarized"):
-        raise unsupported("thinking.display", "other ways to show it")
     is_on = thinking is not None and thinking.type != "disabled"
     told: dict[str, Any] = {"enable_thinking": is_on}
     if body.output_config is not None:
-        refuse(body.output_config, {"task_budget": "a budget of tasks"}, "output_config.")
-        if body.output_config.effort is not None:
-            told["reasoning_effort"] = body.output_config.effort
+        effort = body.output_config.effort
+        told |= {} if effort is None else {"reasoning_effort": effort}
     return told
 
 
@@ -136,14 +166,21 @@ def _format_of(body: PromptBody) -> tuple[OutputFormatBody | None, str]:
     return body.output_format, "output_format"
 
 
+def _tools(body: PromptBody) -> tuple[Mapping[str, Any], ...]:
+    is_wanted = body.tool_choice is None or body.tool_choice.type != "none"
+    own = own_tools(body.tools, is_wanted=is_wanted)
+    if body.mcp_servers:
+        what = "tools that only another server calls"
+        if is_wanted and not own:
+            raise unsupported("mcp_servers", f"{what}, without other tools")
+        leave_out("mcp_servers", what)
+    return check_tools([(number, _tool(number, tool)) for number, tool in own])
+
+
 def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
     """A tool in the form that chat templates take."""
-    where = f"tools[{number}]"
-    if tool.type not in (None, "custom"):
-        raise unsupported(f"{where}.type", f"tools of type `{tool.type[:80]}`")
-    refuse(tool, _OF_TOOLS, f"{where}.")
-    if tool.allowed_callers not in (None, [], ["direct"]):
-        raise unsupported(f"{where}.allowed_callers", "calls by other tools")
+    if tool.allowed_callers and "direct" not in tool.allowed_callers:
+        raise unsupported(f"tools[{number}].allowed_callers", "calls by other tools alone")
     given = {"description": tool.description, "parameters": tool.input_schema}
     described = {name: value for name, value in given.items() if value is not None}
     return {"type": "function", "function": {"name": tool.name, **described}}

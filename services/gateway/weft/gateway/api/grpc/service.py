@@ -346,7 +346,7 @@ def _tools(tools: Sequence[gateway_pb2.Tool]) -> tuple[Tool, ...]:
             where = f"tools[{index}].parameters"
             function["parameters"] = json_object(tool.parameters, where)
         translated.append({"type": "function", "function": function})
-    return check_tools(translated)
+    return check_tools(list(enumerate(translated)))
 
 
 def _tool_use(request: gateway_pb2.ChatRequest) -> tuple[tuple[Tool, ...], ToolUse]:

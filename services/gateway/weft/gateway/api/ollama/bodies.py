@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+from weft.gateway.api.hosted import HostedTool, kind_of_tool
+from weft.gateway.api.unserved import left_out, refused, unused
 
 Think = bool | Literal["low", "medium", "high"]
 
 
 class OptionsBody(StrictPart):
     """The field `options`."""
+
+    refuses_unknown = True
 
     num_predict: int | None = Field(
         None, description="most tokens generated; -1 or -2, or absent: up to the context"
@@ -30,31 +34,29 @@ class OptionsBody(StrictPart):
     repeat_last_n: int | None = Field(
         None, description="0: no repeat_penalty; -1: the whole text; others are not supported"
     )
-    typical_p: float | None = Field(None, description="only 1")
-    tfs_z: float | None = Field(None, description="only 1")
-    mirostat: int | None = Field(None, description="only 0")
-    mirostat_tau: float | None = Field(None, description="without mirostat it has no effect")
-    mirostat_eta: float | None = Field(None, description="without mirostat it has no effect")
-    penalize_newline: bool | None = Field(None, description="only true: it is not set apart")
-    embedding_only: bool | None = Field(None, description="only false")
-    logits_all: bool | None = Field(None, description="accepted, without effect")
-    vocab_only: bool | None = Field(None, description="only false")
+    typical_p: float | None = refused("this kind of sampling", 1, asks_when_empty=True)
+    tfs_z: float | None = refused("this kind of sampling", 1, asks_when_empty=True)
+    mirostat: int | None = refused("Mirostat sampling")
+    mirostat_tau: float | None = unused("a parameter of mirostat")
+    mirostat_eta: float | None = unused("a parameter of mirostat")
+    penalize_newline: bool | None = refused(
+        "penalties without those of line breaks", True, asks_when_empty=True
+    )
+    embedding_only: bool | None = refused("embeddings")
+    logits_all: bool | None = unused()
+    vocab_only: bool | None = refused("a vocabulary without a model")
     # Where and how Ollama runs a model: here the operators decide.
-    num_ctx: int | None = Field(
-        None, description="accepted, without effect: the context is the model's"
-    )
-    num_keep: int | None = Field(
-        None, description="accepted, without effect: no prompt is ever cut"
-    )
-    num_batch: int | None = Field(None, description="accepted, without effect")
-    num_gpu: int | None = Field(None, description="accepted, without effect")
-    main_gpu: int | None = Field(None, description="accepted, without effect")
-    num_thread: int | None = Field(None, description="accepted, without effect")
-    numa: bool | None = Field(None, description="accepted, without effect")
-    low_vram: bool | None = Field(None, description="accepted, without effect")
-    f16_kv: bool | None = Field(None, description="accepted, without effect")
-    use_mmap: bool | None = Field(None, description="accepted, without effect")
-    use_mlock: bool | None = Field(None, description="accepted, without effect")
+    num_ctx: int | None = unused("the context is the model's")
+    num_keep: int | None = unused("no prompt is ever cut")
+    num_batch: int | None = unused()
+    num_gpu: int | None = unused()
+    main_gpu: int | None = unused()
+    num_thread: int | None = unused()
+    numa: bool | None = unused()
+    low_vram: bool | None = unused()
+    f16_kv: bool | None = unused()
+    use_mmap: bool | None = unused()
+    use_mlock: bool | None = unused()
 
 
 class CalledFunction(PastPart):
@@ -62,7 +64,7 @@ class CalledFunction(PastPart):
 
     name: str = Field(description="the function's", min_length=1)
     arguments: dict[str, Any] | None = None
-    index: int | None = Field(None, description="accepted, not used")
+    index: int | None = unused()
 
 
 class ToolCallBody(PastPart):
@@ -97,8 +99,14 @@ class FunctionBody(PastPart):
 class ToolBody(PastPart):
     """A function that the model may call."""
 
-    type: str | None = Field(None, description="`function`; others are not supported")
+    type: str | None = Field(None, description="`function`, the default")
     function: FunctionBody
+
+
+Tool = Annotated[
+    Annotated[ToolBody, Tag("Own")] | Annotated[HostedTool, Tag("Hosted")],
+    Discriminator(kind_of_tool("function")),
+]
 
 
 class GenerationBody(DialectBody):
@@ -109,16 +117,14 @@ class GenerationBody(DialectBody):
         None, description='`"json"`, or a JSON schema that the text must be valid under'
     )
     options: OptionsBody | None = Field(None, description="sampling and limits")
-    keep_alive: float | str | None = Field(
-        None, description="accepted, without effect: served models stay loaded"
-    )
+    keep_alive: float | str | None = unused("served models stay loaded")
     think: Think | None = Field(
         None, description="reasoning, for models that reason; absent: as the template has it"
     )
     logprobs: bool | None = Field(None, description="return log-probabilities")
     top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
-    truncate: bool | None = Field(None, description="not supported: no prompt is ever cut")
-    shift: bool | None = Field(None, description="not supported: no context is ever shifted")
+    truncate: bool | None = left_out("no prompt is ever cut")
+    shift: bool | None = left_out("no answer goes on past the context")
     # Weft's own, the same as in other dialects.
     cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
     priority: int | None = Field(None, description="less is more urgent")
@@ -132,7 +138,7 @@ class ChatBody(GenerationBody):
     messages: Many[MessageBody] | None = Field(
         None, description="the conversation; without one the answer says that the model is loaded"
     )
-    tools: Few[ToolBody] | None = Field(None, description="functions that the model may call")
+    tools: Few[Tool] | None = Field(None, description="functions that the model may call")
 
 
 class GenerateBody(GenerationBody):
@@ -143,20 +149,20 @@ class GenerateBody(GenerationBody):
     )
     system: str | None = Field(None, description="the system message")
     raw: bool | None = Field(None, description="continue `prompt` without the chat template")
-    suffix: str | None = Field(None, description="not supported")
-    images: Many[Any] | None = Field(None, description="not supported")
-    template: str | None = Field(None, description="not supported")
-    context: Many[int] | None = Field(None, description="not supported")
-    width: int | None = Field(None, description="not supported")
-    height: int | None = Field(None, description="not supported")
-    steps: int | None = Field(None, description="not supported")
+    suffix: str | None = refused("text behind the completion")
+    images: Many[Any] | None = refused("content other than text")
+    template: str | None = refused("a chat template of the request's own")
+    context: Many[int] | None = refused("a conversation as tokens; use /api/chat")
+    width: int | None = refused("images")
+    height: int | None = refused("images")
+    steps: int | None = refused("images")
 
 
 class ShowBody(DialectBody):
     """Body of POST /api/show."""
 
     name: str | None = Field(None, description="older name of `model`")
-    verbose: bool | None = Field(None, description="accepted, without effect")
-    system: str | None = Field(None, description="accepted, without effect")
-    template: str | None = Field(None, description="accepted, without effect")
-    options: dict[str, Any] | None = Field(None, description="accepted, without effect")
+    verbose: bool | None = unused()
+    system: str | None = unused()
+    template: str | None = unused()
+    options: dict[str, Any] | None = unused()

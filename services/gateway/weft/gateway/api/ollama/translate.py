@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from weft.contract.request import Constraint
-from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
+from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.ollama.bodies import (
     ChatBody,
     GenerateBody,
@@ -44,20 +44,6 @@ NAMES = {
     "stop": "options.stop",
 }
 """Ollama's names of fields, by those of the internal request."""
-_OF_GENERATIONS = {
-    "suffix": "text behind the completion",
-    "images": "content other than text",
-    "template": "a chat template of the request's own",
-    "context": "a conversation as tokens; use /api/chat",
-    "width": "images",
-    "height": "images",
-    "steps": "images",
-}
-_OF_OPTIONS = {
-    "mirostat": "Mirostat sampling",
-    "embedding_only": "embeddings",
-    "vocab_only": "a vocabulary without a model",
-}
 
 
 def model_name(name: str | None) -> str:
@@ -71,7 +57,7 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest | None:
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
-    tools = check_tools([_tool(number, tool) for number, tool in enumerate(body.tools or ())])
+    tools = check_tools([(number, _tool(tool)) for number, tool in own_tools(body.tools)])
     messages = [_message(number, one) for number, one in enumerate(body.messages or ())]
     if not messages:
         return None
@@ -92,7 +78,6 @@ def generation_request(body: GenerateBody, facts: CallFacts) -> GenerateRequest 
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
-    refuse(body, _OF_GENERATIONS)
     if not body.prompt:
         return None
     if body.raw:
@@ -112,10 +97,6 @@ def _request(
 ) -> GenerateRequest:
     options = body.options or OptionsBody.model_validate({})
     constraint = _constraint(body)
-    if body.truncate is not None and body.truncate:
-        raise unsupported("truncate", "cutting the prompt")
-    if body.shift is not None and body.shift:
-        raise unsupported("shift", "going on past the context")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     return GenerateRequest(
@@ -131,12 +112,6 @@ def _request(
 
 
 def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
-    refuse(options, {k: v for k, v in _OF_OPTIONS.items() if getattr(options, k)}, "options.")
-    for name in ("typical_p", "tfs_z"):
-        if getattr(options, name) not in (None, 1):
-            raise unsupported(f"options.{name}", "this kind of sampling")
-    if options.penalize_newline is False:
-        raise unsupported("options.penalize_newline", "penalties without those of line breaks")
     given = given_sampling(options, _SAMPLING)
     if options.repeat_last_n == 0:
         given.pop("repetition_penalty", None)
@@ -199,10 +174,8 @@ def _message(number: int, message: MessageBody) -> dict[str, Any]:
     return translated
 
 
-def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
+def _tool(tool: ToolBody) -> dict[str, Any]:
     """A tool in the form that chat templates take."""
-    if tool.type not in (None, "function"):
-        raise unsupported(f"tools[{number}].type", f"tools of type `{tool.type[:80]}`")
     function = tool.function
     given = {"description": function.description, "parameters": function.parameters}
     described = {name: value for name, value in given.items() if value is not None}

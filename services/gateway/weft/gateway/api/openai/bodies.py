@@ -14,13 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
+from weft.gateway.api.hosted import HostedTool, kind_of_tool
 from weft.gateway.api.openai.foreign import (
     HARMLESS,
     OF_FORMATS,
     OF_TOOLS,
-    REFUSED,
+    UNSERVED,
     refuse_foreign,
 )
+from weft.gateway.api.unserved import unserved_fields, unused
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_CHOICES,
@@ -37,6 +39,8 @@ _HISTORY = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protecte
 # `refuse_unknown` checks this after validation, since a gateway can be set to ignore such fields.
 _CONFIG = _HISTORY | ConfigDict(json_schema_extra={"additionalProperties": False})
 _MAX_PARTS = 1024
+OWN_TOOLS = ("function",)
+"""Types of tools that the model is shown."""
 
 
 def few_entries(most: int) -> BeforeValidator:
@@ -89,7 +93,11 @@ Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_whole_items)]
 Items = Annotated[list[T], Field(fail_fast=True)]
 Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Parts = Annotated[list["ContentPart"], Field(fail_fast=True, max_length=_MAX_PARTS)]
-Tools = Annotated[list["ToolBody"], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Tool = Annotated[
+    Annotated["ToolBody", Tag("Own")] | Annotated[HostedTool, Tag("Hosted")],
+    Discriminator(kind_of_tool(*OWN_TOOLS)),
+]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 AllowedToolList = Annotated[
     list["AllowedTool"], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)
 ]
@@ -126,6 +134,8 @@ class Body(BaseModel):
 
     of_others: ClassVar[frozenset[str]] = frozenset()
     """Further fields that are no error: those that `check_given` judges, and harmless ones."""
+    keeps_unknown: ClassVar[bool] = False
+    """Whether the parsed body has its unknown fields, which `settle` judges."""
     parts: ClassVar[tuple[Part, ...]] = ()
     """Objects that decide what is generated; messages are not among them."""
 
@@ -138,6 +148,20 @@ class Body(BaseModel):
         Raises:
             InvalidRequest: A field is refused.
         """
+
+    def settle(self, *, ignores_unknown: bool = False) -> None:
+        """Refuses the fields that this body declares as such, and leaves out those that the model
+        can do without.
+
+        Args:
+            ignores_unknown: Whether unknown fields that the body has taken are left out too,
+                whatever they may mean.
+
+        Raises:
+            InvalidRequest: A field is refused.
+        """
+        for name, shown, unserved in unserved_fields(type(self)):
+            unserved.judge(shown, getattr(self, name))
 
 
 class StreamOptions(BaseModel):
@@ -347,7 +371,7 @@ _TOOL_PARTS = (
 class GenerationBody(Body):
     """Fields common to chat and completions."""
 
-    of_others = HARMLESS | REFUSED.keys()
+    of_others = HARMLESS | UNSERVED.keys()
     parts: ClassVar[tuple[Part, ...]] = (
         Part(("stream_options",), StreamOptions, frozenset({"include_obfuscation"})),
         Part(("response_format",), ResponseFormat, frozenset(OF_FORMATS)),
@@ -374,7 +398,7 @@ class GenerationBody(Body):
     logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
     stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
-    user: str | None = Field(None, description="accepted, not used")
+    user: str | None = unused()
     top_k: Int | None = Field(None, description="0 or -1 = all candidates, default the model's")
     min_p: float | None = Field(None, description="0 to 1, default the model's")
     min_tokens: Int | None = Field(None, description="no stop before so many tokens, default 0")

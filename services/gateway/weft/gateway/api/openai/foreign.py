@@ -1,4 +1,4 @@
-"""Fields of other servers' APIs: refused by name where they would change the answer, else ignored.
+"""Fields of other servers' APIs: refused by name where they would change the answer, else left out.
 
 `bodies.py` has the supported fields. A field that is in neither file is unknown (`unknown.py`).
 The tables below have the fields that clients of vLLM, SGLang, llama.cpp and others send, so that
@@ -8,38 +8,21 @@ such a client learns which of its settings has no effect.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from weft.gateway.validate import unsupported
-
-
-class Refused(NamedTuple):
-    """A field that is refused, unless its value asks for nothing."""
-
-    what: str
-    """What it asks for, or the field that does the same here."""
-    neutral: tuple[object, ...] = ()
-    """Further values that ask for nothing."""
-    asks_when_empty: bool = False
-    """Whether false, 0 and empty values ask for something too; null never does."""
-
-    def is_asked(self, value: object) -> bool:
-        """Whether a value asks for anything."""
-        if value is None or value in self.neutral:
-            return False
-        return bool(value) or self.asks_when_empty
+from weft.gateway.api.unserved import Unserved
 
 
-def _same(names: str, what: str, *neutral: object) -> dict[str, Refused]:
-    return {name: Refused(what, neutral) for name in names.split()}
+def _same(names: str, what: str, *neutral: object) -> dict[str, Unserved]:
+    return {name: Unserved(what, neutral) for name in names.split()}
 
 
-def _off(what: str) -> Refused:
+def _off(what: str) -> Unserved:
     """A switch that is always on here and cannot be turned off."""
-    return Refused(what, (True,), asks_when_empty=True)
+    return Unserved(what, (True,), asks_when_empty=True)
 
 
-REFUSED: Mapping[str, Refused] = {
+UNSERVED: Mapping[str, Unserved] = {
     # Sampling.
     **_same("typical_p typical typ_p", "locally typical sampling", 1),
     **_same("top_n_sigma nsigma", "a filter by standard deviations", -1),
@@ -62,14 +45,14 @@ REFUSED: Mapping[str, Refused] = {
     **_same("custom_params vllm_xargs extra_args", "settings of extensions"),
     **_same("sampling_params extra_body", "its fields are given at the top of the body"),
     # Tokens and lengths.
-    "allowed_token_ids": Refused("a list of allowed tokens"),
+    "allowed_token_ids": Unserved("a list of allowed tokens"),
     **_same("bad_words banned_strings banned_tokens custom_token_bans", "words that must not come"),
     **_same("max_new_tokens n_predict max_gen_len max_length", "give max_tokens instead", -1),
     **_same("min_new_tokens", "give min_tokens instead"),
     **_same("n_cmpl", "give n instead", 1),
     **_same("truncate_prompt_tokens truncate", "cutting the prompt"),
     **{
-        name: Refused("a limit of the reasoning", (-1,), asks_when_empty=True)
+        name: Unserved("a limit of the reasoning", (-1,), asks_when_empty=True)
         for name in ("thinking_token_budget", "thinking_budget", "reasoning_budget")
     },
     **_same("t_max_predict_ms t_max_prompt_ms", "give timeout instead", -1),
@@ -83,7 +66,7 @@ REFUSED: Mapping[str, Refused] = {
     **_same("regex", "a regular expression is given as guided_regex"),
     **_same("structural_tag", "given in structured_outputs"),
     **_same("grammar_lazy grammar_triggers", "constraints between tags"),
-    "guided_whitespace_pattern": Refused("whitespace of JSON by a pattern", asks_when_empty=True),
+    "guided_whitespace_pattern": Unserved("whitespace of JSON by a pattern", asks_when_empty=True),
     # Prompts.
     **_same("input_ids", "token ids are the prompt of /v1/completions"),
     **_same("prompt_embeds input_embeds", "embeddings as a prompt"),
@@ -95,13 +78,13 @@ REFUSED: Mapping[str, Refused] = {
     **_same("moderation", "a judgement of the texts beside the answer"),
     **_same("chat_template", "a chat template of the request's own"),
     **_same("documents", "documents for the model"),
-    "web_search_options": Refused("documents for the model", asks_when_empty=True),
-    "enable_thinking": Refused("given in chat_template_kwargs", asks_when_empty=True),
-    "thinking": Refused("given in chat_template_kwargs", asks_when_empty=True),
+    "web_search_options": Unserved("documents for the model", asks_when_empty=True),
+    "enable_thinking": Unserved("given in chat_template_kwargs", asks_when_empty=True),
+    "thinking": Unserved("given in chat_template_kwargs", asks_when_empty=True),
     **_same("reasoning", "give reasoning_effort instead"),
     **_same("task", "tasks of one model"),
-    "verbosity": Refused("a length that the model aims at", ("medium",)),
-    "token_healing": Refused("another last token of the prompt"),
+    "verbosity": Unserved("a length that the model aims at", ("medium",), is_left_out=True),
+    "token_healing": Unserved("another last token of the prompt"),
     # Where it runs, and with what.
     **_same("lora_path", "an adapter is loaded with /v1/load_lora_adapter and named as model"),
     **_same("lora adapter_id", "an adapter is named as model"),
@@ -110,7 +93,7 @@ REFUSED: Mapping[str, Refused] = {
     **_same("kv_transfer_params ec_transfer_params", "the mesh hands pages over by itself"),
     **_same("bootstrap_host bootstrap_port bootstrap_room", "the mesh hands pages over by itself"),
     **{
-        name: Refused("a worker is named by the header x-data-parallel-rank", asks_when_empty=True)
+        name: Unserved("a worker is named by the header x-data-parallel-rank", asks_when_empty=True)
         for name in ("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank")
     },
     # What an answer shows.
@@ -126,7 +109,7 @@ REFUSED: Mapping[str, Refused] = {
     **_same("timings_per_token return_progress", "times in every chunk"),
     "separate_reasoning": _off("reasoning within the content"),
     "stream_reasoning": _off("reasoning in one piece"),
-    "reasoning_format": Refused("another place of the reasoning", ("auto", "deepseek")),
+    "reasoning_format": Unserved("another place of the reasoning", ("auto", "deepseek")),
     "parse_tool_calls": _off("calls left in the text"),
 }
 """Fields of chats and completions."""
@@ -152,20 +135,23 @@ they have no meaning without a refused field, choose how a server works, or serv
 monitoring.
 """
 
-_OF_MESSAGES: Mapping[str, Refused] = {
+_OF_MESSAGES: Mapping[str, Unserved] = {
     **_same("prefix partial", "the last message is continued with continue_final_message"),
     **_same("audio images image_url", "content other than text"),
     **_same("tools", "tools are given at the top of the body"),
 }
-OF_TOOLS: Mapping[str, Refused] = _same("defer_loading", "tools that the model is not told of")
-"""Refused fields of tools and their functions."""
-OF_FORMATS: Mapping[str, Refused] = {
+OF_TOOLS: Mapping[str, Unserved] = {
+    "defer_loading": Unserved("the model is told of every tool", is_left_out=True),
+    "input_examples": Unserved("examples of calls", is_left_out=True),
+}
+"""Unserved fields of tools and their functions."""
+OF_FORMATS: Mapping[str, Unserved] = {
     **_same("grammar regex pattern", "give guided_grammar or guided_regex instead"),
     **_same("structures triggers format", "constraints between tags"),
 }
 """Refused fields of response_format."""
-LEVELS: tuple[tuple[tuple[str, ...], Mapping[str, Refused]], ...] = (
-    ((), REFUSED),
+LEVELS: tuple[tuple[tuple[str, ...], Mapping[str, Unserved]], ...] = (
+    ((), UNSERVED),
     (("response_format",), OF_FORMATS),
     (("messages", "*"), _OF_MESSAGES),
     (("tools", "*"), OF_TOOLS),
@@ -189,7 +175,7 @@ def refuse_foreign(body: Mapping[str, Any]) -> None:
 
 
 def refuse_listed(
-    level: Mapping[str, Any], refused: Mapping[str, Refused], where: str = ""
+    level: Mapping[str, Any], refused: Mapping[str, Unserved], where: str = ""
 ) -> None:
     """Refuses fields of one object; `where` is what their paths begin with.
 
@@ -197,8 +183,8 @@ def refuse_listed(
         InvalidRequest: There is one that asks for something; `param` is its path.
     """
     for name in level:
-        if name in refused and refused[name].is_asked(level[name]):
-            raise unsupported(f"{where}{name}", refused[name].what)
+        if name in refused:
+            refused[name].judge(f"{where}{name}", level[name])
 
 
 def objects_at(

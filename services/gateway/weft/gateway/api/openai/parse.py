@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import re
 import reprlib
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 from weft.common.rpc.interceptors import TakenBody
 from weft.contract.errors import InvalidRequest
-from weft.gateway.api.openai.bodies import Body
+from weft.gateway.api.hosted import blank_hosted
+from weft.gateway.api.openai.bodies import OWN_TOOLS, Body
 from weft.gateway.api.openai.unknown import refuse_unknown
 
 B = TypeVar("B", bound=Body)
@@ -93,7 +95,11 @@ class BodyParser:
         """
         if num_bytes <= _LARGE_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        # Warnings of the call are also collected there.
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: context.run(work)
+        )
 
 
 def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bool = False) -> B:
@@ -131,9 +137,12 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bo
         body = cls.model_validate(value)
     except ValidationError as error:
         raise explain(error.errors(include_url=False)) from None
-    cls.check_given(value)
-    if not ignores_unknown:
-        refuse_unknown(cls, value)
+    body.settle(ignores_unknown=ignores_unknown)
+    if not cls.keeps_unknown:
+        judged = blank_hosted(value, OWN_TOOLS)
+        cls.check_given(judged)
+        if not ignores_unknown:
+            refuse_unknown(cls, judged)
     return body
 
 

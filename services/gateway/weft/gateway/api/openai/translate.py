@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from weft.contract.request import MAX_TOP_LOGPROBS, Constraint
 from weft.gateway.api.edge import CallFacts, check_client_id, earliest, given_sampling
+from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
     ChatBody,
@@ -173,7 +174,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         add_generation_prompt=add_prompt,
         continue_final_message=continues,
         template_variables={**_effort(body), **variables},
-        tools=check_tools([_tool(tool) for tool in body.tools]) if body.tools else (),
+        tools=_tools(body),
     )
 
 
@@ -356,6 +357,12 @@ def _effort(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     effort = body.reasoning_effort if isinstance(body, ChatBody) else None
     told = {} if effort is None else {"reasoning_effort": effort}
     return {"enable_thinking": False, **told} if effort == "none" else told
+
+
+def _tools(body: ChatBody | TokenizeBody) -> tuple[Mapping[str, Any], ...]:
+    is_wanted = not isinstance(body, ChatBody) or body.tool_choice != "none"
+    own = own_tools(body.tools, is_wanted=is_wanted)
+    return check_tools([(number, _tool(tool)) for number, tool in own])
 
 
 def _tool(tool: ToolBody) -> dict[str, Any]:

@@ -13,34 +13,35 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 from weft.gateway.api.dialect_bodies import LENIENT
 from weft.gateway.api.openai.bodies import Body, Ids, Int, T
-from weft.gateway.api.openai.foreign import HARMLESS, Refused, refuse_listed
+from weft.gateway.api.openai.foreign import HARMLESS, refuse_listed
+from weft.gateway.api.unserved import Unserved, refused, unused
 from weft.gateway.validate import MAX_INPUTS
 
 Inputs = Annotated[list[T], Field(fail_fast=True, max_length=MAX_INPUTS)]
 
 
 _REFUSED = {
-    "late_chunking": Refused("vectors of chunks that see one another"),
-    "embedding_types": Refused("vectors of several number formats", (["float"],)),
-    "output_dtype": Refused("a number format other than float32", ("float", "float32")),
-    "output_dimension": Refused("give dimensions instead"),
-    "endianness": Refused("another order of bytes", ("native", "little")),
-    "truncate": Refused("give truncate_prompt_tokens instead", ("NONE",)),
-    "truncation_side": Refused("inputs cut at their begin", ("right",)),
-    "activation": Refused("values of classes without the model's own activation", (True,), True),
-    "softmax": Refused("values of classes without the model's own activation", (True,), True),
-    "use_activation": Refused("vectors without the model's own activation", (True,), True),
-    "images": Refused("inputs other than texts"),
-    "mm_processor_kwargs": Refused("inputs other than texts"),
-    "lora_path": Refused("an adapter is named by model"),
-    "ttft_timeout": Refused("without tokens there is no first one; timeout limits the request"),
+    "late_chunking": Unserved("vectors of chunks that see one another"),
+    "embedding_types": Unserved("vectors of several number formats", (["float"],)),
+    "output_dtype": Unserved("a number format other than float32", ("float", "float32")),
+    "output_dimension": Unserved("give dimensions instead"),
+    "endianness": Unserved("another order of bytes", ("native", "little")),
+    "truncate": Unserved("give truncate_prompt_tokens instead", ("NONE",)),
+    "truncation_side": Unserved("inputs cut at their begin", ("right",)),
+    "activation": Unserved("values of classes without the model's own activation", (True,), True),
+    "softmax": Unserved("values of classes without the model's own activation", (True,), True),
+    "use_activation": Unserved("vectors without the model's own activation", (True,), True),
+    "images": Unserved("inputs other than texts"),
+    "mm_processor_kwargs": Unserved("inputs other than texts"),
+    "lora_path": Unserved("an adapter is named by model"),
+    "ttft_timeout": Unserved("without tokens there is no first one; timeout limits the request"),
 }
 """Fields of other servers that would change the answer; bodies that set them are refused."""
 _NOT_COHERES = {
-    "dimensions": Refused("give output_dimension instead"),
-    "encoding_format": Refused("give embedding_types instead", ("float",)),
-    "prompt_name": Refused("give input_type instead"),
-    "truncate_prompt_tokens": Refused("give max_tokens instead"),
+    "dimensions": Unserved("give output_dimension instead"),
+    "encoding_format": Unserved("give embedding_types instead", ("float",)),
+    "prompt_name": Unserved("give input_type instead"),
+    "truncate_prompt_tokens": Unserved("give max_tokens instead"),
 }
 """Fields of the other bodies that Cohere's has by other names."""
 
@@ -59,7 +60,7 @@ class PoolBody(Body):
         own = cls.model_fields
         refuse_listed(value, {name: why for name, why in _REFUSED.items() if name not in own})
 
-    user: str | None = Field(None, description="accepted, not used")
+    user: str | None = unused()
     cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
     priority: Int | None = Field(
         None,
@@ -120,8 +121,8 @@ class EmbeddingsBody(InputBody):
     )
     input_type: str | None = Field(None, description="another name of prompt_name")
     embed_dtype: Literal["float32"] | None = Field(None, description="only float32")
-    task: str | None = Field(None, description="not supported; see prompt_name")
-    messages: Any = Field(None, description="not supported; see input")
+    task: str | None = refused("give prompt_name instead")
+    messages: Any = refused("conversations as input")
 
 
 class CohereEmbedBody(PoolBody):
@@ -159,7 +160,7 @@ class CohereEmbedBody(PoolBody):
         None, description="tokens to which texts are cut; not with truncate NONE"
     )
     output_dimension: Int | None = Field(None, description="leading entries that are wanted")
-    inputs: Any = Field(None, description="not supported; see texts")
+    inputs: Any = refused("inputs other than texts")
 
 
 class PoolingBody(InputBody):
@@ -199,8 +200,8 @@ class RerankBody(CutBody):
     instruction: str | None = Field(
         None, description="what makes a document relevant, for models that take an instruction"
     )
-    max_tokens_per_doc: Int | None = Field(None, description="not supported")
-    rank_fields: Any = Field(None, description="not supported")
+    max_tokens_per_doc: Int | None = refused("give truncate_prompt_tokens instead")
+    rank_fields: Any = refused("documents of several fields")
 
 
 class ScoreBody(CutBody):

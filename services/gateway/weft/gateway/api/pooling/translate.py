@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.contract.tasks import Output
-from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, call_fields, earliest
 from weft.gateway.api.pooling.bodies import (
     ClassifyBody,
@@ -54,7 +53,6 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
         InvalidRequest: The body asks for something unsupported, or its fields contradict each
             other.
     """
-    refuse(body, {"messages": "conversations as input", "task": "give prompt_name instead"})
     if body.prompt_name and body.input_type and body.prompt_name != body.input_type:
         raise invalid("input_type", "contradicts prompt_name; give one of them")
     output = OUTPUTS[body.output_type or "dense"]
@@ -80,7 +78,6 @@ def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> GenerateRequest:
         InvalidRequest: There are no texts, the body asks for something unsupported, or its fields
             contradict each other.
     """
-    refuse(body, {"inputs": "inputs other than texts"})
     if body.input_type == "image" or not body.texts:
         raise invalid("texts", "give at least one text; images are not supported")
     if body.max_tokens is not None:
@@ -122,13 +119,6 @@ def classify_request(body: ClassifyBody, facts: CallFacts) -> GenerateRequest:
 
 def rerank_request(body: RerankBody, facts: CallFacts) -> GenerateRequest:
     """Translates a body for ranks: each document is a pair with the query."""
-    refuse(
-        body,
-        {
-            "max_tokens_per_doc": "give truncate_prompt_tokens instead",
-            "rank_fields": "documents of several fields",
-        },
-    )
     if body.top_n is not None:
         check_range("top_n", body.top_n, 1, 2**31 - 1)
     pairs = [PairPrompt(first=body.query, second=text) for text in documents_of(body)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+from weft.gateway.api.hosted import HostedTool, kind_of_tool
 from weft.gateway.api.openai.bodies import LogitBias, few_entries
+from weft.gateway.api.unserved import left_out, refused, unused
 
 _MAX_METADATA = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
@@ -55,14 +57,24 @@ class ItemBody(PastPart):
 class ToolBody(StrictPart):
     """A function that the model may call."""
 
-    type: str = Field(description="`function`; others are not supported")
+    type: Literal["function"]
     name: str | None = Field(None, description="1 to 64 letters, digits, `_`, `-`, `.`")
     description: str | None = Field(None, description="for the model")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
     strict: bool | None = Field(
         None, description="not used: demanded calls are always valid, others never enforced"
     )
-    defer_loading: bool | None = Field(None, description="not supported")
+    input_schema: Any = refused("give parameters instead")
+    function: Any = refused("give name, description and parameters instead")
+    defer_loading: bool | None = left_out("the model is told of every tool")
+    allowed_callers: Few[str] | None = Field(None, description="with `direct`")
+    output_schema: dict[str, Any] | None = unused("of what the function returns")
+
+
+Tool = Annotated[
+    Annotated[ToolBody, Tag("Own")] | Annotated[HostedTool, Tag("Hosted")],
+    Discriminator(kind_of_tool("function")),
+]
 
 
 class ToolChoiceBody(StrictPart):
@@ -90,7 +102,7 @@ class TextBody(StrictPart):
     """The field `text`."""
 
     format: FormatBody | None = None
-    verbosity: str | None = Field(None, description="not supported but for `medium`")
+    verbosity: str | None = left_out("answers of another length", "medium")
 
 
 class ReasoningBody(StrictPart):
@@ -100,16 +112,14 @@ class ReasoningBody(StrictPart):
         None,
         description="a variable for the chat template; `none` sets enable_thinking to false",
     )
-    summary: str | None = Field(
-        None, description="accepted, without effect: the reasoning itself is shown"
-    )
-    generate_summary: str | None = Field(None, description="as summary")
+    summary: str | None = unused("the reasoning itself is shown")
+    generate_summary: str | None = unused("the reasoning itself is shown")
 
 
 class StreamOptionsBody(StrictPart):
     """The field `stream_options`."""
 
-    include_obfuscation: bool | None = Field(None, description="accepted, without effect")
+    include_obfuscation: bool | None = unused()
 
 
 class ResponsesBody(DialectBody):
@@ -127,7 +137,7 @@ class ResponsesBody(DialectBody):
     temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default the model's")
     top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default the model's")
     top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
-    tools: Few[dict[str, Any]] | None = Field(None, description="functions that may be called")
+    tools: Few[Tool] | None = Field(None, description="functions that may be called")
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = Field(
         None, description="as in chats, with type and name of the function side by side"
     )
@@ -140,28 +150,25 @@ class ResponsesBody(DialectBody):
     stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: StreamOptionsBody | None = Field(None)
     metadata: Metadata | None = Field(None, description="returned with the response")
-    truncation: str | None = Field(None, description="only `disabled`")
-    background: bool | None = Field(None, description="only false")
-    max_tool_calls: int | None = Field(
-        None, description="accepted, without effect: it is of tools that the server calls"
-    )
-    service_tier: str | None = Field(None, description="accepted, without effect")
-    user: str | None = Field(None, description="accepted, not used")
-    safety_identifier: str | None = Field(None, description="accepted, not used")
+    truncation: str | None = left_out("no conversation is ever cut", "disabled")
+    background: bool | None = refused("answers that nobody waits for")
+    max_tool_calls: int | None = unused("it is of tools that the server calls")
+    service_tier: str | None = unused()
+    user: str | None = unused()
+    safety_identifier: str | None = unused()
     prompt_cache_key: str | None = Field(
         None, description="the routing key, where none is given: see routing_key"
     )
-    prompt_cache_retention: str | None = Field(None, description="accepted, without effect")
-    prompt_cache_options: dict[str, Any] | None = Field(
-        None, description="accepted, without effect"
-    )
-    conversation: Any = Field(None, description="not supported; see previous_response_id")
-    prompt: Any = Field(None, description="not supported")
-    context_management: Any = Field(None, description="not supported")
-    background_options: Any = Field(None, description="not supported")
-    moderation: Any = Field(None, description="not supported")
-    image: Any = Field(None, description="not supported")
-    access_programs: Any = Field(None, description="not supported")
+    prompt_cache_retention: str | None = unused()
+    prompt_cache_options: dict[str, Any] | None = unused()
+    client_metadata: Any = left_out("labels of the client's own", asks_when_empty=True)
+    conversation: Any = refused("conversations that are stored apart; use previous_response_id")
+    prompt: Any = refused("prompts that are stored")
+    context_management: Any = refused("edits of the context")
+    background_options: Any = refused("answers that nobody waits for")
+    moderation: Any = refused("moderation")
+    image: Any = left_out("there are no images")
+    access_programs: Any = left_out("access programs")
     # Fields of chats that the Responses API itself does not have.
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
     stop_regex: str | Stops | None = Field(

@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
 from weft.contract.request import Constraint
-from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
-from weft.gateway.api.openai.parse import explain
+from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.openai.translate import logit_bias
 from weft.gateway.api.responses.bodies import (
     FormatBody,
@@ -22,6 +20,7 @@ from weft.gateway.api.responses.bodies import (
     ToolChoiceBody,
 )
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
+from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.validate import invalid, unsupported
 
@@ -48,16 +47,6 @@ _INCLUDABLE = frozenset(
         "message.input_image.image_url",
     }
 )
-_UNSUPPORTED = {
-    "background": "answers that nobody waits for",
-    "conversation": "conversations that are stored apart; use previous_response_id",
-    "prompt": "prompts that are stored",
-    "context_management": "edits of the context",
-    "background_options": "answers that nobody waits for",
-    "moderation": "moderation",
-    "image": "images",
-    "access_programs": "access programs",
-}
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -96,7 +85,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
-    _refuse_unsupported(body)
+    _check_output(body)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = input_messages(body.input, find)
     if not messages and body.previous_response_id is None:
@@ -140,15 +129,10 @@ def continued(asked: AskedResponse, history: Sequence[Message]) -> GenerateReque
     return replace(asked.request, prompts=(replace(prompt, messages=messages),))
 
 
-def _refuse_unsupported(body: ResponsesBody) -> None:
-    refuse(body, _UNSUPPORTED)
-    if body.truncation not in (None, "disabled"):
-        raise unsupported("truncation", "cutting the conversation")
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        raise unsupported("text.verbosity", "answers of another length")
+def _check_output(body: ResponsesBody) -> None:
     for number, name in enumerate(body.include or ()):
         if name not in _INCLUDABLE:
-            raise unsupported(f"include[{number}]", f"`{name[:80]}`")
+            leave_out(f"include[{number}]", f"there is no `{name[:80]}`")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
 
@@ -196,22 +180,14 @@ def _format(given: FormatBody | None) -> Constraint | None:
 
 
 def _tools(body: ResponsesBody) -> tuple[Mapping[str, Any], ...]:
-    return check_tools([_tool(number, tool) for number, tool in enumerate(body.tools or ())])
+    own = own_tools(body.tools, is_wanted=body.tool_choice != "none")
+    return check_tools([(number, _tool(number, tool)) for number, tool in own])
 
 
-def _tool(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
     """A tool in the form that chat templates take."""
-    where = f"tools[{number}]"
-    kind = given.get("type")
-    if not isinstance(kind, str):
-        raise invalid(f"{where}.type", "this field is required")
-    if kind != "function":
-        raise unsupported(f"{where}.type", f"tools of type `{kind[:80]}`")
-    try:
-        tool = ToolBody.model_validate(given)
-    except ValidationError as error:
-        raise explain(error.errors(include_url=False), f"{where}.") from None
-    refuse(tool, {"defer_loading": "tools that are searched for"}, f"{where}.")
+    if tool.allowed_callers and "direct" not in tool.allowed_callers:
+        raise unsupported(f"tools[{number}].allowed_callers", "calls by other tools alone")
     described = {"description": tool.description, "parameters": tool.parameters}
     more = {name: value for name, value in described.items() if value is not None}
     return {"type": "function", "function": {"name": tool.name or "", **more}}
@@ -241,7 +217,11 @@ def _allowed(
     known = {tool["function"]["name"]: tool for tool in tools}
     allowed = []
     for number, one in enumerate(choice.tools or ()):
-        if one.get("type") != "function" or one.get("name") not in known:
+        kind = one.get("type")
+        if isinstance(kind, str) and kind != "function":
+            leave_out(f"tool_choice.tools[{number}]", f"tools of type `{kind[:80]}`")
+            continue
+        if kind is None or one.get("name") not in known:
             raise invalid(f"tool_choice.tools[{number}]", "is none of the functions in tools")
         allowed.append(known[one["name"]])
     if not allowed:

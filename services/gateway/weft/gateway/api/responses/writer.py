@@ -10,7 +10,7 @@ from weft.contract.errors import WeftError
 from weft.gateway.api.answer import EVENTS, named_event
 from weft.gateway.api.blocks import Block, BlockReader, Step, num_reasoning_tokens
 from weft.gateway.api.openai.logprobs import chat_logprobs
-from weft.gateway.api.responses.bodies import ResponsesBody
+from weft.gateway.api.responses.bodies import ResponsesBody, ToolBody
 from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.request import GenerateRequest
 from weft.gateway.text.answer.make import parser_maker
@@ -217,6 +217,12 @@ class ResponseWriter:
         return chat_logprobs(self._vocabulary, entries)["content"]
 
 
+def _shown_tools(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The tools that the model was shown."""
+    own = [tool for tool in body.tools or () if isinstance(tool, ToolBody)]
+    return [tool.model_dump(exclude_unset=True) for tool in own]
+
+
 def _frame(request: GenerateRequest, body: ResponsesBody, model: str) -> dict[str, object]:
     """Fields of a response that do not change."""
     sampling, text, reasoning = request.sampling, body.text, body.reasoning
@@ -253,7 +259,7 @@ def _frame(request: GenerateRequest, body: ResponsesBody, model: str) -> dict[st
         "temperature": sampling.temperature,
         "text": {"format": form, "verbosity": "medium"},
         "tool_choice": shown,
-        "tools": body.tools or [],
+        "tools": _shown_tools(body),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
