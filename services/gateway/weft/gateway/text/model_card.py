@@ -25,6 +25,7 @@ from weft.gateway.text.answer.formats import (
     find_reasoning,
     find_tool_format,
 )
+from weft.gateway.text.control_tokens import ControlTokens
 from weft.gateway.text.template import ChatTemplate
 from weft.gateway.text.vocabulary import Vocabulary
 
@@ -46,6 +47,7 @@ class ModelCard:
     name: str
     tokenizer: Tokenizer
     vocabulary: Vocabulary
+    controls: ControlTokens
     template: ChatTemplate | None
     """Chat template; None: the model has none, and chat requests are refused."""
     tool_template: ChatTemplate | None
@@ -151,6 +153,7 @@ def load_model_card(
     return ModelCard(
         name=name or folder.resolve().name,
         **parts,
+        controls=_controls(parts),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         sampling=_sampling(folder, generation_config) if has_own_sampling else SamplingDefaults(),
@@ -194,6 +197,7 @@ def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
     return replace(
         model,
         **parts,
+        controls=_controls(parts),
         eos_ids=model.eos_ids | _eos_ids({}, {}, parts["tokenizer"], specials),
         vocabulary_size=max(model.vocabulary_size, 1 + max(own.values())),
     )
@@ -240,6 +244,11 @@ def _read_tokenizer(
         "max_token_bytes": _max_token_bytes(tokenizer, vocabulary),
     }
     return fields, specials
+
+
+def _controls(parts: Mapping[str, Any]) -> ControlTokens:
+    templates = (parts["template"], parts["tool_template"])
+    return ControlTokens(parts["tokenizer"], [one.source for one in templates if one is not None])
 
 
 def _pooling(folder: Path) -> tuple[PoolingConfig, str]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import (
@@ -27,6 +28,7 @@ from weft.gateway.request import (
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import ReasoningFormat
+from weft.gateway.text.control_tokens import Rendered
 from weft.gateway.text.model_card import ModelCard, least_tokens
 from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, encode_parts
 from weft.gateway.validate import invalid
@@ -145,10 +147,10 @@ class Preparer:
     def _tokenize(self, model: ModelCard, prompt: Prompt) -> PreparedPrompt:
         if not isinstance(prompt, ChatPrompt):
             return _tokenize(model, prompt)
-        text = _render(model, prompt)
+        rendered = _render(model, prompt)
         # Calls and reasoning of earlier turns count as far as the template writes them.
-        self._refuse_above(prompt, least_tokens(model, [text]))
-        return _tokenize_chat(model, prompt, text)
+        self._refuse_above(prompt, least_tokens(model, [rendered.plain]))
+        return _tokenize_chat(model, prompt, rendered)
 
     def _refuse_hopeless(self, model: ModelCard, prompt: Prompt) -> None:
         """Refuses a text that is far too long before rendering or tokenising megabytes of it."""
@@ -222,21 +224,20 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
         add_special = prompt.add_special_tokens
         return PreparedPrompt(ids=encode(tokenizer, prompt.text, add_special_tokens=add_special))
     if isinstance(prompt, PairPrompt):
-        ids, second = encode_pair(tokenizer, prompt.first, prompt.second)
+        ids, second = encode_pair(_of_pair(model, prompt), prompt.first, prompt.second)
         return PreparedPrompt(ids=ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
-        return PreparedPrompt(ids=encode_parts(tokenizer, prompt.head, prompt.text, prompt.tail))
+        return PreparedPrompt(ids=_encode_wrapped(model, prompt))
     assert isinstance(prompt, TokenPrompt)
     return PreparedPrompt(ids=list(prompt.ids))
 
 
-def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, text: str) -> PreparedPrompt:
+def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, rendered: Rendered) -> PreparedPrompt:
     """Tokenises a rendered conversation."""
-    # The template has written the special tokens itself.
-    ids = encode(model.tokenizer, text, add_special_tokens=False)
+    ids = model.controls.encode(rendered)
     if model.reasoning is None:
         return PreparedPrompt(ids=ids)
-    begins, has_reasoned = _reasoning_at_end(prompt, text, model.reasoning)
+    begins, has_reasoned = _reasoning_at_end(prompt, rendered.text, model.reasoning)
     return PreparedPrompt(ids=ids, begins_reasoning=begins, has_reasoned=has_reasoned)
 
 
@@ -246,14 +247,25 @@ def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> PreparedPrompt
         return PreparedPrompt(ids=list(prompt.ids[:most]))
     tokenizer = model.tokenizer
     if isinstance(prompt, PairPrompt):
-        ids, second = encode_pair(tokenizer, prompt.first, prompt.second, most)
+        ids, second = encode_pair(_of_pair(model, prompt), prompt.first, prompt.second, most)
         return PreparedPrompt(ids=ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
-        texts = (prompt.head, prompt.text, prompt.tail)
-        return PreparedPrompt(ids=encode_parts(tokenizer, *texts, most, prompt.needed_chars))
+        return PreparedPrompt(ids=_encode_wrapped(model, prompt, most))
     assert isinstance(prompt, TextPrompt)
     special = prompt.add_special_tokens
     return PreparedPrompt(ids=encode_cut(tokenizer, prompt.text, most, add_special_tokens=special))
+
+
+def _of_pair(model: ModelCard, prompt: PairPrompt) -> Tokenizer:
+    """The tokenizer for two texts in which control tokens are text."""
+    return model.controls.tokenizer_of_text(prompt.first, prompt.second)
+
+
+def _encode_wrapped(model: ModelCard, prompt: WrappedPrompt, most: int | None = None) -> list[int]:
+    """Tokenises a text between two fixed ones; control tokens in it are text."""
+    of_text = model.controls.tokenizer_of_text(prompt.text)
+    texts = (prompt.head, prompt.text, prompt.tail)
+    return encode_parts(model.tokenizer, *texts, most, prompt.needed_chars, of_text=of_text)
 
 
 def _is_of_call(message: Mapping[str, Any]) -> bool:
@@ -261,11 +273,12 @@ def _is_of_call(message: Mapping[str, Any]) -> bool:
     return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
-def _render(model: ModelCard, prompt: ChatPrompt) -> str:
-    template, messages = model.template, prompt.messages
-    variables = dict(prompt.template_variables)
+def _render(model: ModelCard, prompt: ChatPrompt) -> Rendered:
+    template = model.template
     if template is None:
         raise invalid("messages", f"the model `{model.name}` has no chat template")
+    prompt, mark = model.controls.guard(prompt)
+    messages, variables = prompt.messages, dict(prompt.template_variables)
     if prompt.tools and model.tool_template is not None:
         template = model.tool_template
     if not template.knows_developers:
@@ -283,12 +296,17 @@ def _render(model: ModelCard, prompt: ChatPrompt) -> str:
         variables=variables,
     )
     try:
-        return render(messages)
-    except InvalidRequest:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        # DeepSeek's templates join the arguments of calls to other texts.
-        return render(tuple(map(_with_arguments_as_text, messages)))
+        try:
+            text = render(messages)
+        except InvalidRequest:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            # DeepSeek's templates join the arguments of calls to other texts.
+            text = render(tuple(map(_with_arguments_as_text, messages)))
+    except InvalidRequest as error:
+        told = Rendered.of(error.message, mark).plain
+        raise InvalidRequest(told, stage=error.stage, param=error.param) from error.__cause__
+    return Rendered.of(text, mark)
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -74,6 +74,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
         self.takes_tools = "tools" in names
         """Whether the template describes tools to the model."""
         self.knows_developers = "developer" in source

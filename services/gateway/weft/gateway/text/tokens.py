@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from weft.gateway.validate import invalid
+from weft.contract.errors import InvalidRequest
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -80,7 +80,14 @@ def encode_pair(
 
 
 def encode_parts(
-    tokenizer: Tokenizer, head: str, text: str, tail: str, most: int | None = None, needed: int = 0
+    tokenizer: Tokenizer,
+    head: str,
+    text: str,
+    tail: str,
+    most: int | None = None,
+    needed: int = 0,
+    *,
+    of_text: Tokenizer | None = None,
 ) -> list[int]:
     """Tokenises three texts apart; what is too much is cut from the end of the middle one.
 
@@ -91,11 +98,13 @@ def encode_parts(
         tail: What is behind.
         most: Tokens at most; None: any number.
         needed: Characters of `text` of which none may be cut, nor the first one behind them.
+        of_text: The tokenizer of `text`; None: `tokenizer`.
 
     Raises:
         InvalidRequest: More than that would be cut.
     """
-    before, inner, behind = tokenizer.encode_batch([head, text, tail], add_special_tokens=False)
+    before, behind = tokenizer.encode_batch([head, tail], add_special_tokens=False)
+    (inner,) = (of_text or tokenizer).encode_batch([text], add_special_tokens=False)
     ids, room = list(inner.ids), len(inner.ids)
     if most is not None:
         room = most - len(before.ids) - len(behind.ids)
@@ -108,7 +117,9 @@ def encode_parts(
 
 
 def _too_few(most: int | None, why: str) -> Exception:
-    return invalid("truncate_prompt_tokens", f"a text cut to {most} tokens has nothing left: {why}")
+    param = "truncate_prompt_tokens"
+    message = f"{param}: a text cut to {most} tokens has nothing left: {why}"
+    return InvalidRequest(message, stage="validate", param=param)
 
 
 def _num_added_behind(mask: Sequence[int]) -> int:

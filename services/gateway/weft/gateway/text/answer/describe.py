@@ -18,6 +18,7 @@ To call one, write its name and arguments like this, one such block for each cal
 {{"name": "the function's name", "arguments": {{"argument": "value"}}}}
 </tool_call>
 You will be given what the calls return. Answer directly where no function is of use."""
+RESULT_TAGS = ("<tool_response>", "</tool_response>")
 
 Message = Mapping[str, Any]
 
@@ -34,7 +35,7 @@ def with_described_tools(
     plain: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
-            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            result = f"\n{message['content']}\n".join(RESULT_TAGS)
             if plain and plain[-1].get("is_result"):
                 result = f"{plain.pop()['content']}\n{result}"
             # Results become a user's message, since many templates want users and assistants to
