@@ -29,7 +29,7 @@ from rich.table import Table
 from serving import kills
 from serving.mesh import MeshError, MeshProcess
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
-from weft.cli.chaos.tiny import VOCAB_SIZE, make_tiny_model
+from weft.chaos.tiny import VOCAB_SIZE, make_tiny_model
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 DECODE = ("decode-0", "decode-1")

@@ -23,6 +23,7 @@ PACKAGES = {
     "weft.prefill": ROOT / "services" / "prefill" / "weft" / "prefill",
     "weft.kvstore": ROOT / "services" / "kvstore" / "weft" / "kvstore",
     "weft.cli": ROOT / "cli" / "weft" / "cli",
+    "weft.chaos": ROOT / "chaos" / "weft" / "chaos",
 }
 # It reports arguments that a class documents and its constructor takes.
 logging.getLogger("griffe").setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("contract", "checkpoint", "cli", "engine", "kernels", "protos/gen", "services")
+PARTS = ("chaos", "contract", "checkpoint", "cli", "engine", "kernels", "protos/gen", "services")
 
 
 def dependencies() -> list[str]:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from weft.cli.chaos.command import mesh_settings
-from weft.cli.chaos.mesh import ChaosMesh
-from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
+from weft.chaos.command import mesh_settings
+from weft.chaos.mesh import ChaosMesh
+from weft.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.testing.meshes.chaos_mesh import Chaos, for_tests, in_peace
 
 

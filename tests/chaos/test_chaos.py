@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from weft.cli.chaos.report import as_json
-from weft.cli.chaos.run import ChaosPlan, run_on
+from weft.chaos.report import as_json
+from weft.chaos.run import ChaosPlan, run_on
 from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [

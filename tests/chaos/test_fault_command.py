@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from weft.cli.fault import main
+from weft.chaos.fault import main
 from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [

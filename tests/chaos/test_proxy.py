@@ -7,11 +7,11 @@ import random
 import time
 
 import pytest
-from weft.cli.chaos.checks import check_content, check_pages
-from weft.cli.chaos.load import LATE_S, text_problem, whole_problem
-from weft.cli.chaos.mesh import Link
-from weft.cli.chaos.proxy import FaultProxy, Mode
-from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
+from weft.chaos.checks import check_content, check_pages
+from weft.chaos.load import LATE_S, text_problem, whole_problem
+from weft.chaos.mesh import Link
+from weft.chaos.proxy import FaultProxy, Mode
+from weft.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.contract.faults import FaultSpec
 from weft.testing.meshes.chaos_mesh import Chaos
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-from weft.cli.chaos.run import ChaosPlan, run_on
-from weft.cli.chaos.sabotage import SABOTAGES
+from weft.chaos.run import ChaosPlan, run_on
+from weft.chaos.sabotage.classes import SABOTAGES
 from weft.testing.meshes.chaos_mesh import Chaos
 
 pytestmark = [

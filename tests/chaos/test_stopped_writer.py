@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from weft.cli.chaos.checks import check_content, check_pages
-from weft.cli.chaos.command import mesh_settings
-from weft.cli.chaos.load import text_problem
-from weft.cli.chaos.mesh import ChaosMesh
-from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
-from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
+from weft.chaos.checks import check_content, check_pages
+from weft.chaos.command import mesh_settings
+from weft.chaos.load import text_problem
+from weft.chaos.mesh import ChaosMesh
+from weft.chaos.requests import ChaosRequest, Pace, Reply, send
+from weft.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.contract.faults import FaultSpec
 from weft.testing.meshes.chaos_mesh import Chaos, for_tests, in_peace
 

@@ -31,10 +31,10 @@ COMMANDS: dict[str, Command] = {
     "trace": Command("weft.cli.trace", "show what happened to one request, as a tree"),
     "replay": Command("weft.cli.replay", "send the requests of a log again, and compare"),
     "flush": Command("weft.cli.flush", "drop cached KV that nobody uses"),
-    "fault": Command("weft.cli.fault", "make services and links fail on purpose, for tests"),
+    "fault": Command("weft.chaos.fault", "make services and links fail on purpose, for tests"),
     "certs": Command("weft.cli.certs", "make certificates for the services of a mesh"),
     "keys": Command("weft.cli.keys", "add, list and revoke the API keys of tenants"),
-    "chaos": Command("weft.cli.chaos.command", "fault runs against a mesh of its own, with checks"),
+    "chaos": Command("weft.chaos.command", "fault runs against a mesh of its own, with checks"),
     "adapter": Command("weft.cli.adapter", "load, unload and list LoRA adapters"),
     "model": Command("weft.cli.model", "list, download, verify, remove and convert models"),
 }

@@ -6,7 +6,7 @@
 A point costs one attribute look-up while nothing is armed. Nothing can be armed before the process
 has called `enable` (the services' `--enable-faults`). Like loggers, points are known by name in the
 whole process. This module declares the points of product code. Points that break a guarantee of the
-product are declared beside the wrappers that hold them (`weft.common.sabotage`).
+product are declared beside the wrappers that hold them (`weft.chaos.sabotage`).
 """
 
 from __future__ import annotations

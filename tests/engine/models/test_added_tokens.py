@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.cli.chaos.tiny import write_tokenizer
+from weft.chaos.tiny import write_tokenizer
 from weft.contract.errors import AdapterError, ConfigError
 from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample

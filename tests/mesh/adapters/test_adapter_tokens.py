@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer
-from weft.cli.chaos.tiny import EOS_TOKEN_ID
+from weft.chaos.tiny import EOS_TOKEN_ID
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_adapters import TIMEOUT_S, load, post, unload
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh

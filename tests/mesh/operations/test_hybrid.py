@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from weft.cli.chaos.tiny import write_tokenizer
+from weft.chaos.tiny import write_tokenizer
 from weft.testing.meshes.local_mesh import WEFT, LocalMesh, wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import Greedy

@@ -15,7 +15,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
-from weft.cli.chaos.tiny import EOS_TOKEN_ID
+from weft.chaos.tiny import EOS_TOKEN_ID
 from weft.testing.engine.random_schemas import person
 from weft.testing.meshes.mesh_kinds import on
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh

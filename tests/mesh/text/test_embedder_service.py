@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer
 from transformers import AutoModel
-from weft.cli.chaos.tiny import write_tokenizer
+from weft.chaos.tiny import write_tokenizer
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
 from weft.testing.meshes.mesh_adapters import load, post, unload
 from weft.testing.models.tiny_embedders import write_modules

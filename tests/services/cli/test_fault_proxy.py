@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from weft.cli.fault import main
+from weft.chaos.fault import main
 
 ECHO = "/test.Echo/Say"
 WAIT_S = 60.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import grpc
 import openai
 import pytest
-from weft.cli.chaos.proxy import FaultProxy, Mode
+from weft.chaos.proxy import FaultProxy, Mode
 from weft.testing.services.fake_openai import FakeOpenAI
 from weft.testing.services.processes import ServiceProcess
 from weft.v1 import openai_pb2_grpc

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from weft.cli.chaos.load import AFFLICTED_LATE_S, LATE_S, text_problem, whole_problem
-from weft.cli.chaos.requests import GRACE_S, ChaosRequest, Reply
+from weft.chaos.load import AFFLICTED_LATE_S, LATE_S, text_problem, whole_problem
+from weft.chaos.requests import GRACE_S, ChaosRequest, Reply
 from weft.contract.errors import PeerUnavailable
 from weft.v1 import common_pb2
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weft.cli.chaos.checks import check_ends
-from weft.cli.chaos.inject import Injection
-from weft.cli.chaos.load import ChaosLoad, Known
-from weft.cli.chaos.mesh import AFTERMATH_S, FENCE_S, Absence
-from weft.cli.chaos.requests import ChaosRequest, Pace, Reply
-from weft.cli.chaos.schedule import Planned
+from weft.chaos.checks import check_ends
+from weft.chaos.inject import Injection
+from weft.chaos.load import ChaosLoad, Known
+from weft.chaos.mesh import AFTERMATH_S, FENCE_S, Absence
+from weft.chaos.requests import ChaosRequest, Pace, Reply
+from weft.chaos.schedule import Planned
 from weft.cli.up.process import describe_status
 from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.contract.errors import PeerUnavailable

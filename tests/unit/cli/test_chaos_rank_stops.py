@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import pytest
-from weft.cli.chaos import inject
-from weft.cli.chaos.inject import Injector
-from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
-from weft.cli.chaos.schedule import Planned
+from weft.chaos import inject
+from weft.chaos.inject import Injector
+from weft.chaos.mesh import ChaosMesh, MeshNotReady
+from weft.chaos.schedule import Planned
 
 STOP = Planned(number=1, gap_s=0.0, kind="stop", target="decode-0", hold_s=0.0, part="rank", rank=1)
 

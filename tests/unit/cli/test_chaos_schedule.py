@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from itertools import islice
 
-from weft.cli.chaos.mesh import Link
-from weft.cli.chaos.schedule import (
+from weft.chaos.mesh import Link
+from weft.chaos.schedule import (
     RANK_TIMEOUT_S,
     RANK_WEIGHTS,
     TRANSFER_POINTS,

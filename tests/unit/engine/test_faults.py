@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from weft.common.worker import sabotage as of_workers
+from weft.chaos.sabotage import gateway as of_gateways
+from weft.chaos.sabotage import worker as of_workers
 from weft.contract.errors import FaultsDisabled, InjectedFault, InvalidRequest
 from weft.contract.faults import BOARD, KINDS, FaultBoard, FaultPoint, FaultSpec
-from weft.gateway import sabotage as of_gateways
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import Literal
 
 from weft.common.durations import duration
 from weft.contract.errors import InvalidRequest
@@ -13,6 +15,13 @@ KIND_NUMBERS: dict[str, admin_pb2.FaultKind.ValueType] = {
     kind: admin_pb2.FaultKind.Value(f"FAULT_KIND_{kind.upper()}") for kind in KINDS
 }
 _KIND_NAMES = {number: name for name, number in KIND_NUMBERS.items()}
+
+
+def allow_sabotage(part: Literal["gateway", "worker"]) -> None:
+    """Lets `weft chaos --sabotage` break guarantees of this process. Each can be broken only once
+    its fault is armed. Product code imports nothing of `weft.chaos` otherwise.
+    """
+    importlib.import_module(f"weft.chaos.sabotage.{part}").install()
 
 
 def spec_from_proto(message: admin_pb2.Fault) -> FaultSpec:

@@ -6,11 +6,11 @@ import gc
 import logging
 from collections.abc import Sequence
 
+from weft.common.faults import allow_sabotage
 from weft.common.rpc.server import run
 from weft.common.settings import load_settings, require_paths
 from weft.common.telemetry.logging import configure_logging
 from weft.contract.errors import ConfigError, ModelError
-from weft.gateway import sabotage
 from weft.gateway.app import GatewayApp
 from weft.gateway.settings import GatewaySettings
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     require_paths(settings)
     configure_logging("gateway", settings.log_level, settings.log_format)
     if settings.enable_faults:
-        sabotage.install()
+        allow_sabotage("gateway")
     return run(_serve(settings))
 
 

@@ -20,9 +20,9 @@ from collections import deque
 from pathlib import Path
 from typing import cast
 
+from weft.common.faults import allow_sabotage
 from weft.common.settings import LogFormat, LogLevel
 from weft.common.telemetry.logging import configure_logging
-from weft.common.worker import sabotage
 from weft.common.worker.black_box import BlackBox
 from weft.common.worker.fault_orders import obey_orders
 from weft.common.worker.frames import (
@@ -141,7 +141,7 @@ def load(link: ServerLink) -> Engine:
     config = parse_config(bodies[0])
     if config.enable_faults:
         faults.BOARD.enable()
-        sabotage.install()
+        allow_sabotage("worker")
     if config.device.startswith("cpu"):
         give_way_at_once()
     last = 0.0

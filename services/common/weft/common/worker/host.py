@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 from weft.common.default_id import default_id
+from weft.common.faults import allow_sabotage
 from weft.common.rpc.listen import keep_nixl_on_loopback
 from weft.common.rpc.server import QUARANTINE_STATUS, ServiceServer
 from weft.common.rpc.tls import load_identity
@@ -19,7 +20,6 @@ from weft.common.tasks import has_returned, start_logged
 from weft.common.telemetry.logging import configure_logging
 from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.telemetry.tracing import make_tracer
-from weft.common.worker import sabotage
 from weft.common.worker.adapters import AdapterFollower, open_registry
 from weft.common.worker.admin import WorkerAdmin
 from weft.common.worker.context import WorkerContext
@@ -354,7 +354,7 @@ async def run_worker(
     """
     configure_logging(role, settings.log_level, settings.log_format)
     if settings.enable_faults:
-        sabotage.install()
+        allow_sabotage("worker")
     try:
         worker = WorkerHost(settings, role, make_service)
     except ConfigError as error:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.cli.chaos.load import Known
-from weft.cli.chaos.mesh import ChaosMesh
-from weft.cli.chaos.requests import BIAS, ChaosRequest, Reply, make_asks
-from weft.cli.chaos.run import answers_in_peace
-from weft.cli.chaos.tiny import TINY_NAME
+from weft.chaos.load import Known
+from weft.chaos.mesh import ChaosMesh
+from weft.chaos.requests import BIAS, ChaosRequest, Reply, make_asks
+from weft.chaos.run import answers_in_peace
+from weft.chaos.tiny import TINY_NAME
 from weft.cli.up.settings import UpSettings
 from weft.engine.drawing.sampler import derive_seed
 from weft.testing.meshes.tiny_mesh import Greedy

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from weft.cli.chaos.tiny import write_tokenizer
+from weft.chaos.tiny import write_tokenizer
 from weft.testing.models.tiny_encoders import make_encoder
 from weft.testing.models.tiny_models import make_tiny, save_weights, tiny_config, tiny_weights
 

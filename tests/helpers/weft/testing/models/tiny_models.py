@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from weft.cli.chaos.tiny import EOS_TOKEN_ID, write_tokenizer
+from weft.chaos.tiny import EOS_TOKEN_ID, write_tokenizer
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

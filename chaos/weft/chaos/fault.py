@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from rich.console import Console
 from rich.table import Table
-from weft.cli import fault_proxy
+from weft.chaos import fault_proxy
 from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
 from weft.cli.tables import print_table

@@ -7,10 +7,10 @@ import secrets
 import signal
 from collections.abc import Sequence
 
-from weft.cli.chaos.inject import Injection
-from weft.cli.chaos.load import Violation
-from weft.cli.chaos.mesh import Absence, ChaosMesh, MeshNotReady
-from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
+from weft.chaos.inject import Injection
+from weft.chaos.load import Violation
+from weft.chaos.mesh import Absence, ChaosMesh, MeshNotReady
+from weft.chaos.requests import ChaosRequest, Pace, Reply, send
 
 IDLE_TIMEOUT_S = 45.0
 SECONDS_TO_LEARN = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.common.sabotage import wrap
+from weft.chaos.sabotage.wrap import wrap
 from weft.contract.faults import FaultPoint
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.sources.fill import Fill

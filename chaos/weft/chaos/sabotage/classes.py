@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
-from weft.cli.chaos.schedule import FaultClass
+from weft.chaos.mesh import ChaosMesh, MeshNotReady
+from weft.chaos.schedule import FaultClass
 from weft.contract.faults import FaultSpec
 
 _REARM_S = 0.2

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from weft.cli.chaos.mesh import AFTERMATH_S, RECOVERY_TIMEOUT_S, ChaosMesh, MeshNotReady
-from weft.cli.chaos.schedule import Planned
+from weft.chaos.mesh import AFTERMATH_S, RECOVERY_TIMEOUT_S, ChaosMesh, MeshNotReady
+from weft.chaos.schedule import Planned
 
 _REACHED_TIMEOUT_S = 1.2
 _POLL_S = 0.1

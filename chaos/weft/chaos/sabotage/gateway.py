@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from weft.common.sabotage import wrap
+from weft.chaos.sabotage.wrap import wrap
 from weft.contract.faults import FaultPoint
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.stream import Delta, TokenStream

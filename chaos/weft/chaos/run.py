@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weft.cli.chaos.checks import check_content, check_ends, check_hit_rate, check_pages
-from weft.cli.chaos.inject import Injection, Injector
-from weft.cli.chaos.load import ChaosLoad, Known, LoadResult, Violation, text_problem
-from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
-from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
-from weft.cli.chaos.sabotage import SABOTAGES, Sabotage, disarm, keep_armed
-from weft.cli.chaos.schedule import (
+from weft.chaos.checks import check_content, check_ends, check_hit_rate, check_pages
+from weft.chaos.inject import Injection, Injector
+from weft.chaos.load import ChaosLoad, Known, LoadResult, Violation, text_problem
+from weft.chaos.mesh import ChaosMesh, MeshNotReady
+from weft.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
+from weft.chaos.sabotage.classes import SABOTAGES, Sabotage, disarm, keep_armed
+from weft.chaos.schedule import (
     PARTS,
     POINTS,
     RANK_WEIGHTS,

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.cli.chaos.mesh import Link, Part
-from weft.cli.chaos.proxy import Mode
+from weft.chaos.mesh import Link, Part
+from weft.chaos.proxy import Mode
 from weft.contract.faults import FaultSpec
 
 FaultClass = Literal["kill", "stop", "link", "point"]

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from weft.cli.chaos.mesh import MeshNotReady
-from weft.cli.chaos.report import show, write
-from weft.cli.chaos.run import ChaosPlan, ChaosResult, run_chaos
-from weft.cli.chaos.sabotage import SABOTAGES
-from weft.cli.chaos.schedule import RANK_TIMEOUT_S
-from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
+from weft.chaos.mesh import MeshNotReady
+from weft.chaos.report import show, write
+from weft.chaos.run import ChaosPlan, ChaosResult, run_chaos
+from weft.chaos.sabotage.classes import SABOTAGES
+from weft.chaos.schedule import RANK_TIMEOUT_S
+from weft.chaos.tiny import TINY_NAME, make_tiny_model
 from weft.cli.numbers import number, whole_number
 from weft.cli.up.ports import free_run
 from weft.cli.up.process import ExitedEarly

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import TextIO
 
-from weft.cli.chaos.proxy import FaultProxy, Mode
+from weft.chaos.proxy import FaultProxy, Mode
 from weft.common.rpc.listen import bracket
 from weft.common.settings import is_loopback
 from weft.contract.errors import ConfigError

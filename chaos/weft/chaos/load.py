@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.cli.chaos.inject import Injector
-from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
+from weft.chaos.inject import Injector
+from weft.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.contract.errors import DeadlineExceeded, PeerUnavailable
 
 LATE_S = 4.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from weft.cli.chaos.run import INVARIANTS, ChaosPlan, ChaosResult
+from weft.chaos.run import INVARIANTS, ChaosPlan, ChaosResult
 
 _MAX_SHOWN = 5
 

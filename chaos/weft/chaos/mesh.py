@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import grpc
+from weft.chaos.pages import ServicePages, read_pages
+from weft.chaos.proxy import FaultProxy
 from weft.cli.channel import open_channel
-from weft.cli.chaos.pages import ServicePages, read_pages
-from weft.cli.chaos.proxy import FaultProxy
 from weft.cli.up.exits import report_exit
 from weft.cli.up.plan import ModelFolder, plan_mesh
 from weft.cli.up.process import ReadyFile, describe_status

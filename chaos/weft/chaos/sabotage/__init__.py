@@ -1,0 +1,1 @@
+"""Breaks guarantees of the product on purpose, to show that a chaos run detects it."""
