@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from weft.contract.errors import ConfigError
+from weft.contract.settings import Setting
 from weft.decode.main import DecodeSettings
-from weft.engine.base.config import BOUNDS, NEVER_SHIP_TOKENS, Bound, EngineConfig
+from weft.engine.base.config import NEVER_SHIP_TOKENS, SETTINGS, EngineConfig
 
 ALONE: dict[str, Any] = {
     "model_dir": Path("model"),
@@ -66,7 +67,10 @@ def test_steps_on_a_gpu_have_room_for_decodes_beside_their_prompts() -> None:
     assert EngineConfig(**ALONE, device="cuda", max_running_requests=5).decodes_beside == 5
 
 
-def beyond(bound: Bound) -> list[float]:
+BOUNDED = sorted(name for name, setting in SETTINGS.items() if setting.bounds)
+
+
+def beyond(bound: Setting) -> list[float]:
     """Numbers next to a bound, on the wrong side."""
     found = [math.nan]
     found += [] if bound.ge is None else [bound.ge - 1]
@@ -74,12 +78,12 @@ def beyond(bound: Bound) -> list[float]:
     return found + ([] if bound.le is None else [math.nextafter(bound.le, math.inf)])
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", BOUNDED)
 def test_each_number_has_its_bounds(name: str) -> None:
     """Also in the settings of the service that has it."""
     setting = DecodeSettings.model_fields.get(name)
     check = TypeAdapter(Annotated[float, *setting.metadata]) if setting else None
-    for value in beyond(BOUNDS[name]):
+    for value in beyond(SETTINGS[name]):
         with pytest.raises(ConfigError, match=f"^{name} = {value}: must be [<>]=? [^;]*$"):
             EngineConfig(**ALONE | {name: value})
         if check is not None:
@@ -88,7 +92,7 @@ def test_each_number_has_its_bounds(name: str) -> None:
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    names = random.sample(sorted(BOUNDS), 5)
+    names = random.sample(BOUNDED, 5)
     with pytest.raises(ConfigError) as caught:
         EngineConfig(**ALONE | dict.fromkeys(names, -1))
     told = [problem.split(" = ")[0] for problem in caught.value.message.split("; ")]
@@ -104,4 +108,4 @@ def test_what_has_no_bound_is_no_number() -> None:
         for field in fields(EngineConfig)
         if {"int", "float"} & set(str(field.type).replace("|", " ").split())
     }
-    assert numbers == set(BOUNDS)
+    assert numbers == set(BOUNDED)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
-from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
+from weft.checkpoint.quantization import AskedFormat
 from weft.common.settings import LogLevel, Settings, is_loopback
+from weft.common.worker.settings import engine_field
 from weft.engine.base.config import DrafterName
 
 KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
@@ -58,22 +59,10 @@ class UpSettings(Settings):
         description="names in requests, in the order of the models; default = the directory's "
         "name, the hub's ORG/NAME, or demo's own",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="number format of the weights; auto = what the machine computes fast; float16 "
-        "needs a GPU",
-    )
-    task: Literal["auto", "generate", "embed", "classify", "score"] = Field(
-        "auto",
-        description="what the models serve: text, embeddings, classes, or scores by the logits of "
-        "yes and no; auto = what their files are for",
-    )
-    quantization: AskedFormat = Field("auto", description=ASKED_HELP)
-    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = Field(
-        "auto",
-        description="number format of K and V in pages; auto = that of the activations; fp8_e4m3 "
-        "and int8 = 8 bits and a scale for each vector",
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = engine_field("dtype")
+    task: Literal["auto", "generate", "embed", "classify", "score"] = engine_field("task")
+    quantization: AskedFormat = engine_field("quantization")
+    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = engine_field("kv_dtype")
     device: list[str] = Field(
         [],
         max_length=64,
@@ -81,20 +70,8 @@ class UpSettings(Settings):
         "cuda or cuda:N; workers on one GPU share its memory; empty or auto = all GPUs that are "
         "there, else the CPU",
     )
-    tp: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="ranks of each worker, which share its weights and work; on GPUs a worker "
-        "takes as many",
-    )
-    ep: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="ranks among which experts are divided whole: 1, each rank has a part of every "
-        "expert, or as many as tp",
-    )
+    tp: int = engine_field("tp")
+    ep: int = engine_field("ep")
     host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
     rest: bool = Field(True, description="serve REST")
     rest_port: int = Field(
@@ -107,35 +84,14 @@ class UpSettings(Settings):
         None,
         description="folder for logs and state, one per mesh; none = by the gRPC port",
     )
-    local_prefill_max_tokens: int | None = Field(
-        None,
-        ge=0,
-        description="prompt remainders of at most this many tokens run on decode workers, in "
-        "tokens; none = by measured cost",
-    )
-    kv_memory_bytes: int | None = Field(
-        None,
-        ge=1 << 20,
-        description="KV pool of each worker, in bytes; none = its default",
-    )
+    local_prefill_max_tokens: int | None = engine_field("local_prefill_max_tokens")
+    kv_memory_bytes: int | None = engine_field("kv_memory_bytes", None)
     kvstore_memory_bytes: int | None = Field(
         None, ge=1 << 20, description="arena of the KV store, in bytes; none = its default"
     )
-    host_cache_bytes: int | None = Field(
-        None,
-        ge=0,
-        description="host memory of each worker for KV pages evicted from its pool, in bytes; "
-        "none = its default",
-    )
-    disk_cache_dir: Path | None = Field(
-        None,
-        description="folder for KV pages of workers and KV stores on disk; none = no disk cache",
-    )
-    disk_cache_bytes: int | None = Field(
-        None,
-        ge=1 << 12,
-        description="most KV pages of each worker and store on disk, in bytes; none = its default",
-    )
+    host_cache_bytes: int | None = engine_field("host_cache_bytes", None)
+    disk_cache_dir: Path | None = engine_field("disk_cache_dir")
+    disk_cache_bytes: int | None = engine_field("disk_cache_bytes", None)
     transport: Literal["auto", "nixl", "data"] = Field(
         "auto", description="how pages travel; auto = NIXL where it works, else gRPC data messages"
     )
@@ -154,13 +110,7 @@ class UpSettings(Settings):
         "--drafter model of a smaller model, which decode workers load; none = "
         "neither",
     )
-    drafter: DrafterName | None = Field(
-        None,
-        description="source of draft tokens on decode workers, for the model to verify where it "
-        "is measured to pay: none, ngram, mtp with the head that the model's checkpoint "
-        "brings, eagle3 or eagle with a head of that kind in draft_dir, or model with a "
-        "whole model there; default the head that draft_dir holds, else none",
-    )
+    drafter: DrafterName | None = engine_field("drafter", None)
     demo_draft_dir: Path | None = Field(
         None, description="the draft_dir of a mesh that serves the demo model alone"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.contract.errors import ConfigError
+from weft.contract.settings import Setting, setting
 
 Role = Literal["decode", "prefill"]
 DrafterName = Literal["none", "ngram", "mtp", "eagle", "eagle3", "model"]
@@ -34,333 +36,422 @@ NEVER_SHIP_TOKENS = 1 << 40
 """Value of `local_prefill_max_tokens` with which every prompt is prefilled locally."""
 
 
-class Bound(NamedTuple):
-    """Lower and upper bound of one number, independent of other settings."""
-
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-
-    def allows(self, value: float) -> bool:
-        """Whether a number lies within the bounds; NaN never does."""
-        return (
-            value == value
-            and (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-        )
-
-    def __str__(self) -> str:
-        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le))
-        return " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
-
-
-BOUNDS: Mapping[str, Bound] = {
-    "page_size": Bound(ge=1, le=256),
-    "kv_memory_bytes": Bound(ge=1 << 16),
-    "device_memory_share": Bound(gt=0, le=1),
-    "num_pages": Bound(ge=4),
-    "checkpoint_tokens": Bound(ge=1),
-    "max_context_tokens": Bound(ge=2),
-    "max_running_requests": Bound(ge=1, le=4096),
-    "max_waiting_requests": Bound(ge=1),
-    "max_queued_fill_tokens": Bound(ge=0),
-    "max_tokens_in_flight": Bound(ge=1),
-    "max_step_tokens": Bound(ge=16),
-    "prefill_chunk_tokens": Bound(ge=1),
-    "inter_token_target_s": Bound(gt=0),
-    "step_lead_s": Bound(ge=0),
-    "stream_interval_s": Bound(ge=0, le=1),
-    "shared_step_tokens": Bound(ge=1),
-    "last_piece_tokens": Bound(ge=0),
-    "first_token_weight": Bound(ge=0, le=1e6),
-    "ageing_s": Bound(gt=0, le=1e6),
-    "preemption_threshold": Bound(ge=1, le=2_000_000),
-    "max_fill_fraction": Bound(gt=0, le=1),
-    "max_quarantine_fraction": Bound(ge=0, le=1),
-    "local_prefill_max_tokens": Bound(ge=0),
-    "lease_s": Bound(gt=0, le=3600),
-    "renew_interval_s": Bound(gt=0),
-    "fill_progress_timeout_s": Bound(gt=0),
-    "staging_bytes": Bound(ge=1 << 12),
-    "num_threads": Bound(ge=1, le=1024),
-    "tp": Bound(ge=1, le=64),
-    "ep": Bound(ge=1, le=64),
-    "rank_timeout_s": Bound(gt=0, le=3600),
-    "session_pool_share": Bound(ge=0, le=1),
-    "session_tenant_share": Bound(gt=0, le=1),
-    "session_ttl_s": Bound(gt=0, le=7 * 86_400),
-    "host_cache_bytes": Bound(ge=0),
-    "disk_cache_bytes": Bound(ge=1 << 12),
-    "write_through_threshold": Bound(ge=0),
-    "load_back_threshold": Bound(ge=0),
-    "max_lora_rank": Bound(ge=1, le=512),
-    "max_loras": Bound(ge=1, le=1024),
-    "lora_memory_bytes": Bound(ge=1),
-    "lora_host_bytes": Bound(ge=1),
-    "lora_whole_matrices": Bound(ge=0, le=64),
-    "lora_added_tokens": Bound(ge=0, le=4096),
-    "max_draft_tokens": Bound(ge=1, le=32),
-    "draft_width": Bound(ge=1, le=6),
-    "constraint_compile_s": Bound(gt=0, le=600),
-    "constraint_cache": Bound(ge=1, le=65_536),
-}
-"""Bounds of the numeric engine settings by name; None: no bound. Services use the same."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine's settings. Services build it from their own settings; libraries use it as is."""
+    """One engine's settings. Services declare theirs from the fields and build it from them;
+    libraries use it as is.
+    """
 
     model_dir: Path
-    model_name: str = "model"
-    role: Role = "decode"
-    worker_id: str = "worker-0"
-    """Stable worker name, kept over restarts."""
-    task: Literal["auto", "generate", "embed", "classify", "score"] = "auto"
-    """The task that the model serves: tokens, embeddings, classes, or scores computed from the
-    logits of two tokens. auto: the model's files decide.
-    """
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16."""
-    quantization: str = "auto"
-    """Number format of the weights of linear layers. auto: the checkpoint's format. Otherwise a
-    format into which the loader quantises a checkpoint of floats, such as int8."""
-    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = "auto"
-    """Number format of K and V in pages. auto: that of the activations. The others: 8 bits, with a
-    scale for each position and head; fp8_e4m3 on CPUs, and on GPUs of compute capability 8.9 and
-    later."""
-    device: str = "cpu"
-    """A torch device. With tp > 1 either rank 0's device, after which the other ranks take the
-    next GPUs, or one device for each rank, separated by commas."""
-    tp: int = 1
-    """Number of ranks (tensor parallelism). Each rank is a process that holds a share of the
-    weights and of the KV pool."""
-    ep: int = 1
-    """Number of ranks among which the experts of mixtures are divided whole (expert parallelism):
-    1, every rank has a part of each expert; or tp."""
-    rank_timeout_s: float = 10.0
-    """Seconds that a rank waits for another rank in a step before the engine ends."""
-    check_ranks: bool = False
-    """Whether ranks compare hashes of each sum at the next sum, to find faults; on CPUs."""
-    page_size: int = 16
-    """Token positions per page."""
-    kv_memory_bytes: int | None = None
-    """Size of the KV pool, bytes; ignored if num_pages is given. None: 1 GiB on a CPU, 2 GiB
-    with states of recurrent layers; on a GPU the memory that the weights, the largest step and the
-    graphs leave free.
-    """
-    device_memory_share: float = 1.0
-    """Largest share of a GPU's memory that this engine takes for everything together, where the
-    pool takes the free memory. Lower it to run several workers on one GPU.
-    """
-    num_pages: int | None = None
-    window_pages: Literal["auto", "free", "keep"] = "auto"
-    """Pages of sliding-window layers. auto: the engine frees pages behind the window unless a
-    feature needs all of them (`keeps_windows`). free: it also does so where it exchanges pages with
-    a KV store or other workers, which must have the same setting. keep: the engine keeps all.
-    """
-    checkpoint_tokens: int = 1024
-    """Models with recurrent layers: tokens from one state that the prefix cache keeps of a prompt
-    to the next, rounded down to whole pages."""
-    max_context_tokens: int | None = None
-    """Most tokens of a prompt and its output together; None: the model's limit."""
-    max_running_requests: int = 64
-    max_waiting_requests: int = 1024
-    max_queued_fill_tokens: int = 262_144
-    """Queued prompt tokens beyond which a filler declines fills as busy."""
-    max_tokens_in_flight: int | None = None
-    """Prompt tokens that a filler admits at a time for other workers. They are in flight until
-    their pages have left; a longer prompt is admitted alone. None: as many as the pool has room
-    for.
-    """
-    max_step_tokens: int = 512
-    """Most new tokens in one step, and the largest prefill chunk. On a GPU a step takes up to
-    `MAX_DECODES_BESIDE` tokens of running requests in addition.
-    """
-    prefill_chunk_tokens: int = 256
-    """Largest chunk of one prompt in a step; a multiple of page_size."""
-    shared_step_tokens: int | None = None
-    """Prompt tokens of a step up to which further prompts join the first one. In a larger step the
-    first prompts would wait for later ones, although fewer tokens keep the device busy. None: as
-    many as fit.
-    """
-    last_piece_tokens: int | None = None
-    """Prompt tokens that a filler leaves for the last step of a long prompt while no other prompt
-    waits: only that step's pages are still to be shipped when all is computed. 0: as few steps as
-    possible. None: what suits the transport (`Transport.last_piece_tokens`).
-    """
-    inter_token_target_s: float = 0.1
-    """Inter-token latency target, seconds. The scheduler cuts prompt chunks so that a step that
-    also decodes meets the target, unless the delay of first tokens outweighs it.
-    """
-    first_token_weight: float = 1.0
-    """Worth of a second of delay of a first token, in seconds of delay of next tokens
-    (`weft.engine.scheduler.prompt_budget`, `weft.engine.sources.cost`). 0: prompts always keep to
-    the target, and are shipped while requests run.
-    """
-    step_lead_s: float = 0.002
-    """On a GPU worker that exchanges pages with other workers: seconds before the expected end of
-    a step of running requests at which the engine begins the next step, in addition to the host's
-    own time. Requests that arrive before take part in the next step. With a value longer than a
-    step the next step begins at once.
-    """
-    stream_interval_s: float | None = 0.0
-    """Seconds for which next tokens of samples may gather before they leave the engine. None: on a
-    GPU 0; on a CPU by the number of samples and the processor time of their steps
-    (`weft.engine.loop.stream_pace`).
-    """
-    scheduling_policy: PolicyName = "fcfs"
-    """Order in which waiting requests are admitted (`weft.engine.scheduler.policies`)."""
-    ageing_s: float = 30.0
-    """Waiting time, seconds, that counts as one level of priority or makes up for one full step of
-    prompt tokens. A request that has waited this long is no longer passed over for its short
-    cached prefix.
-    """
-    preemption_threshold: int | None = 10
-    """Only with the policy `priority`: the scheduler preempts a running request for one that is
-    this many levels more urgent.
-    """
-    max_fill_fraction: float = 0.3
-    """Largest share of the pool that remote fills may reserve."""
-    max_quarantine_fraction: float = 0.1
-    """Largest share of the pool that may stay in quarantine for longer than a lease; the worker
-    exits if more does. 1: the worker never exits for this reason.
-    """
-    local_prefill_max_tokens: int | None = None
-    """None: the cost rule decides where a prompt's remainder is computed. N: this engine computes
-    remainders of at most N tokens, and other workers compute longer ones.
-    """
-    has_store: bool = False
-    """Whether the engine looks prompts up in a KV store and puts computed pages there."""
-    lease_s: float = 10.0
-    renew_interval_s: float = 3.0
-    fill_progress_timeout_s: float = 5.0
-    transport: Literal["auto", "nixl", "data"] = "auto"
-    staging_bytes: int | None = None
-    """Bytes of the staging area, which pages pass through on their way from and to a pool on a
-    GPU. None: 2 GiB in host memory; in GPU memory a sixteenth of it, at most 4 GiB. Never more
-    than the size of the pool, if that is given.
-    """
-    staging_memory: Literal["auto", "host", "device"] = "auto"
-    """Kind of memory used for staging pages. auto: GPU memory if NIXL works, no KV store is
-    configured, and another GPU of this host can reach this one or another worker shares it
-    (`device_memory_share`); else host memory.
-    """
-    force_staging: bool = False
-    """Whether to stage pages of a pool on a CPU too (tests)."""
-    page_digests: bool = True
-    """Whether the engine checks pages that arrive against their sender's digests. Without the
-    check, corruption in transit goes unnoticed. A KV store requires it, and so does every peer
-    that has it on.
-    """
-    num_threads: int | None = None
-    """Compute threads; default: all cores."""
-    prefix_cache: bool = True
-    kv_eviction_policy: EvictionName = "lru"
-    """Order in which cached pages are evicted (`weft.engine.memory.eviction`)."""
-    session_pool_share: float = 0.25
-    """Largest share of the pool's pages that chat sessions may pin; 0: sessions pin nothing."""
-    session_tenant_share: float = 1.0
-    """Largest share of the session pages that one tenant may pin."""
-    session_ttl_s: float = 600.0
-    """Seconds of inactivity after which a session loses its pins."""
-    host_cache_bytes: int = 0
-    """Host memory for pages evicted from the pool; 0: none."""
-    disk_cache_dir: Path | None = None
-    """Folder for pages on disk; the engine uses its subfolder named by the worker's id. None: the
-    engine keeps no pages on disk.
-    """
-    disk_cache_bytes: int = 10 << 30
-    """Most bytes of pages on disk."""
-    write_through_threshold: int = 0
-    """Number of requests that must find a page before the engine copies it to host memory, disk
-    and KV store; 0: the engine copies a page when it is computed."""
-    load_back_threshold: int | None = None
-    """None: the engine loads pages from tiers and the KV store if that is faster than computing
-    them. N: the engine loads them if they hold at least N tokens.
-    """
-    enable_lora: bool = False
-    """Whether to serve LoRA adapters; memory for them is allocated at start."""
-    max_lora_rank: int = 64
-    """Largest rank an adapter may have."""
-    max_loras: int = 16
-    """Most adapters on the device at once, and so in one step."""
-    lora_memory_bytes: int | None = None
-    """Device memory of adapters on each rank, bytes. None: room for max_loras adapters of rank 16
-    that change every projection of the model. Draft adapters for an EAGLE-3 head on a GPU need
-    additional memory.
-    """
-    lora_projections: tuple[str, ...] = ()
-    """Projections that adapters may change; the device memory of adapters is divided among them:
-    q, k, v, o, gate, up, down; embed_tokens, lm_head; router; experts, or shared_experts for
-    adapters whose experts share A of gate and up and B of down. Empty: those of the first seven
-    that the model has.
-    """
-    lora_host_bytes: int = 4 << 30
-    """Host memory of adapters, bytes; the engine reads adapters that do not fit from disk again."""
-    lora_whole_matrices: int = 0
-    """Most adapters on the device at once that replace the embedding, and most that replace the LM
-    head, if lora_projections names these. Their memory comes in addition.
-    """
-    lora_added_tokens: int = 0
-    """Most tokens that an adapter may add to the model's vocabulary. The embedding and the LM head
-    get this many additional rows.
-    """
-    draft_dir: Path | None = None
-    """Directory of the draft head or draft model. An EAGLE head keeps its KV in the model's pages,
-    so workers that fill each other's pages must have the same head. With drafter = model the
-    directory holds a whole model, whose KV stays on this worker.
-    """
-    mtp_head: bool = False
-    """Whether to load the MTP head that the model's checkpoint brings, whose KV lies in the model's
-    pages like that of a head in draft_dir. drafter = mtp includes it.
-    """
-    drafter: DrafterName = "none"
-    """Source of the draft tokens, of which the model verifies several in one step: mtp (the head
-    that the checkpoint brings), eagle3 or eagle (a head of that kind in draft_dir), model (a
-    smaller model of the same vocabulary in draft_dir), or ngram (a search in the request's own
-    text).
-    """
-    max_draft_tokens: int = 5
-    """Most drafts in the draft chain of one request in one step. With draft_gate = measured the
-    engine chooses a smaller number if that yields more tokens a second."""
-    draft_width: int = 1
-    """With eagle3: width of draft trees. This many nodes of each level get as many children each,
-    up to 31 drafts in a step. The gate measures whether trees pay. 1: chains only.
-    """
-    draft_gate: DraftGateName = "measured"
-    """How the gate chooses the number of drafts. measured: the number that yields the most tokens a
-    second. fixed: always the largest number, as trees where trees are allowed and a step has few
-    requests.
-    """
-    poison_free_pages: bool = False
-    """Fill pages with NaN when they become free (tests)."""
-    deterministic: bool = False
-    """Whether a request's results have the same bits alone, in any batch and with any division into
-    steps. The engine refuses to start if the machine's operations do not guarantee that.
-    """
-    constraint_compile_s: float = 10.0
-    """Seconds that compiling one constraint may take."""
-    constraint_cache: int = 256
-    """Most compiled constraints that the engine keeps for later requests."""
-    overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether the engine plans and starts a step while the device still runs the previous one.
-    auto: on a GPU.
-    """
-    cuda_graphs: bool = True
-    """Whether to capture steps as CUDA graphs at start."""
-    enable_faults: bool = False
-    """Whether tests can inject faults, and the engine audits published pages."""
-    dummy_weights: bool = False
-    """Random weights instead of the checkpoint's (benchmarks)."""
+    model_name: str = setting("served name; empty = directory's name", "model")
+    role: Role = setting(
+        "what the worker does for others: it owns requests (decode), or fills pages for workers "
+        "that do (prefill)",
+        "decode",
+    )
+    worker_id: str = setting(
+        "id that stays the same over restarts, and that no other worker has; empty = role, host "
+        "name and port",
+        "worker-0",
+    )
+    task: Literal["auto", "generate", "embed", "classify", "score"] = setting(
+        "what the model serves: text, embeddings, classes, or scores by the logits of yes and no; "
+        "auto = what its files are for",
+        "auto",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "number format of weights and KV; auto = what the machine computes fast",
+        "auto",
+    )
+    quantization: AskedFormat = setting(ASKED_HELP, "auto")
+    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = setting(
+        "number format of K and V in pages; auto = that of the activations; fp8_e4m3 and int8 = 8 "
+        "bits and a scale for each vector",
+        "auto",
+    )
+    device: str = setting(
+        "torch device; auto = a GPU where one is usable, else the CPU; with tp, that of the first "
+        "rank, which the others follow, or one a rank, separated by commas",
+        "cpu",
+    )
+    tp: int = setting(
+        "ranks of the engine, processes that share the weights, the KV pool and the work of each "
+        "step: tensor parallelism",
+        1,
+        ge=1,
+        le=64,
+    )
+    ep: int = setting(
+        "ranks among which the experts of mixtures are divided whole, expert parallelism: 1, each "
+        "rank has a part of every expert, or as many as tp",
+        1,
+        ge=1,
+        le=64,
+    )
+    rank_timeout_s: float = setting(
+        "time that a rank waits for another one in a step before the worker ends, in seconds",
+        10.0,
+        gt=0,
+        le=3600,
+    )
+    check_ranks: bool = setting(
+        "compare hashes of the ranks' sums, each at the next sum, on CPUs, and end the worker if "
+        "they differ",
+        False,
+    )
+    page_size: int = setting("tokens per KV page", 16, ge=1, le=256)
+    kv_memory_bytes: int | None = setting(
+        "size of the KV pool, in bytes; default 1 GiB, on a GPU all that remains",
+        None,
+        ge=1 << 16,
+    )
+    device_memory_share: float = setting(
+        "largest share of a GPU's memory that a KV pool of default size may leave this worker "
+        "with, for several workers on one GPU",
+        1.0,
+        gt=0,
+        le=1,
+    )
+    num_pages: int | None = setting(
+        "size of the KV pool in pages, instead of kv_memory_bytes",
+        None,
+        ge=4,
+    )
+    window_pages: Literal["auto", "free", "keep"] = setting(
+        "KV pages of layers with a sliding window: auto frees them behind the window where this "
+        "worker exchanges no pages; free does so where it exchanges pages with a KV store or "
+        "workers that have the same setting; keep keeps all",
+        "auto",
+    )
+    checkpoint_tokens: int = setting(
+        "models with recurrent layers: tokens from one state that the prefix cache keeps of a "
+        "prompt to the next",
+        1024,
+        ge=1,
+    )
+    max_context_tokens: int | None = setting(
+        "longest prompt plus output in tokens; default the model's",
+        None,
+        ge=2,
+    )
+    max_running_requests: int = setting(
+        "requests in one step; default 64, on a GPU 256",
+        64,
+        ge=1,
+        le=4096,
+    )
+    max_waiting_requests: int = setting("requests queued in addition to those", 1024, ge=1)
+    max_queued_fill_tokens: int = setting(
+        "queued prompt tokens beyond which a prefill worker declines more: the decode worker asks "
+        "another one or computes them itself",
+        262_144,
+        ge=0,
+    )
+    max_tokens_in_flight: int | None = setting(
+        "prompt tokens that a prefill worker admits at a time, until their pages have left; later "
+        "prompts wait in the order of scheduling_policy; default as many as the pool holds",
+        None,
+        ge=1,
+    )
+    max_step_tokens: int = setting(
+        "new tokens in one step; default 512, on a GPU 8192 (plus the tokens of up to 64 running "
+        "requests)",
+        512,
+        ge=16,
+    )
+    prefill_chunk_tokens: int = setting(
+        "largest chunk of one prompt in a step, in tokens; default 256, on a GPU 4096",
+        256,
+        ge=1,
+    )
+    shared_step_tokens: int | None = setting(
+        "prompt tokens of a step up to which further prompts join the first one; default as many "
+        "as fit, on a GPU prefill worker 2048: a prompt does not wait for those behind it",
+        None,
+        ge=1,
+    )
+    last_piece_tokens: int | None = setting(
+        "tokens that a prefill worker leaves for the last step of a long prompt while no other "
+        "prompt waits, since that step's pages are shipped when all is computed; 0 = as few steps "
+        "as possible; default 0, from a GPU through host memory 512",
+        None,
+        ge=0,
+    )
+    inter_token_target_s: float = setting(
+        "time that prompts may add to a step that also decodes, in seconds; prompt chunks are "
+        "sized to it, unless first tokens that wait count for more",
+        0.1,
+        gt=0,
+    )
+    first_token_weight: float = setting(
+        "worth of a second of delay of a first token, in seconds of delay of next tokens; 0 = "
+        "prompts always keep to inter_token_target_s, and ship while requests run",
+        1.0,
+        ge=0,
+        le=1e6,
+    )
+    step_lead_s: float = setting(
+        "on a GPU worker that exchanges pages: time before the expected end of a step of running "
+        "requests at which the next one begins, in seconds; what comes until then takes part in "
+        "it",
+        0.002,
+        ge=0,
+    )
+    stream_interval_s: float | None = setting(
+        "time for which next tokens gather before gateways get them in one message, in seconds: "
+        "each message takes processor time from workers that share its cores; first tokens and "
+        "ends do not wait; 0 = the tokens of each step at once; none = 0 on a GPU, and on a CPU "
+        "with 8 and more running samples the time in which the engine takes 3 ms of processor "
+        "time for each of them",
+        0.0,
+        ge=0,
+        le=1,
+    )
+    scheduling_policy: PolicyName = setting(
+        "order of admission: first come first served, longest cached prefix, shortest_remaining "
+        "(fewest prompt tokens to compute), most urgent priority, or fair (the tenant that was "
+        "served the fewest tokens)",
+        "fcfs",
+    )
+    ageing_s: float = setting(
+        "waiting time that counts as one level of priority or makes up for one full step of "
+        "prompt tokens, and after which a longer prefix does not overtake, in seconds",
+        30.0,
+        gt=0,
+        le=1e6,
+    )
+    preemption_threshold: int | None = setting(
+        "with scheduling_policy = priority: levels by which a request must be more urgent to "
+        "preempt a running one; none = never",
+        10,
+        ge=1,
+        le=2_000_000,
+    )
+    max_fill_fraction: float = setting(
+        "share of the KV pool that remote fills may reserve",
+        0.3,
+        gt=0,
+        le=1,
+    )
+    max_quarantine_fraction: float = setting(
+        "share of the KV pool that may be in quarantine; a worker that exceeds it for longer than "
+        "a lease lasts drains and exits, to be restarted; 1 = never",
+        0.1,
+        ge=0,
+        le=1,
+    )
+    local_prefill_max_tokens: int | None = setting(
+        "prompt remainders of at most this many tokens are prefilled here, longer ones by prefill "
+        "workers; 0 = ship whenever there is a full page; none = by measured cost",
+        None,
+        ge=0,
+    )
+    has_store: bool = setting(
+        "whether the engine looks prompts up in a KV store and puts computed pages there",
+        False,
+    )
+    lease_s: float = setting("duration of a fill's lease, in seconds", 10.0, gt=0, le=3600)
+    renew_interval_s: float = setting("interval between lease renewals, in seconds", 3.0, gt=0)
+    fill_progress_timeout_s: float = setting(
+        "time without progress after which a fill is given to another filler, in seconds",
+        5.0,
+        gt=0,
+    )
+    transport: Literal["auto", "nixl", "data"] = setting(
+        "how KV pages travel; auto = NIXL where it works and the port is protected, else gRPC "
+        "data messages",
+        "auto",
+    )
+    staging_bytes: int | None = setting(
+        "memory that pages pass through on their way from and to a KV pool on a GPU, in bytes; "
+        "default 2 GiB in the host's memory, in the GPU's own a sixteenth of it and at most 4 "
+        "GiB; no more than the pool if its size is given",
+        None,
+        ge=1 << 12,
+    )
+    staging_memory: Literal["auto", "host", "device"] = setting(
+        "kind of that memory: `device` = the GPU's own, which workers on it and on other GPUs of "
+        "the host reach; auto = device where NIXL works, another GPU of the host can reach it or "
+        "device_memory_share is below 1, and no KV store is there",
+        "auto",
+    )
+    force_staging: bool = setting(
+        "stage the pages of a KV pool on a CPU too (tests; slower)",
+        False,
+    )
+    page_digests: bool = setting(
+        "check pages that arrive against digests of their sender; off: corruption in transit goes "
+        "unnoticed",
+        True,
+    )
+    num_threads: int | None = setting("compute threads; default all cores", None, ge=1, le=1024)
+    prefix_cache: bool = setting("reuse KV of earlier prompts", True)
+    kv_eviction_policy: EvictionName = setting(
+        "order of evicting cached KV pages: least recently, least frequently or most recently "
+        "used, first in, last in (filo), of least urgent requests, or slru: those never found "
+        "again before the others",
+        "lru",
+    )
+    session_pool_share: float = setting(
+        "share of the KV pool that chat sessions may pin, to be evicted last; 0 = sessions pin "
+        "nothing",
+        0.25,
+        ge=0,
+        le=1,
+    )
+    session_tenant_share: float = setting(
+        "share of that for the sessions of one tenant",
+        1.0,
+        gt=0,
+        le=1,
+    )
+    session_ttl_s: float = setting(
+        "time without a finished request after which a session loses its pins, in seconds",
+        600.0,
+        gt=0,
+        le=7 * 86_400,
+    )
+    host_cache_bytes: int = setting(
+        "host memory for KV pages evicted from the pool, in bytes; 0 = none",
+        0,
+        ge=0,
+    )
+    disk_cache_dir: Path | None = setting(
+        "folder for KV pages on local disk, which survive restarts; each worker uses a subfolder "
+        "named by its id; none = no disk cache",
+        None,
+    )
+    disk_cache_bytes: int = setting("most KV pages on disk, in bytes", 10 << 30, ge=1 << 12)
+    write_through_threshold: int = setting(
+        "number of requests that must find a KV page before it is copied to host memory, disk and "
+        "KV store; 0 = when it is computed; evicted pages go to host memory in any case",
+        0,
+        ge=0,
+    )
+    load_back_threshold: int | None = setting(
+        "number of tokens from which pages are loaded from tiers or the KV store; none = where "
+        "measured to be faster than computing them",
+        None,
+        ge=0,
+    )
+    enable_lora: bool = setting(
+        "whether to serve LoRA adapters; memory for them is allocated at start",
+        False,
+    )
+    max_lora_rank: int = setting("largest rank of an adapter", 64, ge=1, le=512)
+    max_loras: int = setting(
+        "adapters on the device at once, and so in one step",
+        16,
+        ge=1,
+        le=1024,
+    )
+    lora_memory_bytes: int | None = setting(
+        "device memory of adapters, in bytes; default = enough for max_loras adapters of rank 16 "
+        "that change every projection",
+        None,
+        ge=1,
+    )
+    lora_projections: tuple[str, ...] = setting(
+        "projections that adapters may change, which share that memory, separated by commas: q, "
+        "k, v, o, gate, up, down; embed_tokens, lm_head; router; experts, or shared_experts where "
+        "all of them share A of gate and up and B of down; default = the first seven, as far as "
+        "the model has them",
+        (),
+    )
+    lora_host_bytes: int = setting(
+        "host memory of adapters, in bytes; others are read from disk again",
+        4 << 30,
+        ge=1,
+    )
+    lora_whole_matrices: int = setting(
+        "adapters on the device at once that bring a whole embedding or LM head "
+        "(modules_to_save), where lora_projections names these; 0 = such adapters are refused",
+        0,
+        ge=0,
+        le=64,
+    )
+    lora_added_tokens: int = setting(
+        "most tokens that an adapter may add to the model's vocabulary, where lora_projections "
+        "names embed_tokens and lm_head; 0 = such adapters are refused",
+        0,
+        ge=0,
+        le=4096,
+    )
+    draft_dir: Path | None = setting(
+        "folder of an EAGLE head for the model, whose KV lies in the model's pages, so that all "
+        "workers that exchange pages must have the same; with drafter = model, of a whole draft "
+        "model, needed by decode workers only; none = neither",
+        None,
+    )
+    mtp_head: bool = setting(
+        "load the MTP head that the model's checkpoint brings, whose KV lies in the model's "
+        "pages, so that all workers that exchange pages must load it; drafter = mtp includes this",
+        False,
+    )
+    drafter: DrafterName = setting(
+        "source of draft tokens that the model verifies, several in one step, where that is "
+        "measured to pay: mtp (the head that the model's checkpoint brings), eagle3 or eagle (the "
+        "head in draft_dir, of that kind), model (a smaller model of the same vocabulary there), "
+        "or ngram, which searches the request's text",
+        "none",
+    )
+    max_draft_tokens: int = setting(
+        "most drafts of a request in one step that form a chain",
+        5,
+        ge=1,
+        le=32,
+    )
+    draft_width: int = setting(
+        "with eagle3, drafts may form trees with this many children per node and up to 31 drafts "
+        "of a request in one step, where that is measured to pay; 1 = chains only",
+        1,
+        ge=1,
+        le=6,
+    )
+    draft_gate: DraftGateName = setting(
+        "measured: the number of drafts that yields the most tokens a second; fixed: always the "
+        "most, whether or not they pay",
+        "measured",
+    )
+    poison_free_pages: bool = setting(
+        "fill free KV pages with NaN, so that wrong reads are noticed (slow)",
+        False,
+    )
+    deterministic: bool = setting(
+        "give a request the same bits alone, in any batch and in any chunks, or refuse to start",
+        False,
+    )
+    constraint_compile_s: float = setting(
+        "time limit for compiling one output constraint, in seconds",
+        10.0,
+        gt=0,
+        le=600,
+    )
+    constraint_cache: int = setting(
+        "most compiled output constraints that are kept",
+        256,
+        ge=1,
+        le=65_536,
+    )
+    overlap: Literal["auto", "on", "off"] = setting(
+        "plan and start a step while the device still runs the previous one; auto = on for GPUs, "
+        "since a CPU gains nothing",
+        "auto",
+    )
+    cuda_graphs: bool = setting(
+        "capture steps on a GPU as CUDA graphs at start; off: less memory and a faster start, "
+        "much slower steps",
+        True,
+    )
+    enable_faults: bool = setting("let operators inject faults, for tests of the mesh", False)
+    dummy_weights: bool = setting("random weights, for benchmarks", False)
 
     def __post_init__(self) -> None:
-        values = ((name, getattr(self, name), bound) for name, bound in BOUNDS.items())
+        values = ((name, getattr(self, name), setting) for name, setting in SETTINGS.items())
         wrong = [
-            f"{name} = {value}: must be {bound}"
-            for name, value, bound in values
-            if value is not None and not bound.allows(value)
+            f"{name} = {value}: must be {setting.bounds}"
+            for name, value, setting in values
+            if setting.bounds and value is not None and not setting.allows(value)
         ]
         # Relations between fields are checked only once each field is right by itself.
         wrong = wrong or [
@@ -526,3 +617,9 @@ class EngineConfig:
         """Whether this engine may exchange pages with other workers."""
         is_alone = self.role == "decode" and self.transport == "data" and not self.has_store
         return not (is_alone and self.never_fills)
+
+
+SETTINGS: Mapping[str, Setting] = {
+    one.name: one.metadata["setting"] for one in fields(EngineConfig) if one.metadata
+}
+"""The settings by name, but for the model's folder; services declare theirs from these."""

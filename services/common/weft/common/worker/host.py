@@ -36,7 +36,7 @@ from weft.common.worker.watchdog import CrashDumps, Watchdog
 from weft.contract.errors import ConfigError, WeftError
 from weft.contract.messages import Outbox
 from weft.contract.reports import EngineInfo
-from weft.engine.base.config import Role
+from weft.engine.base.config import EngineConfig, Role
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class WorkerHost:
         self._role: Role = role
         self._make_service = make_service
         self._worker_id = settings.worker_id or default_id(role, settings.port)
-        config = settings.engine_config(role, self._worker_id)
+        config = self._config = settings.engine_config(role, self._worker_id)
         registry = open_registry(settings.adapter_root)
         self._identity = load_identity(settings)
         self._dumps: CrashDumps | None = None
@@ -157,7 +157,7 @@ class WorkerHost:
         self._kv_feed = KvFeed(self._worker_id, info.epoch)
         for notice in info.notices:
             logger.warning(notice)
-        if not self._settings.page_digests:
+        if not self._config.page_digests:
             logger.warning("pages are not checked: corruption in transit goes unnoticed")
         self._settings.tell_of_pages("nixl" in info.transports)
         if self._settings.kvstore:
@@ -194,7 +194,7 @@ class WorkerHost:
 
         watchdog = self._watchdog(front)
         serving = asyncio.create_task(server.run_until_signal(drain))
-        fencing = start_logged(_end_by_quarantine(server, self._engine, self._settings))
+        fencing = start_logged(_end_by_quarantine(server, self._engine, self._config))
         watching = [start_logged(_tell_liveness(server, self._engine)), fencing]
         if self._adapters is not None:
             watching.append(start_logged(self._adapters.run()))
@@ -395,7 +395,7 @@ async def _tell_liveness(server: ServiceServer, engine: EngineClient) -> None:
 
 
 async def _end_by_quarantine(
-    server: ServiceServer, engine: EngineClient, settings: WorkerSettings
+    server: ServiceServer, engine: EngineClient, config: EngineConfig
 ) -> None:
     """Drains and ends the worker if its pool is lost to quarantine: the last fence.
 
@@ -403,14 +403,14 @@ async def _end_by_quarantine(
     """
     while True:
         load = engine.load
-        if load is not None and load.quarantine_over_s > settings.lease_s:
+        if load is not None and load.quarantine_over_s > config.lease_s:
             logger.error(
                 "%d of %d KV pages are in quarantine, more than %g of the pool for over %g s: this "
                 "worker drains and exits, to be restarted",
                 load.quarantined_pages,
                 load.total_pages,
-                settings.max_quarantine_fraction,
-                settings.lease_s,
+                config.max_quarantine_fraction,
+                config.lease_s,
             )
             server.request_stop()
             return
