@@ -167,7 +167,11 @@ CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
     ),
     ({"tools": QWEN3_CODER}, f"<tool_call>\n{CALL}\n</tool_call>", called(F)),
     ({"tools": QWEN3_CODER}, "<tool_call><function=></function></tool_call> x", None),
-    ({"tools": QWEN3_CODER}, "a <tool_call><function=f><parameter=s>1", None),
+    (
+        {"tools": QWEN3_CODER},
+        "a <tool_call><function=f><parameter=s>1",
+        Parsed("a", calls=(("f", '{"s": "1'),)),
+    ),
     ({"tools": QWEN3_CODER}, "a <tool_call><func", None),
     # Cut off by a limit of tokens.
     ({"tools": HERMES}, '<tool_call>{"name": "f", "arguments": {"a": 1', cut(("f", '{"a": 1'))),
@@ -261,6 +265,12 @@ def test_arguments_come_as_they_are_written() -> None:
         "<tool_call>" * 1_000 + "<function=f><parameter=a>1</parameter></function>",
         "<tool_call><function=f></function>" * 1_000,
         "<tool_call><function=f>" + "<parameter=" * 2_500 + "</function>",
+        "<tool_call><function=f><parameter=a>" + "<" * 30_000,
+        "<tool_call><function=f>" + "<parameter=a>" * 2_500,
+        "<function=f>" * 2_500,
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 2_500,
+        '<tool_call>{"name": "f", "arguments": ' + "</tool_call" * 2_500,
+        "<|tool_calls_section_begin|>" * 1_000 + "<|tool_call_end|>" * 1_000,
         "[TOOL_CALLS]" + "a" * 30_000,
         "[TOOL_CALLS]" * 3_000,
         "[TOOL_CALLS]a[ARGS]" * 2_000,
@@ -272,7 +282,7 @@ def test_arguments_come_as_they_are_written() -> None:
         "<|channel|>" + "to=functions.f " * 2_000,
         "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>" * 2_000,
     ],
-    ids=range(21),
+    ids=range(27),
 )
 @pytest.mark.timeout(60)
 def test_little_of_a_long_text_is_held(text: str) -> None:

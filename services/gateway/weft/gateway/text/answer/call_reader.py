@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
-_OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
-_INSIDE_STRINGS = re.compile(r'["\\]')
+_OUTSIDE_STRINGS = re.compile(r'["{}\[\]<]')
+_INSIDE_STRINGS = re.compile(r'["\\<]')
+_MAX_MARK = 64
 _MAX_DEPTH = 200
 """Most levels of lists and objects in a call, as many as in a request's body. The code that reads
 the value later recurses once for each level.
@@ -28,40 +30,84 @@ _BLANKS = " \t\r\n"
 
 
 class ObjectEnd:
-    """Finds the end of a JSON object.
+    """Finds the end of a JSON object, or the mark that ends a call whose object is not closed.
+
+    Outside of strings such a mark ends the object. Within a string it may belong to the value, so
+    the text from there on is held back until the object has ended, or the whole text has.
 
     Args:
-        depth: Number of the object's brackets that were opened before the first text.
+        marks: Texts that end a call; only those that begin with `<`, which JSON has not.
+        opened: The object's brackets that were opened before the first text.
     """
 
-    __slots__ = ("_depth", "_in_string", "_is_escaped")
+    __slots__ = ("_at_mark", "_held", "_in_string", "_is_escaped", "_marks", "_open", "_suspect")
 
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
+    def __init__(self, marks: Sequence[str] = (), opened: str = "") -> None:
+        self._marks = tuple(mark for mark in marks if mark.startswith("<"))
+        self._open = list(opened)
         self._in_string = self._is_escaped = False
+        self._held = ""
+        """Text that may begin a mark."""
+        self._suspect: list[str] | None = None
+        """The text from a mark within a string on; None: there was none."""
+        self._at_mark = ""
+        """What closes the object as it was ahead of that mark."""
 
-    def push(self, text: str) -> int | None:
-        """Takes more text; returns how many of its characters belong to the object. None: all, and
-        more follow.
+    def push(self, text: str, *, is_last: bool = False) -> tuple[str, str | None]:
+        """Takes more text.
+
+        Returns:
+            More of the object, and the text behind it; None: it goes on.
         """
-        at = 0
+        text, self._held, at = self._held + text, "", 0
+        shown = ""
         while at < len(text):
             if self._is_escaped:
                 self._is_escaped, at = False, at + 1
                 continue
             found = (_INSIDE_STRINGS if self._in_string else _OUTSIDE_STRINGS).search(text, at)
             if found is None:
-                return None
+                break
             mark, at = found.group(), found.end()
-            if mark == "\\":
+            if mark == "<":
+                if self._suspect is not None:
+                    continue
+                rest = text[at - 1 : at - 1 + _MAX_MARK]
+                if rest.startswith(self._marks):
+                    if not self._in_string:
+                        return shown + text[: at - 1] + self._closing(), text[at - 1 :]
+                    self._suspect, self._at_mark = [], self._closing()
+                    shown, text, at = shown + text[: at - 1], text[at - 1 :], 1
+                elif not is_last and any(one.startswith(rest) for one in self._marks):
+                    self._held = rest
+                    return shown + text[: at - 1], None
+            elif mark == "\\":
                 self._is_escaped = True
             elif mark == '"':
                 self._in_string = not self._in_string
+            elif mark in "{[":
+                self._open.append(mark)
             else:
-                self._depth += 1 if mark in "{[" else -1
-                if self._depth <= 0:
-                    return at
-        return None
+                del self._open[-1:]
+                if not self._open:
+                    return shown + self._all(text[:at]), text[at:]
+        if self._suspect is not None:
+            self._suspect.append(text)
+            text = ""
+        return shown + text, None
+
+    def finish(self) -> tuple[str, str | None]:
+        """Ends the text; returns what `push` does."""
+        if self._suspect is None:
+            return self.push("", is_last=True)
+        return self._at_mark, "".join(self._suspect)
+
+    def _all(self, text: str) -> str:
+        return "".join(self._suspect or ()) + text
+
+    def _closing(self) -> str:
+        brackets = "".join("}" if one == "{" else "]" for one in reversed(self._open))
+        return '"' * self._in_string + brackets
 
 
 class CallReader:
@@ -74,6 +120,8 @@ class CallReader:
         given_name: Name of the function, so that only the arguments are read; empty: the whole
             object is read.
         given_id: Id of the call; empty: it has none.
+        marks: Texts that end a call.
+        names: Functions that may be called; None: any.
     """
 
     __slots__ = (
@@ -82,6 +130,8 @@ class CallReader:
         "_is_bare",
         "_is_in_arguments",
         "_is_streamed",
+        "_marks",
+        "_names",
         "_num_chars",
         "_pieces",
         "_tail",
@@ -90,8 +140,17 @@ class CallReader:
         "rest",
     )
 
-    def __init__(self, given_name: str = "", given_id: str = "") -> None:
+    def __init__(
+        self,
+        given_name: str = "",
+        given_id: str = "",
+        *,
+        marks: Sequence[str] = (),
+        names: Collection[str] | None = None,
+    ) -> None:
         self._given_name = given_name
+        self._marks = marks
+        self._names = names
         self.id = given_id
         self.name = ""
         """Name of the function; empty: not known yet."""
@@ -99,7 +158,7 @@ class CallReader:
         """Text behind the object; None: it has not ended."""
         self._pieces: list[str] = []
         self._num_chars = 0
-        self._end = ObjectEnd()
+        self._end = ObjectEnd(marks)
         """Finds the end of the object, or of its arguments while these are passed on."""
         self._is_bare = self._is_streamed = self._is_in_arguments = bool(given_name)
         self._tail: str | None = ""
@@ -118,7 +177,7 @@ class CallReader:
         """
         self.name, self._given_name = self.name or self._given_name, ""
         if self._is_streamed:
-            return self._more_arguments(text)
+            return self._more(text)
         self._pieces.append(text)
         # If the head does not come soon, the call is read once the object is complete.
         head = None
@@ -126,28 +185,37 @@ class CallReader:
             head = _HEAD.match(whole := self.text)
         self._num_chars += len(text)
         if head is not None:
-            self.name = _name(head.group(1))
+            self.name = self._checked(_name(head.group(1)))
             self._is_streamed = self._is_in_arguments = True
-            self._pieces, self._end = [], ObjectEnd()
-            return self._more_arguments(whole[head.end() :])
-        end = self._end.push(text)
-        if end is None:
-            return ""
-        self._pieces[-1], self.rest = text[:end], text[end:]
-        return self._whole()
+            self._pieces, self._end = [], ObjectEnd(self._marks)
+            return self._more(whole[head.end() :])
+        _, rest = self._end.push(text)
+        return "" if rest is None else self._whole(rest)
 
-    def _more_arguments(self, text: str) -> str:
-        arguments = ""
+    def finish(self) -> str:
+        """Ends the text; returns further arguments."""
+        if not self._is_streamed or not self._is_in_arguments:
+            return ""
+        return self._note(*self._end.finish())
+
+    def _checked(self, name: str) -> str:
+        if self._names is not None and name not in self._names:
+            raise ValueError("no function of this name")
+        return name
+
+    def _more(self, text: str) -> str:
         if self._is_in_arguments:
-            end = self._end.push(text)
-            arguments = text[:end]
-            if end is None:
-                return arguments
-            self._is_in_arguments, text = False, text[end:]
+            return self._note(*self._end.push(text))
         if self._is_bare:
             self.rest = text
         else:
             self._find_end(text)
+        return ""
+
+    def _note(self, arguments: str, rest: str | None) -> str:
+        if rest is not None:
+            self._is_in_arguments = False
+            self._more(rest)
         return arguments
 
     def _find_end(self, text: str) -> None:
@@ -160,13 +228,13 @@ class CallReader:
             if not text.startswith((",", "}")):
                 self.rest = text
                 return
-            self._tail, self._end = None, ObjectEnd(1)
-        end = self._end.push(text)
-        if end is not None:
-            self.rest = text[end:]
+            self._tail, self._end = None, ObjectEnd(self._marks, "{")
+        _, self.rest = self._end.push(text)
 
-    def _whole(self) -> str:
+    def _whole(self, rest: str) -> str:
         """Reads the complete object."""
+        whole = self.text
+        self._pieces, self.rest = [whole[: len(whole) - len(rest)]], rest
         call = loads(self.text)
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not name:
@@ -176,7 +244,7 @@ class CallReader:
             arguments = loads(arguments)  # Some models write them as a string.
         if not isinstance(arguments, dict):
             raise ValueError("arguments that are no object")
-        self.name = encodable(name)
+        self.name = self._checked(encodable(name))
         return encodable(json.dumps(arguments, ensure_ascii=False))
 
 

@@ -49,6 +49,12 @@ class ToolFormat:
     """
     is_harmony: bool = False
     """Calls are messages to functions (`weft.gateway.text.answer.harmony`)."""
+    bare_openers: tuple[str, ...] = ()
+    """Beginnings of calls of a tool that are calls without an opener, too, if they are whole."""
+    hides_marks: bool = False
+    """Marks that turn out to belong to no call are left out; else they are content."""
+    keeps_blanks: bool = False
+    """Blanks beside a call are content; else they are left out."""
     marks: tuple[str, ...] = ()
     """Further texts that tell calls or their values, and may be special tokens."""
 
@@ -57,6 +63,11 @@ class ToolFormat:
         """All texts by which calls are recognised; special tokens among them must be shown."""
         own = (*self.openers, self.closer, *self.separators, *self.tails, *self.beginnings)
         return tuple(one for one in (*own, *self.marks) if one)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Marks that end a call whose own end is missing."""
+        return tuple(one for one in (self.closer, *self.tails, *self.openers) if one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +117,13 @@ QWEN3_CODER = ToolFormat(
             # A quote or blanks at the end of the name do not belong to it.
             name=r"<function=\s*+[\"']?+"
             r"(?P<name>(?:[^>\s\"']++|[\"'](?!\s*+>)|[^\S\n]++(?=[^>\s]))*+)[\"']?+\s*+>",
-            parameter=r"<parameter=(?P<key>[^>\n]{1,256})>(?P<value>.*?)"
-            r"(?:</parameter>|(?=<parameter=)|\Z)",
+            parameter=r"<parameter=(?P<key>[^<>\n]{1,256})>",
+            ends=("</parameter>", "<parameter="),
+            has_line_breaks=True,
         ),
     ),
     closer="</tool_call>",
+    bare_openers=("<function=",),
     separators=_JOINTS,
     tails=_TAILS,
 )
@@ -124,9 +137,9 @@ GLM45 = ToolFormat(
             opener="",
             closer="</tool_call>",
             leaves_closer=True,
-            name=rf"{_NAME}\s*(?=<arg_key>|\Z)",
-            parameter=r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s*"
-            r"<arg_value>(?P<value>.*?)(?:</arg_value>|(?=<arg_key>)|\Z)",
+            name=rf"{_NAME}\s*+",
+            parameter=r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s{0,64}<arg_value>",
+            ends=("</arg_value>", "<arg_key>"),
         ),
     ),
     closer="</tool_call>",
@@ -141,8 +154,8 @@ MINIMAX_M2 = ToolFormat(
             opener="<invoke",
             closer="</invoke>",
             name=r"<invoke\s+name=[\"']?(?P<name>[^\"'>\n]{1,256})[\"']?\s*>",
-            parameter=r"<parameter\s+name=[\"']?(?P<key>[^\"'>\n]{1,256})[\"']?\s*>(?P<value>.*?)"
-            r"(?:</parameter>|(?=<parameter\s)|\Z)",
+            parameter=r"<parameter\s{1,64}name=[\"']?(?P<key>[^\"'<>\n]{1,256})[\"']?\s{0,64}>",
+            ends=("</parameter>", "<parameter name="),
         ),
     ),
     closer="</minimax:tool_call>",
@@ -173,10 +186,10 @@ DEEPSEEK_V32 = ToolFormat(
         TagSyntax(
             opener="<｜DSML｜invoke",
             closer="</｜DSML｜invoke>",
-            name=r"<｜DSML｜invoke\s+name=\"(?P<name>[^\"\n]{1,256})\"\s*>",
-            parameter=r"<｜DSML｜parameter\s+name=\"(?P<key>[^\"\n]{1,256})\""
-            r"(?:\s+string=\"(?P<string>true|false)\")?\s*>(?P<value>.*?)"
-            r"(?:</｜DSML｜parameter>|\Z)",
+            name=r"<｜DSML｜invoke\s+name=\"(?P<name>[^\">\n]{1,256})\"\s*>",
+            parameter=r"<｜DSML｜parameter\s{1,64}name=\"(?P<key>[^\"<>\n]{1,256})\""
+            r"(?:\s{1,64}string=\"(?P<string>true|false)\")?\s{0,64}>",
+            ends=("</｜DSML｜parameter>",),
         ),
     ),
     closer="</｜DSML｜function_calls>",
@@ -197,6 +210,7 @@ KIMI_K2 = ToolFormat(
     separators=("<|tool_call_begin|>",),
     tails=("<|tool_call_end|>", "<|tool_call_section_end|>"),
     marks=("<|tool_call_argument_begin|>",),
+    hides_marks=True,
 )
 """Kimi K2. A call's id is the model's, `functions.NAME:NUMBER`, which it expects to see again."""
 MISTRAL = ToolFormat(
@@ -215,6 +229,7 @@ GRANITE = ToolFormat(
     closer="</tool_call>",
     separators=_JOINTS,
     tails=_TAILS,
+    keeps_blanks=True,
 )
 """Granite 3."""
 GEMMA4 = ToolFormat(
@@ -226,7 +241,11 @@ GEMMA4 = ToolFormat(
 )
 """Gemma 4: an object with bare keys whose texts stand between marks of their own."""
 LLAMA3_JSON = ToolFormat(
-    "llama3_json", (), separators=(";", "<|python_tag|>"), beginnings=("{", "<|python_tag|>")
+    "llama3_json",
+    (),
+    (JsonObject(names_decide=True),),
+    separators=(";", "<|python_tag|>"),
+    beginnings=("{", "<|python_tag|>"),
 )
 """Llama 3.1 and later, its JSON calls."""
 HARMONY = ToolFormat(

@@ -1,4 +1,6 @@
-"""Reads a call of a tool as Gemma 4 writes it: `call:NAME{key:<|"|>text<|"|>,other:[1,true]}`."""
+"""Reads a call of a tool as Gemma 4 writes it: `call:NAME{key:<|"|>text<|"|>,other:[1,true]}`.
+Smaller models also write Python's quotes and `=`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from weft.gateway.text.answer.call_reader import loads
 
 _HEAD = re.compile(r"call:\s*([\w.-]{1,256})\s*(?=\{)", re.ASCII)
 _QUOTE = '<|"|>'
-_KEY = re.compile(r"[^:,{}\[\]]{1,256}")
+_PYTHON_QUOTED = re.compile(r"'((?:[^'\\]|\\.)*+)'(?=\s*+[,}\]:=])", re.DOTALL)
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
+_KEY = re.compile(r"[^:=,{}\[\]]{1,256}")
 _BARE = re.compile(r"[^,{}\[\]]+")
 _MAX_DEPTH = 64
 
@@ -56,14 +61,15 @@ class _Reading:
             return self._quoted()
         if self._text.startswith('"', self.at):
             return self._json_string()
-        return self._bare()
+        found = self._python_string()
+        return self._bare() if found is None else found
 
     def _object(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         while not self._takes_end("}", bool(found)):
             key = self._key()
             self._skip_blanks()
-            if not self._takes(":"):
+            if not self._takes(":") and not self._takes("="):
                 raise ValueError("no colon behind a key")
             found[key] = self.value(depth + 1)
         return found
@@ -93,6 +99,8 @@ class _Reading:
             return self._quoted()
         if self._text.startswith('"', self.at):
             return self._json_string()
+        if (quoted := self._python_string()) is not None:
+            return quoted
         found = _KEY.match(self._text, self.at)
         if found is None:
             raise ValueError("no key")
@@ -109,6 +117,13 @@ class _Reading:
     def _json_string(self) -> str:
         value, self.at = json.JSONDecoder(strict=False).raw_decode(self._text, self.at)
         return str(value)
+
+    def _python_string(self) -> str | None:
+        found = _PYTHON_QUOTED.match(self._text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        return _ESCAPE.sub(lambda one: _ESCAPED.get(one[1], one[1]), found[1])
 
     def _bare(self) -> Any:
         found = _BARE.match(self._text, self.at)

@@ -170,11 +170,10 @@ class HarmonyParser:
             return
         if not self._is_announced:
             text = text.lstrip(_BLANKS)
-        end = self._end.push(text)
-        if end is not None:
+        text, behind = self._end.push(text)
+        if behind is not None:
             self._is_complete = True
-            self._show_behind(part, text[end:])
-            text = text[:end]
+            self._show_behind(part, behind)
         if self._max_calls is not None and self._num_calls > self._max_calls:
             return
         index = self._num_calls - 1

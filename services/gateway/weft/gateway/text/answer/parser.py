@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from weft.gateway.text.answer.formats import ReasoningFormat, ToolFormat
-from weft.gateway.text.answer.syntaxes import Reader, Tools
+from weft.gateway.text.answer.syntaxes import Reader, Tools, names_of
+from weft.gateway.text.answer.tagged_call import TagReader, WholeReader
 
 _BLANKS = " \t\r\n"
 _MAX_BLANKS = 256
@@ -93,7 +94,7 @@ class TextParser:
     left out.
 
     No text is lost: text that is no tag, call or reasoning is content, and so is a call that is not
-    valid or ends before its function's name.
+    valid or ends before its function's name. `ToolFormat.hides_marks` leaves out marks alone.
     """
 
     def __init__(
@@ -131,6 +132,8 @@ class TextParser:
         """Text whose meaning is not known yet."""
         self._opening = ""
         """Text that announced a call, which is content if none follows."""
+        self._is_bare = False
+        """Whether a call that has no opener may have begun."""
         self._is_behind = False
         """Whether a call has ended, and nothing but blanks and tails has come behind it."""
         self._skips_blanks = reasoning is not None and not is_continued
@@ -202,18 +205,27 @@ class TextParser:
         if self._tools is None or not self._tools.openers:
             part.content, self._held = part.content + self._held, ""
             return False
-        found = [
-            (at, -len(tag), tag) for tag in self._tools.openers if (at := self._held.find(tag)) >= 0
-        ]
+        tools = self._tools
+        tags = (*tools.openers, *tools.bare_openers, *(tools.tokens if tools.hides_marks else ()))
+        found = [(at, -len(tag), tag) for tag in tags if (at := self._held.find(tag)) >= 0]
         if found:
             at, _, tag = min(found)
-            shown = self._held[:at].rstrip(_BLANKS)
+            self._is_behind = False
+            if tag not in tools.openers and tag not in tools.bare_openers:
+                part.content += self._held[:at]
+                self._held = self._held[at + len(tag) :]
+                return True
+            shown = self._held[:at] if tools.keeps_blanks else self._held[:at].rstrip(_BLANKS)
             part.content += shown
+            self._is_bare = tag in tools.bare_openers
+            if self._is_bare:
+                self._opening, self._held = self._held[len(shown) : at], self._held[at:]
+                self._state = self._before_call
+                return True
             self._opening = self._held[len(shown) : at + len(tag)]
             self._state, self._held = self._before_call, self._held[at + len(tag) :]
-            self._is_behind = False
             return True
-        shown = _before_tag(self._held, self._tools.openers, is_last)
+        shown = _before_tag(self._held, tags, is_last, keeps_blanks=tools.keeps_blanks)
         part.content += shown
         self._held = self._held[len(shown) :]
         return False
@@ -256,19 +268,26 @@ class TextParser:
             self._opening += taken
         elif tools.closer and text.startswith(tools.closer):
             self._held = text.removeprefix(tools.closer)
-            self._state, self._skips_blanks, self._is_behind = self._content, True, False
+            self._state, self._skips_blanks = self._content, not tools.keeps_blanks
+            self._is_behind = False
             return True
         for syntax in tools.syntaxes:
-            if begun := syntax.begin(text, self._schemas):
+            if begun := syntax.begin(text, self._schemas, tools.ends):
                 self._call, self._held = begun.reader, begun.text
-                self._state = self._in_call
+                if self._is_bare and isinstance(begun.reader, TagReader):
+                    self._call = WholeReader(begun.reader, names_of(self._schemas))
+                self._state, self._is_bare = self._in_call, False
                 return True
         marks = (*joints, *((*tools.tails, tools.closer) if self._is_behind else ()))
-        if not is_last and self._may_go_on(text, marks):
+        if self._is_behind and tools.keeps_blanks:
+            self._held = taken[len(taken.rstrip(_BLANKS)) :] + text
+        is_long = len(self._held) - len(text) > _MAX_BLANKS
+        if not is_last and not is_long and self._may_go_on(text, marks):
             return False
         if self._is_behind:
-            self._state, self._skips_blanks, self._is_behind = self._content, True, False
-            return bool(text)
+            self._state, self._skips_blanks = self._content, not tools.keeps_blanks
+            self._is_behind = False
+            return bool(self._held)
         self._give_up(part, "")
         return bool(text)
 
@@ -290,6 +309,8 @@ class TextParser:
             self._held = call.rest or ""
             self._give_up(part, call.text)
             return bool(self._held)
+        if is_last and call.rest is None:
+            arguments += call.finish()
         if call.name:
             self._is_complete = call.rest is not None
             self._note(part, is_new, arguments)
@@ -303,7 +324,10 @@ class TextParser:
     def _give_up(self, part: AnswerPart, text: str) -> None:
         """The text that was read as a call is not one: it is content, as is the text after it."""
         if not self._is_demanded:
-            part.content += self._opening + text
+            shown = self._opening + text
+            for mark in self._tools.tokens if self._tools and self._tools.hides_marks else ():
+                shown = shown.replace(mark, "")
+            part.content += shown
         self._opening, self._state, self._is_behind = "", self._content, False
         if not self._tools or not self._tools.openers:
             self._tools = None
@@ -348,9 +372,11 @@ def _first_of(text: str, marks: Sequence[str]) -> str:
     return max((mark for mark in marks if text.startswith(mark)), key=len, default="")
 
 
-def _before_tag(text: str, tags: Sequence[str], is_last: bool) -> str:
-    """The part of a text that surely stands before a tag, without a few blanks at its end; the
-    whole text if nothing follows.
+def _before_tag(
+    text: str, tags: Sequence[str], is_last: bool, *, keeps_blanks: bool = False
+) -> str:
+    """The part of a text that surely stands before a tag, without a few blanks at its end unless
+    these are kept; the whole text if nothing follows.
     """
     if is_last:
         return text
@@ -360,5 +386,5 @@ def _before_tag(text: str, tags: Sequence[str], is_last: bool) -> str:
         if any(_is_beginning(end, tag) for tag in tags):
             text = text[:-size]
             break
-    bare = text.rstrip(_BLANKS)
+    bare = text if keeps_blanks else text.rstrip(_BLANKS)
     return bare if len(text) - len(bare) <= _MAX_BLANKS else text

@@ -13,7 +13,7 @@ from weft.gateway.text.answer.call_reader import CallReader, encodable
 
 MAX_HEAD = 512
 """Most characters before the arguments of a call: names of functions are short."""
-_NAME_BEGIN = re.compile(r"[\w.-]")
+NAME_BEGIN = re.compile(r"[\w.-]")
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools that may be called, of OpenAI's form."""
@@ -54,6 +54,10 @@ class Reader(Protocol):
         """
         ...
 
+    def finish(self) -> str:
+        """Ends the text; returns further arguments, and may set `rest`."""
+        ...
+
 
 class Begun(NamedTuple):
     """A call that has begun."""
@@ -66,8 +70,14 @@ class Begun(NamedTuple):
 class Syntax(Protocol):
     """How a call may be written."""
 
-    def begin(self, text: str, tools: Tools) -> Begun | None:
-        """A reader of the call that a text begins with; None if it begins with no call."""
+    def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
+        """A reader of the call that a text begins with; None if it begins with no call.
+
+        Args:
+            text: What may be a call, and more.
+            tools: Tools that may be called.
+            marks: Texts of the format that end a call whose own end is missing.
+        """
         ...
 
     def may_begin(self, text: str) -> bool:
@@ -79,9 +89,13 @@ class Syntax(Protocol):
 class JsonObject:
     """An object with `name`, and `arguments` or `parameters`."""
 
-    def begin(self, text: str, tools: Tools) -> Begun | None:
+    names_decide: bool = False
+    """Whether an object is a call only if it names a tool."""
+
+    def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
         """See `Syntax.begin`."""
-        return Begun(CallReader(), text) if text.startswith("{") else None
+        names = names_of(tools) if self.names_decide and tools else None
+        return Begun(CallReader(marks=marks, names=names), text) if text.startswith("{") else None
 
     def may_begin(self, text: str) -> bool:
         """See `Syntax.may_begin`."""
@@ -99,13 +113,14 @@ class NamedJson:
     def _head(self) -> re.Pattern[str]:
         return re.compile(self.head + r"(?=\{)", re.ASCII)
 
-    def begin(self, text: str, tools: Tools) -> Begun | None:
+    def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
         """See `Syntax.begin`."""
         found = self._head.match(text[: MAX_HEAD + 1])
         if found is None:
             return None
         groups = found.groupdict()
-        return Begun(CallReader(groups["name"], groups.get("id", "")), text[found.end() :])
+        reader = CallReader(groups["name"], groups.get("id", ""), marks=marks)
+        return Begun(reader, text[found.end() :])
 
     def may_begin(self, text: str) -> bool:
         """See `Syntax.may_begin`."""
@@ -123,14 +138,19 @@ class Collected:
     leaves_closer: bool = False
     """Whether the closing mark is not the call's own but its format's."""
 
-    def begin(self, text: str, tools: Tools) -> Begun | None:
+    def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
         """See `Syntax.begin`."""
-        is_begun = text.startswith(self.opener) if self.opener else _NAME_BEGIN.match(text)
+        is_begun = text.startswith(self.opener) if self.opener else NAME_BEGIN.match(text)
         return Begun(CollectedReader(self, tools), text) if is_begun else None
 
     def may_begin(self, text: str) -> bool:
         """See `Syntax.may_begin`."""
         return not text or (len(text) < len(self.opener) and self.opener.startswith(text))
+
+
+def names_of(tools: Tools) -> frozenset[str]:
+    """Names of functions."""
+    return frozenset(tool["function"]["name"] for tool in tools)
 
 
 class CollectedReader:
@@ -169,3 +189,7 @@ class CollectedReader:
             raise ValueError("no name")
         self.name = encodable(name)
         return given
+
+    def finish(self) -> str:
+        """See `Reader.finish`."""
+        return ""
