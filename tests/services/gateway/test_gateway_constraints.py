@@ -9,12 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
+from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import WeftError
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
-from weft.v1 import common_pb2, decode_pb2, gateway_pb2
+from weft.v1 import common_pb2, decode_pb2, dialects_pb2_grpc, gateway_pb2
 
 USER = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"été": {"type": "integer"}}, "required": ["été"]}
@@ -167,3 +168,109 @@ async def test_the_typed_face_tells_its_own_field(mesh: Harness) -> None:
         error = await refusal(ask(given))
         assert error.grpc_code == "INVALID_ARGUMENT"
         assert error.param == "sampling.constraint"
+
+
+ANNOTATED = {
+    "type": "object",
+    "properties": {
+        "_format": {"type": "string", "_format": "date", "format": "cuid2", "pattern": "^c"},
+        "b/c": {"type": "array", "items": {"enum": [{"no": "keyword"}]}, "uniqeItems": True},
+    },
+    "requires": ["b/c"],
+    "x-order": ["b/c"],
+    "default": {"nor": "this"},
+}
+UNKNOWN = (
+    "`requires` at #/requires constrains nothing (is `required` meant?)",
+    "`_format` at #/properties/_format/_format constrains nothing (is `format` meant?)",
+    "`format: cuid2` at #/properties/_format/format constrains nothing",
+    "`uniqeItems` at #/properties/b~1c/uniqeItems constrains nothing (is `uniqueItems` meant?)",
+)
+TAGS = {"structures": [{"begin": "<f>", "schema": ANNOTATED, "end": "</f>"}], "triggers": ["<f>"]}
+ANNOTATED_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("chat", "guided_json", {"guided_json": ANNOTATED}),
+    ("chat", "structured_outputs.json", {"structured_outputs": {"json": ANNOTATED}}),
+    (
+        "chat",
+        "structured_outputs.structural_tag",
+        {"structured_outputs": {"structural_tag": TAGS}},
+    ),
+    (
+        "chat",
+        "response_format.json_schema.schema",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": ANNOTATED},
+            }
+        },
+    ),
+    ("ollama", "format", {"format": ANNOTATED}),
+    (
+        "anthropic",
+        "output_config.format.schema",
+        {"output_config": {"format": {"type": "json_schema", "schema": ANNOTATED}}},
+    ),
+    (
+        "responses",
+        "text.format.schema",
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": ANNOTATED}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "field", "fields"), ANNOTATED_FIELDS)
+async def test_words_of_a_schema_that_are_no_keywords_are_warnings(
+    mesh: Harness, dialect: str, field: str, fields: dict[str, Any]
+) -> None:
+    stub, method, body = {
+        "chat": (mesh.openai, "ChatCompletions", {"messages": USER}),
+        "ollama": (dialects_pb2_grpc.OllamaServiceStub(mesh.channel), "Chat", {"messages": USER}),
+        "anthropic": (
+            dialects_pb2_grpc.AnthropicServiceStub(mesh.channel),
+            "CreateMessage",
+            {"messages": USER, "max_tokens": 9},
+        ),
+        "responses": (
+            dialects_pb2_grpc.ResponsesServiceStub(mesh.channel),
+            "CreateResponse",
+            {"input": "hi"},
+        ),
+    }[dialect]
+    data = json.dumps({"model": MODEL, **body, **fields}).encode()
+    call = getattr(stub, method)(HttpBody(content_type="application/json", data=data))
+    header = dict(await call.initial_metadata())
+    _ = [message async for message in call]
+    assert header["x-weft-warnings"] == "; ".join(f"{field}: {what}" for what in UNKNOWN)
+
+
+async def test_the_typed_face_warns_of_words_that_are_no_keywords(mesh: Harness) -> None:
+    given = constraint(json_schema=json.dumps({"type": "null", "minimun": 3}))
+    sampling = common_pb2.SamplingParams(constraint=given)
+    call = mesh.typed.Complete(gateway_pb2.CompleteRequest(text="hi", sampling=sampling))
+    header = dict(await call.initial_metadata())
+    _ = [response async for response in call]
+    what = "`minimun` at #/minimun constrains nothing (is `minimum` meant?)"
+    assert header["x-weft-warnings"] == f"sampling.constraint: {what}"
+
+
+async def test_a_schema_of_keywords_alone_gets_no_warnings(mesh: Harness) -> None:
+    call = mesh.openai.ChatCompletions(
+        HttpBody(data=json.dumps({"messages": USER, "guided_json": SCHEMA}).encode())
+    )
+    assert "x-weft-warnings" not in dict(await call.initial_metadata())
+    _ = [message async for message in call]
+
+
+async def test_warnings_of_a_tools_schema_name_the_tool(mesh: Harness) -> None:
+    tools = [{"name": "a"}, {"name": "b", "parameters": {"minimun": 3}}]
+    body = {
+        "messages": USER,
+        "tool_choice": "required",
+        "tools": [{"type": "function", "function": tool} for tool in tools],
+    }
+    call = mesh.openai.ChatCompletions(HttpBody(data=json.dumps(body).encode()))
+    header = dict(await call.initial_metadata())
+    _ = [message async for message in call]
+    what = "`minimun` at #/minimun constrains nothing (is `minimum` meant?)"
+    assert header["x-weft-warnings"] == f"tools[1].function.parameters: {what}"

@@ -165,7 +165,6 @@ def test_random_walks_through_combinations_are_valid(schema: Any) -> None:
         ({"$ref": "https://example.com/a"}, "#/$ref"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$id": "b", "type": "null"}}}, "#/$ref"),
         ({"$dynamicRef": "#a"}, "#/$dynamicRef"),
-        ({"type": "string", "format": "never-heard"}, "#/format"),
         ({"type": "string", "pattern": "a(?!b)"}, "#/pattern"),
         ({"type": "string", "pattern": "\\ud83d"}, "#/pattern"),
         ({"type": "strin"}, "#/type"),
@@ -361,3 +360,24 @@ def test_schemas_that_take_endless_comparisons_are_refused() -> None:
         defs[f"a{n}"] = {"oneOf": [further, {"type": "null", "allOf": [further]}]}
     with pytest.raises(ValueError, match="is too complex"):
         compiled({"$ref": "#/$defs/a0", "$defs": defs})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"_format": "date", "_uniqueItems": True, "requires": ["b"], "minLenth": 3, "OneOf": []},
+        {"additonalProperties": False, "multiple": True, "format": "never-heard", "ref": "#/no"},
+        {"nullable": True, "propertyName": {"type": "null"}, "contians": 5, "": {}, "$x": []},
+    ],
+)
+def test_words_that_are_no_keywords_constrain_nothing(words: dict[str, Any]) -> None:
+    for schema in (OBJECT, {"type": "string"}, {"enum": [1, "a"]}, {"anyOf": [OBJECT, BARE]}, {}):
+        grammar, beside = compiled(schema), compiled({**schema, **words})
+        inside = compiled({"type": "array", "items": {**schema, **words}})
+        for value in VALUES:
+            text = written(value)
+            assert accepts(beside, text) == accepts(grammar, text), text
+            assert accepts(inside, f"[{text}]") == accepts(grammar, text), text
+    negative = compiled({"type": ["string", "null"], "not": {"type": "null", **words}})
+    assert accepts(negative, '"a"')
+    assert not accepts(negative, "null")

@@ -7,17 +7,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from weft.contract.schema_keywords import KEYWORDS
+
 Json = Any
 Resolve = Callable[[Json], Json]
 """Follows a schema's references to the schema that they name."""
 
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-_ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "$comment", "deprecated", "readOnly"),
-        *("writeOnly", "$id", "id", "$schema", "$anchor", "definitions", "$defs"),
-    }
-)
 _SPELLED = re.compile(r"\^(?:(?P<one>[\w -]+)|\((?:\?:)?(?P<several>[\w -]+(?:\|[\w -]+)*)\))\$")
 """Patterns of one or more strings: `^success$`, `^(fail|error)$`."""
 _OF_ONE_CLASS = re.compile(
@@ -170,7 +166,7 @@ def negated(schema: Json, resolve: Resolve) -> Json:
     found: list[Json] = []
     is_whole = True
     for name, value in schema.items():
-        if name in _ANNOTATIONS or (name == "enum" and "const" in schema):
+        if name not in KEYWORDS or (name == "enum" and "const" in schema):
             continue
         opposites = _opposites(name, value, schema, resolve)
         is_whole = is_whole and opposites is not None

@@ -12,7 +12,6 @@ keywords beside `$ref`, `anyOf` and `oneOf`).
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import json
@@ -21,7 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from weft.engine.features.constraints import formats
+from weft.contract import schema_formats as formats
+from weft.contract.schema_keywords import (
+    ASSERTING,
+    COMBINING,
+    NEVER,
+    OF_TYPE,
+    escaped,
+)
 from weft.engine.features.constraints.disjoint import are_disjoint, negated, type_names
 from weft.engine.features.constraints.numbers import FREE_NUMBERS, check_number, prepare_number
 from weft.engine.features.constraints.patterns import convert_pattern
@@ -39,34 +45,7 @@ another could be compared in exponentially many ways.
 """
 MAX_DEPTH = 100
 """Most levels of schemas within one another; llguidance reads 128 of JSON."""
-_OF_TYPE: dict[str, tuple[str, ...]] = {
-    "object": (
-        *("properties", "required", "additionalProperties", "patternProperties"),
-        *("minProperties", "maxProperties", "propertyNames", "unevaluatedProperties"),
-    ),
-    "array": (
-        *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
-        *("additionalItems", "unevaluatedItems"),
-    ),
-    "string": ("minLength", "maxLength", "pattern", "format", "contentEncoding"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_ASSERTING = frozenset({"type", *itertools.chain(*_OF_TYPE.values())})
-_COMBINING = (
-    *("$ref", "allOf", "anyOf", "oneOf", "not", "if"),
-    *("dependentRequired", "dependentSchemas", "dependencies"),
-)
-_NEVER = ("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
-_KEYWORDS = frozenset((*_ASSERTING, *_COMBINING, *_NEVER, "enum", "const"))
-"""Keywords that assert something."""
-_ANNOTATIONS = frozenset(
-    (
-        *("title", "description", "default", "example", "examples", "deprecated", "readOnly"),
-        *("writeOnly", "contentMediaType", "contentSchema", "then", "else", "definitions"),
-    )
-)
-"""Words of schemas that assert nothing by themselves. None of them is a misspelt keyword."""
 _COUNTS = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("minContains", "maxContains"),
@@ -124,19 +103,6 @@ def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
         raise ValueError("is nested too deeply") from None
 
 
-@functools.lru_cache(maxsize=1024)
-def _meant(name: str) -> str:
-    """The keyword that an unknown one seems to be a misspelling of; empty: none. Other unknown
-    keywords are annotations, as the standard says.
-    """
-    if name in _KEYWORDS or name in _ANNOTATIONS or len(name) > 40:
-        return ""
-    lowered = {keyword.lower(): keyword for keyword in _KEYWORDS}
-    plain = name.lower().replace("_", "").replace("-", "")
-    close = difflib.get_close_matches(plain, lowered, n=1, cutoff=0.82)
-    return lowered[close[0]] if close else ""
-
-
 def _no_number(name: str) -> Json:
     raise ValueError(f"is not JSON: {name} is no number")
 
@@ -192,12 +158,8 @@ class _Rewriter:
         if isinstance(schema, bool):
             return self._any() if schema and not is_merged else schema
         self._require(isinstance(schema, dict), at, "a schema (an object or a boolean) is expected")
-        for name in schema:
-            self._require(
-                not (meant := _meant(name)),
-                f"{at}/{name}",
-                f"this keyword is unknown; is it {meant}?",
-            )
+        if isinstance(schema.get("format"), str) and not formats.is_known(schema["format"]):
+            schema = {name: value for name, value in schema.items() if name != "format"}
         if not is_merged and self._is_any(schema):
             return self._any()
         self._depth += 1
@@ -212,8 +174,8 @@ class _Rewriter:
     ) -> Json:
         if self._is_old and "$ref" in schema:
             schema = {"$ref": schema["$ref"]}
-        for name in _NEVER:
-            if name in schema and ("contains" in schema or name.startswith("$")):
+        for name in (*NEVER, "contains"):
+            if name in schema:
                 raise ValueError(_at(f"{at}/{name}", "this keyword is not supported"))
         for name in _COUNTS:
             value = schema.get(name, 0)
@@ -225,10 +187,10 @@ class _Rewriter:
         self._require(not is_content, f"{at}/contentMediaType", "this keyword is not supported")
         if "enum" in schema or "const" in schema:
             return self._listed(schema, at)
-        base = {name: schema[name] for name in schema if name in _ASSERTING}
+        base = {name: schema[name] for name in schema if name in ASSERTING}
         if _is_vacuous(base):
             base = {}
-        combined = [name for name in schema if name in _COMBINING and self._says(schema, name)]
+        combined = [name for name in schema if name in COMBINING and self._says(schema, name)]
         several = len(combined) + bool(base) > 1 or is_merged
         if len(combined) == 1 and combined[0] == "allOf" and not base:
             several = several or len(schema["allOf"]) != 1
@@ -254,11 +216,9 @@ class _Rewriter:
     def _is_any(self, schema: Mapping[str, Json]) -> bool:
         if self._is_old and "contentMediaType" in schema:
             return False
-        if any(
-            name in _COMBINING or name in _NEVER or name in ("enum", "const") for name in schema
-        ):
+        if any(name in COMBINING or name in NEVER or name in ("enum", "const") for name in schema):
             return False
-        return _is_vacuous({name: schema[name] for name in schema if name in _ASSERTING})
+        return _is_vacuous({name: schema[name] for name in schema if name in ASSERTING})
 
     def _any(self) -> Json:
         self._shared("number")
@@ -317,7 +277,7 @@ class _Rewriter:
         for _ in range(32):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            if not self._is_old and any(n in _ASSERTING or n in _COMBINING[1:] for n in schema):
+            if not self._is_old and any(n in ASSERTING or n in COMBINING[1:] for n in schema):
                 return schema
             _, schema = self._resolve(schema["$ref"], at)
         raise ValueError(_at(at, "a chain of references has no end"))
@@ -415,7 +375,7 @@ class _Rewriter:
         found = []
         others: Json = {"type": [kind for kind in _TYPES if kind != "object"]}
         for name, needed in given.items():
-            place = f"{at}/{_escaped(name)}"
+            place = f"{at}/{escaped(name)}"
             more = {"required": needed} if isinstance(needed, list) else needed
             there = self._all([({"type": "object", "required": [name]}, place), (more, place)])
             absent: Json = {"type": "object", "properties": {name: False}}
@@ -441,7 +401,7 @@ class _Rewriter:
         asserting = [
             name
             for name in schema
-            if name in _ASSERTING or name in _COMBINING or name == "const"
+            if name in ASSERTING or name in COMBINING or name == "const"
             if name not in (keyword, "type") and self._says(schema, name)
         ]
         kinds = self._kinds(schema.get("type", list(_TYPES)), f"{at}/type")
@@ -481,7 +441,7 @@ class _Rewriter:
         if "type" in schema:
             named = self._kinds(schema["type"], f"{at}/type")
         else:
-            named = {kind for kind, names in _OF_TYPE.items() if set(names) & schema.keys()}
+            named = {kind for kind, names in OF_TYPE.items() if set(names) & schema.keys()}
         kinds = [
             kind
             for kind in _TYPES
@@ -493,7 +453,7 @@ class _Rewriter:
             parts.append({"type": plain if len(plain) > 1 else plain[0]})
         for kind in kinds:
             if kind in ("integer", "number"):
-                if schema.keys().isdisjoint(_OF_TYPE["number"]) and not is_merged:
+                if schema.keys().isdisjoint(OF_TYPE["number"]) and not is_merged:
                     parts.append(self._shared(kind))
                     continue
                 number = prepare_number(
@@ -533,8 +493,6 @@ class _Rewriter:
             patterns.append(f"^(?:{convert_pattern(formats.PATTERNS[name])})$")
         elif name in formats.BUILT_IN:
             out["format"] = formats.BUILT_IN[name]
-        elif name is not None and name not in formats.FREE:
-            raise ValueError(_at(f"{at}/format", f"the format {name!r} cannot be enforced"))
         if patterns:
             out["pattern"] = patterns[0]
         if len(patterns) < 2:
@@ -653,12 +611,12 @@ class _Rewriter:
             )
 
         named = {
-            name: inner(part, f"{at}/properties/{_escaped(name)}")
+            name: inner(part, f"{at}/properties/{escaped(name)}")
             for name, part in properties.items()
         }
         free = {
-            self._pattern(pattern, f"{at}/patternProperties/{_escaped(pattern)}"): inner(
-                part, f"{at}/patternProperties/{_escaped(pattern)}"
+            self._pattern(pattern, f"{at}/patternProperties/{escaped(pattern)}"): inner(
+                part, f"{at}/patternProperties/{escaped(pattern)}"
             )
             for pattern, part in patterns.items()
         }
@@ -731,7 +689,7 @@ class _Rewriter:
         if names is True or (isinstance(names, dict) and self._is_any(names)):
             return dict(named), {".*": others} if others is not False else {}
         self._require(isinstance(names, dict), at, "no name satisfies it")
-        combined = [name for name in _COMBINING if name in names]
+        combined = [name for name in COMBINING if name in names]
         self._require(not combined, at, "schemas of names that combine others are not supported")
         if "enum" in names or "const" in names:
             values = (self._listed(names, at) or {"enum": []})["enum"]
@@ -744,7 +702,7 @@ class _Rewriter:
                 name: part
                 for name, part in named.items()
                 if self._valid(
-                    [name], {k: v for k, v in names.items() if k in _OF_TYPE["string"]}, at
+                    [name], {k: v for k, v in names.items() if k in OF_TYPE["string"]}, at
                 )
             }
         if others is False:
@@ -813,10 +771,6 @@ def _at(at: str, message: str) -> str:
     return f"at {at}: {message}"
 
 
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
 def _anchored(schema: Json, anchor: str, at: str) -> Iterable[tuple[str, Json]]:
     """Places and schemas that have an anchor's name."""
     if isinstance(schema, dict):
@@ -826,7 +780,7 @@ def _anchored(schema: Json, anchor: str, at: str) -> Iterable[tuple[str, Json]]:
     items = schema.items() if isinstance(schema, dict) else enumerate(schema)
     for name, part in items:
         if isinstance(part, dict | list):
-            yield from _anchored(part, anchor, f"{at}/{_escaped(str(name))}")
+            yield from _anchored(part, anchor, f"{at}/{escaped(str(name))}")
 
 
 def _has_base(schema: Json, *, is_root: bool = True) -> bool:

@@ -47,7 +47,7 @@ from weft.gateway.settings import GatewaySettings
 from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.request_trace import RequestTrace
-from weft.gateway.text.answer.demand import blame_constraint
+from weft.gateway.text.answer.demand import blame_constraint, warn_of_unknown
 from weft.gateway.text.answer.make import reasoning_of, settle_constraint
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.pooled_prompts import for_model
@@ -238,6 +238,8 @@ class RequestPipeline:
         time_left_s = record.first_token_deadline - asyncio.get_running_loop().time()
         card = await self._models.card(resolved, max(0.0, time_left_s))
         check_request(request, card, self._settings.max_prompts)
+        if (constraint := request.sampling.constraint) is not None:
+            warn_of_unknown(constraint, request.constraint_param)
         if request.wants is not None or served.task != "generate":
             request = for_model(request, card, served.task)
         terms, tenant = self._tenants.of(request.tenant), name_of(request.tenant)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.contract.errors import WeftError
 from weft.contract.request import Constraint
+from weft.contract.schema_keywords import unknown_parts
 from weft.gateway.text.answer.call_reader import parse_json
 from weft.gateway.validate import invalid
+from weft.gateway.warnings import warn
 
 ALL_TOOLS = "tools"
 """The field that an error of a constraint on all tools names, if no single tool is at fault."""
@@ -28,6 +30,8 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "depende
 _OF_VALUES = ("const", "enum")
 _OF_READERS = ("title", "description", "examples", "default", "$comment")
 """Keywords that enforce nothing, and would only make the constraint larger."""
+_OF_TAGS = ("schema", "json_schema")
+"""Names under which structural tags have schemas."""
 _OF_TYPES = ("properties", "$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 """Keywords that show that a schema without `type` is one of objects, or that its type is not known
 here.
@@ -142,6 +146,46 @@ def blame_constraint(error: WeftError, param: str) -> None:
         error.message = _IN_ARGUMENTS.sub(r"\1", error.message)
     error.message = _IN_ANSWER.sub(r"\1", error.message)
     error.blame(param)
+
+
+def warn_of_unknown(constraint: Constraint, param: str) -> None:
+    """Names the words of a constraint's schemas that constrain nothing, as warnings of the call.
+
+    Args:
+        constraint: Any.
+        param: The field that gave the constraint.
+    """
+    for schema in _schemas_of(constraint):
+        for part in unknown_parts(schema):
+            place = _IN_ANSWER.sub(r"\1", part.at)
+            tool = _IN_ARGUMENTS.search(place)
+            field = param if tool is None else parameters_of(int(tool[2]))
+            place = _IN_ARGUMENTS.sub(r"\1", place)
+            what = f"`{part.name}` at {place} constrains nothing"
+            if part.meant:
+                what += f" (is `{part.meant}` meant?)"
+            warn(field, what)
+
+
+def _schemas_of(constraint: Constraint) -> Iterator[Any]:
+    """The schemas in a constraint; none of one that workers will refuse because it is no JSON."""
+    if constraint.kind not in ("json_schema", "structural_tag"):
+        return
+    try:
+        given = parse_json(constraint.text)
+    except (ValueError, RecursionError):
+        return
+    if constraint.kind == "json_schema":
+        yield given
+        return
+    left = [given]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            yield from (part[name] for name in _OF_TAGS if name in part)
+            left += [value for name, value in part.items() if name not in _OF_TAGS]
+        elif isinstance(part, list):
+            left += part
 
 
 def _arguments(function: Mapping[str, Any], place: str) -> Any:

@@ -57,3 +57,8 @@ FREE = frozenset(
     {"binary", "password", "text", "string", "textarea", "multiline", "markdown", "path"}
 )
 """Formats that say how a string is treated, and nothing about what is in it."""
+
+
+def is_known(name: str) -> bool:
+    """Whether a format says anything; an unknown one is an annotation."""
+    return name in PATTERNS or name in BUILT_IN or name in FREE
