@@ -381,7 +381,10 @@ def _before_tag(
     if is_last:
         return text
     longest = max(map(len, tags))
+    firsts = {tag[0] for tag in tags}
     for size in range(min(len(text), longest - 1), 0, -1):
+        if text[-size] not in firsts:
+            continue
         end = text[-size:]
         if any(_is_beginning(end, tag) for tag in tags):
             text = text[:-size]
