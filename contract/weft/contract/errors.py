@@ -57,6 +57,10 @@ class ContextTooLong(InvalidRequest):
     """Prompt plus minimal output exceed the context length or the KV pool."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
+    num_prompt_tokens = 0
+    """Tokens of a prompt that is too long by itself, or a lower bound of them; 0: not known."""
+    max_tokens = 0
+    """The context length, if the prompt's tokens are known."""
 
 
 class Unauthenticated(WeftError):

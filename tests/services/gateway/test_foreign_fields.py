@@ -291,3 +291,21 @@ async def test_names_of_requests_are_checked(mesh: Harness, name: str) -> None:
     for value, more in (("two words", {}), ("a", {"rid": "b", "request_id": "c"})):
         error = await refused(mesh, "Completions", {"prompt": "x", name: value, **more})
         assert error.param in ("rid", name)
+
+
+async def test_images_of_tool_results_become_a_text(mesh: Harness) -> None:
+    parts = [{"type": "text", "text": "seen"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": parts},
+    ]
+    told = await warnings(mesh, "ChatCompletions", {"messages": messages})
+    assert "messages[2].content[1]: left out" in told
+    shown = mesh.tokenizer.decode(mesh.workers[0].prompts[-1])
+    assert "The tool returned content of type image_url" in shown
+    error = await refused(
+        mesh, "ChatCompletions", {"messages": [{"role": "user", "content": parts}]}
+    )
+    assert error.param == "messages[0].content[1].type"

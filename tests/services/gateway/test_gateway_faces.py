@@ -13,7 +13,9 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.empty_pb2 import Empty
+from weft.gateway.api.grpc import service
 from weft.gateway.api.openai import answers
+from weft.gateway.warnings import warn
 from weft.testing.models.tiny_tokenizers import byte_fallback_bpe, byte_level_bpe
 from weft.testing.services.fake_decode import FakeWorker, Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
@@ -559,3 +561,24 @@ async def test_long_prompt_is_split_and_put_together(tmp_path) -> None:  # type:
         await mesh.json("Completions", {"prompt": ids, "max_tokens": 2})
         assert worker.prompts == [ids]
         assert worker.submits[0].ByteSize() < 256 << 10
+
+
+async def test_typed_answers_have_the_warnings(
+    mesh: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def messages(given: Any) -> Any:
+        warn("messages[0].name", "left out (a test)")
+        return translate(given)
+
+    translate = service._messages
+    monkeypatch.setattr(service, "_messages", messages)
+    hello = [gateway_pb2.ChatMessage(role="user", content="hi")]
+    for stream in (False, True):
+        call = mesh.typed.Chat(gateway_pb2.ChatRequest(messages=hello, stream=stream))
+        *others, last = [message async for message in call]
+        assert list(last.warnings) == ["messages[0].name: left out (a test)"]
+        assert not any(one.warnings for one in others)
+        told = dict(await call.initial_metadata())["x-weft-warnings"]
+        assert told == last.warnings[0]
+    counted = await mesh.typed.Tokenize(gateway_pb2.TokenizeRequest(messages=hello))
+    assert list(counted.warnings) == ["messages[0].name: left out (a test)"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -247,19 +248,24 @@ async def test_what_is_refused_is_named(
     assert told["type"] == "error"
     assert told["error"]["type"] == "invalid_request_error"
     assert told["error"]["message"].startswith(f"{named}:"), told
-    assert told["request_id"] == answer.headers["x-request-id"]
+    assert told["request_id"] == answer.headers["request-id"]
 
 
 async def test_failures_are_the_sdks_own_errors(edge: DialectEdge, client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         await client.messages.create(**{**BASIC, "model": "other"})
     assert missing.value.body["error"]["type"] == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="context"):
-        await client.messages.create(**{**BASIC, "max_tokens": 10**6})
+    long: list[Any] = [{"role": "user", "content": "word " * 5000}]
+    with pytest.raises(anthropic.BadRequestError) as too_long:
+        await client.messages.create(**{**BASIC, "messages": long})
+    told = re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", str(too_long.value))
+    assert told is not None
+    assert int(told[1]) > int(told[2]) == 4096
     for method, status in (("GET", 405), ("POST", 413)):
         content = bytes(9 << 20) if method == "POST" else None
         answer = await edge.http.request(method, f"{edge.url}/v1/messages", content=content)
         assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert answer.json()["request_id"] == answer.headers["request-id"]
     unknown = await edge.http.get(f"{edge.url}/v1/messages/batches")
     assert unknown.json()["error"]["type"] == "not_found_error"
 
@@ -368,3 +374,56 @@ async def test_older_thinking_is_cleared(edge: DialectEdge) -> None:
         )
         assert answer.status_code == 200, answer.text
         assert [word for word in ("old", "first", "then") if f"({word})" in edge.prompt] == shown
+
+
+async def test_more_tokens_than_there_is_room_for(edge: DialectEdge, client: Any) -> None:
+    """Agents always ask for 32,000 or 64,000."""
+    edge.text, edge.is_cut = "word " * 5000, True
+    raw = await client.messages.with_raw_response.create(**{**BASIC, "max_tokens": 64000})
+    message = await raw.parse()
+    assert message.stop_reason == "model_context_window_exceeded"
+    usage = message.usage
+    assert usage.cache_read_input_tokens is not None
+    read = usage.input_tokens + usage.cache_read_input_tokens
+    assert read + usage.output_tokens == 4096
+    assert f"max_tokens: lowered to {usage.output_tokens}" in raw.headers["x-weft-warnings"]
+    edge.is_cut, edge.text = False, "Short."
+    assert (
+        await client.messages.create(**{**BASIC, "max_tokens": 64000})
+    ).stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_every_answer_has_a_request_id(rest_binary: Path, tmp_path: Path, path: str) -> None:
+    async with dialect_edge(rest_binary, tmp_path) as edge:
+        limit = {"max_tokens": 9} if path == "/v1/messages" else {}
+        good = await edge.post(path, {"model": MODEL, "messages": USER, **limit})
+        assert good.headers["request-id"].startswith("msg_")
+        assert good.json().get("id", good.headers["request-id"]) == good.headers["request-id"]
+        bad = await edge.post(path, {"model": MODEL, "messages": [], **limit})
+        assert bad.status_code == 400
+        assert bad.json()["request_id"] == bad.headers["request-id"]
+        assert bad.headers["request-id"].startswith("msg_")
+        unknown = await edge.post(f"{path}/x", {})
+        assert unknown.status_code == 404
+        assert unknown.json()["request_id"] == unknown.headers["request-id"]
+        assert unknown.headers["request-id"] == unknown.headers["x-request-id"]
+    async with dialect_edge(rest_binary, tmp_path, edge_flags=("--max-body-bytes", "9")) as edge:
+        large = await edge.post(path, {"model": MODEL})
+        assert large.status_code == 413
+        assert large.json()["request_id"] == large.headers["request-id"]
+
+
+async def test_images_of_tool_results_become_a_text(edge: DialectEdge) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    for kind in ("image", "document", "block_of_next_year"):
+        parts = [{"type": "text", "text": "seen"}, {"type": kind, "source": source}]
+        result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
+        use = {"type": "tool_use", "id": "1", "name": "x", "input": {}}
+        history = [*USER, {"role": "assistant", "content": [use]}]
+        body = {**BASIC, "messages": [*history, {"role": "user", "content": [result]}]}
+        answer = await edge.post("/v1/messages", body)
+        assert answer.status_code == 200, answer.text
+        assert f"seen\n[The tool returned content of type {kind}." in edge.prompt
+        place = "messages[2].content[0].content[1]"
+        assert f"{place}: left out" in answer.headers["x-weft-warnings"]

@@ -221,3 +221,26 @@ async def test_failures_have_ollamas_shape(rest_binary: Path, tmp_path: Path) ->
         assert not (await anext(parts)).done
         with pytest.raises(ollama.ResponseError, match="lost"):
             [part async for part in parts]
+
+
+async def test_more_tokens_than_there_is_room_for(
+    edge: DialectEdge, client: ollama.AsyncClient
+) -> None:
+    edge.text, edge.is_cut = "word " * 5000, True
+    answer = await client.chat(model=MODEL, messages=USER, options={"num_predict": 64000})
+    assert answer.done_reason == "length"
+    assert (answer.prompt_eval_count or 0) + (answer.eval_count or 0) == 4096
+    long = [{"role": "user", "content": "word " * 5000}]
+    with pytest.raises(ollama.ResponseError, match="prompt too long; exceeded max context length"):
+        await client.chat(model=MODEL, messages=long)
+
+
+async def test_images_of_tool_results_become_a_text(edge: DialectEdge) -> None:
+    result = {"role": "tool", "content": "seen", "images": ["AA=="]}
+    body = {"model": MODEL, "messages": [*USER, result], "stream": False, "truncate": True}
+    answer = await edge.post("/api/chat", body)
+    assert answer.status_code == 200, answer.text
+    assert "seen\n[The tool returned content of type image." in edge.prompt
+    told = answer.headers["x-weft-warnings"]
+    assert "messages[1].images: left out" in told
+    assert "truncate: left out" in told

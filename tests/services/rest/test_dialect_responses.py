@@ -393,3 +393,103 @@ async def test_what_the_model_can_do_without_is_left_out(
     told = answer.headers["x-weft-warnings"]
     assert all(f"{one}: left out" in told for one in named), told
     assert [tool["name"] for tool in answer.json()["tools"]] == [one["name"] for one in shown]
+
+
+async def test_more_tokens_than_there_is_room_for(
+    edge: DialectEdge, client: openai.AsyncOpenAI
+) -> None:
+    edge.text, edge.is_cut = "word " * 5000, True
+    response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=64000)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert response.usage.total_tokens == 4096
+    with pytest.raises(openai.BadRequestError) as too_long:
+        await client.responses.create(model=MODEL, input="word " * 5000)
+    assert too_long.value.code == "context_length_exceeded"
+    assert "exceeds the context window of this model" in str(too_long.value)
+    assert "maximum context length is 4096 tokens" in str(too_long.value)
+
+
+async def test_images_of_tool_results_become_a_text(edge: DialectEdge) -> None:
+    output = [{"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": "x"}]
+    given = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": output},
+    ]
+    answer = await edge.post("/v1/responses", {"model": MODEL, "input": given})
+    assert answer.status_code == 200, answer.text
+    assert "seen\n[The tool returned content of type input_image." in edge.prompt
+    assert "input[2].output[1]: left out" in answer.headers["x-weft-warnings"]
+
+
+async def test_input_items_are_listed(edge: DialectEdge, client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="one")
+    given: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "two"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "three"},
+    ]
+    second = await client.responses.create(model=MODEL, input=given, previous_response_id=first.id)
+    pages = client.responses.input_items.list(second.id, limit=2, order="asc")
+    items: list[Any] = [item async for item in pages]
+    assert [item.type for item in items] == [
+        "message",
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
+    assert items[0].content[0].text == "one"
+    assert items[1].to_dict() == first.output[0].to_dict()
+    assert items[2].content[0].text == "two"
+    assert len({item.id for item in items}) == len(items)
+    newest = [item.id async for item in client.responses.input_items.list(second.id)]
+    assert newest == [item.id for item in reversed(items)]
+    with pytest.raises(openai.BadRequestError, match="after"):
+        await client.responses.input_items.list(second.id, after="x")
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        await client.responses.input_items.list(second.id, limit=101)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_items.list("resp_x")
+
+
+async def test_input_tokens_are_counted(edge: DialectEdge, client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "input": "hi", "instructions": "Be kind."}
+    counted = await client.responses.input_tokens.count(**asked, tools=TOOLS)
+    response = await client.responses.create(**asked, tools=TOOLS)
+    assert response.usage is not None
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == response.usage.input_tokens
+    more = await client.responses.input_tokens.count(model=MODEL, input="more")
+    again = await client.responses.input_tokens.count(
+        model=MODEL, input="more", previous_response_id=response.id
+    )
+    assert again.input_tokens > more.input_tokens + response.usage.output_tokens
+
+
+async def test_functions_of_a_namespace_are_called(
+    edge: DialectEdge, client: openai.AsyncOpenAI
+) -> None:
+    """Agents name the tools of their own servers so; the agent itself runs them."""
+    inner = [TOOLS[0], {"type": "custom", "name": "patch"}]
+    space: Any = {"type": "namespace", "name": "sky", "description": "Of the sky.", "tools": inner}
+    edge.text = CALL.replace("get_weather", "sky.get_weather")
+    response, _ = await both(client, tools=[space])
+    assert '"name": "sky.get_weather"' in edge.prompt
+    assert "Of the sky." in edge.prompt
+    (call,) = [item for item in response.output if item.type == "function_call"]
+    assert (call.namespace, call.name, call.arguments) == ("sky", "get_weather", ARGUMENTS)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    await client.responses.create(
+        model=MODEL, input=[call.to_dict(), result], tools=[space], store=False
+    )  # type: ignore[call-overload]
+    assert "<tool_call>sky.get_weather" in edge.prompt
+    forced = {"type": "function", "namespace": "sky", "name": "get_weather"}
+    edge.text = ARGUMENTS
+    response = await client.responses.create(
+        model=MODEL, input="hi", tools=[space], tool_choice=forced
+    )  # type: ignore[call-overload]
+    assert response.output[0].to_dict()["namespace"] == "sky"

@@ -32,10 +32,13 @@ class ErrorShape(_message.Message):
     BODY_FIELD_NUMBER: _builtins.int
     EVENT_FIELD_NUMBER: _builtins.int
     TYPES_FIELD_NUMBER: _builtins.int
+    ID_HEADER_FIELD_NUMBER: _builtins.int
     body: _builtins.str
     """A whole answer. Empty: OpenAI's shape."""
     event: _builtins.str
     """Within a stream that has begun, framed as its events are."""
+    id_header: _builtins.str
+    """Header that has {request_id} as well. Empty: none."""
     @_builtins.property
     def types(self) -> _containers.RepeatedCompositeFieldContainer[Global___ErrorType]:
         """Values of {type}. A status without one has that of 400, or of 500 from there on."""
@@ -46,10 +49,11 @@ class ErrorShape(_message.Message):
         body: _builtins.str = ...,
         event: _builtins.str = ...,
         types: _abc.Iterable[Global___ErrorType] | None = ...,
+        id_header: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "event", b"event", "types", b"types"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "event", b"event", "id_header", b"id_header", "types", b"types"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,6 +106,45 @@ class RetrieveResponseRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RetrieveResponseRequest: _TypeAlias = RetrieveResponseRequest  # noqa: Y015
+
+@_typing.final
+class ListInputItemsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_ID_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    INCLUDE_FIELD_NUMBER: _builtins.int
+    response_id: _builtins.str
+    after: _builtins.str
+    """Id of the item after which the list begins; empty: its first item."""
+    limit: _builtins.int
+    """1..100, default 20."""
+    order: _builtins.str
+    """"asc" or "desc", the default: the newest item first."""
+    @_builtins.property
+    def include(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Without effect."""
+
+    def __init__(
+        self,
+        *,
+        response_id: _builtins.str = ...,
+        after: _builtins.str = ...,
+        limit: _builtins.int | None = ...,
+        order: _builtins.str = ...,
+        include: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit", b"_limit", "limit", b"limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit", b"_limit", "after", b"after", "include", b"include", "limit", b"limit", "order", b"order", "response_id", b"response_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__limit: _TypeAlias = _typing.Literal["limit"]  # noqa: Y015
+    _WhichOneofArgType__limit: _TypeAlias = _typing.Literal["_limit", b"_limit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit) -> _WhichOneofReturnType__limit | None: ...
+
+Global___ListInputItemsRequest: _TypeAlias = ListInputItemsRequest  # noqa: Y015
 
 @_typing.final
 class DeleteResponseRequest(_message.Message):

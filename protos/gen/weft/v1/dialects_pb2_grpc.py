@@ -47,6 +47,16 @@ class ResponsesServiceStub:
                 request_serializer=weft_dot_v1_dot_dialects__pb2.RetrieveResponseRequest.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.ListInputItems = channel.unary_unary(
+                '/weft.v1.ResponsesService/ListInputItems',
+                request_serializer=weft_dot_v1_dot_dialects__pb2.ListInputItemsRequest.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
+        self.CountInputTokens = channel.unary_unary(
+                '/weft.v1.ResponsesService/CountInputTokens',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.DeleteResponse = channel.unary_unary(
                 '/weft.v1.ResponsesService/DeleteResponse',
                 request_serializer=weft_dot_v1_dot_dialects__pb2.DeleteResponseRequest.SerializeToString,
@@ -77,6 +87,20 @@ class ResponsesServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListInputItems(self, request, context):
+        """Lists the items that a stored response answered, those of the conversation before it included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountInputTokens(self, request, context):
+        """Counts the tokens of a conversation as the model would see it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteResponse(self, request, context):
         """Forgets a stored response.
         """
@@ -102,6 +126,16 @@ def add_ResponsesServiceServicer_to_server(servicer, server):
             'RetrieveResponse': grpc.unary_unary_rpc_method_handler(
                     servicer.RetrieveResponse,
                     request_deserializer=weft_dot_v1_dot_dialects__pb2.RetrieveResponseRequest.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'ListInputItems': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInputItems,
+                    request_deserializer=weft_dot_v1_dot_dialects__pb2.ListInputItemsRequest.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'CountInputTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountInputTokens,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
             'DeleteResponse': grpc.unary_unary_rpc_method_handler(
@@ -169,6 +203,60 @@ class ResponsesService:
             target,
             '/weft.v1.ResponsesService/RetrieveResponse',
             weft_dot_v1_dot_dialects__pb2.RetrieveResponseRequest.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInputItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ResponsesService/ListInputItems',
+            weft_dot_v1_dot_dialects__pb2.ListInputItemsRequest.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountInputTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ResponsesService/CountInputTokens',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,
             channel_credentials,

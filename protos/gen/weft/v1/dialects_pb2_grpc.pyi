@@ -39,6 +39,10 @@ class ResponsesServiceStub:
     """Answers a conversation, given as items or by the response that it continues."""
     RetrieveResponse: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.RetrieveResponseRequest, _httpbody_pb2.HttpBody]
     """Returns a stored response; 404 when this gateway does not keep it."""
+    ListInputItems: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.ListInputItemsRequest, _httpbody_pb2.HttpBody]
+    """Lists the items that a stored response answered, those of the conversation before it included."""
+    CountInputTokens: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Counts the tokens of a conversation as the model would see it."""
     DeleteResponse: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.DeleteResponseRequest, _httpbody_pb2.HttpBody]
     """Forgets a stored response."""
     CancelResponse: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.CancelResponseRequest, _httpbody_pb2.HttpBody]
@@ -53,6 +57,10 @@ class ResponsesServiceAsyncStub(ResponsesServiceStub):
     """Answers a conversation, given as items or by the response that it continues."""
     RetrieveResponse: _aio.UnaryUnaryMultiCallable[_dialects_pb2.RetrieveResponseRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Returns a stored response; 404 when this gateway does not keep it."""
+    ListInputItems: _aio.UnaryUnaryMultiCallable[_dialects_pb2.ListInputItemsRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Lists the items that a stored response answered, those of the conversation before it included."""
+    CountInputTokens: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Counts the tokens of a conversation as the model would see it."""
     DeleteResponse: _aio.UnaryUnaryMultiCallable[_dialects_pb2.DeleteResponseRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Forgets a stored response."""
     CancelResponse: _aio.UnaryUnaryMultiCallable[_dialects_pb2.CancelResponseRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -76,6 +84,22 @@ class ResponsesServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Returns a stored response; 404 when this gateway does not keep it."""
+
+    @_abc_1.abstractmethod
+    def ListInputItems(
+        self,
+        request: _dialects_pb2.ListInputItemsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Lists the items that a stored response answered, those of the conversation before it included."""
+
+    @_abc_1.abstractmethod
+    def CountInputTokens(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Counts the tokens of a conversation as the model would see it."""
 
     @_abc_1.abstractmethod
     def DeleteResponse(

@@ -575,6 +575,7 @@ class EmbedResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     @_builtins.property
@@ -583,6 +584,10 @@ class EmbedResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Parts of the request that were left out, and why."""
+
     def __init__(
         self,
         *,
@@ -590,10 +595,11 @@ class EmbedResponse(_message.Message):
         model: _builtins.str = ...,
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
         usage: _common_pb2.Usage | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -673,6 +679,7 @@ class RerankResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     @_builtins.property
@@ -681,6 +688,10 @@ class RerankResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Parts of the request that were left out, and why."""
+
     def __init__(
         self,
         *,
@@ -688,10 +699,11 @@ class RerankResponse(_message.Message):
         model: _builtins.str = ...,
         documents: _abc.Iterable[Global___RankedDocument] | None = ...,
         usage: _common_pb2.Usage | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "model", b"model", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "model", b"model", "request_id", b"request_id", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -744,6 +756,7 @@ class ScoreResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     @_builtins.property
@@ -752,6 +765,10 @@ class ScoreResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Parts of the request that were left out, and why."""
+
     def __init__(
         self,
         *,
@@ -759,10 +776,11 @@ class ScoreResponse(_message.Message):
         model: _builtins.str = ...,
         scores: _abc.Iterable[_builtins.float] | None = ...,
         usage: _common_pb2.Usage | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id", "scores", b"scores", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id", "scores", b"scores", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -831,6 +849,7 @@ class ChatResponse(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     @_builtins.property
@@ -843,6 +862,10 @@ class ChatResponse(_message.Message):
 
     @_builtins.property
     def timeline(self) -> _common_pb2.Timeline: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the last message: parts of the request that were left out, and why."""
+
     def __init__(
         self,
         *,
@@ -852,10 +875,11 @@ class ChatResponse(_message.Message):
         choices: _abc.Iterable[Global___Choice] | None = ...,
         usage: _common_pb2.Usage | None = ...,
         timeline: _common_pb2.Timeline | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeline", b"_timeline", "_usage", b"_usage", "create_time", b"create_time", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeline", b"_timeline", "_usage", b"_usage", "choices", b"choices", "create_time", b"create_time", "model", b"model", "request_id", b"request_id", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeline", b"_timeline", "_usage", b"_usage", "choices", b"choices", "create_time", b"create_time", "model", b"model", "request_id", b"request_id", "timeline", b"timeline", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeline: _TypeAlias = _typing.Literal["timeline"]  # noqa: Y015
     _WhichOneofArgType__timeline: _TypeAlias = _typing.Literal["_timeline", b"_timeline"]  # noqa: Y015
@@ -878,6 +902,7 @@ class CompleteResponse(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     @_builtins.property
@@ -888,6 +913,10 @@ class CompleteResponse(_message.Message):
     def usage(self) -> _common_pb2.Usage: ...
     @_builtins.property
     def timeline(self) -> _common_pb2.Timeline: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the last message: parts of the request that were left out, and why."""
+
     def __init__(
         self,
         *,
@@ -897,10 +926,11 @@ class CompleteResponse(_message.Message):
         choices: _abc.Iterable[Global___Choice] | None = ...,
         usage: _common_pb2.Usage | None = ...,
         timeline: _common_pb2.Timeline | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeline", b"_timeline", "_usage", b"_usage", "create_time", b"create_time", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeline", b"_timeline", "_usage", b"_usage", "choices", b"choices", "create_time", b"create_time", "model", b"model", "request_id", b"request_id", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeline", b"_timeline", "_usage", b"_usage", "choices", b"choices", "create_time", b"create_time", "model", b"model", "request_id", b"request_id", "timeline", b"timeline", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeline: _TypeAlias = _typing.Literal["timeline"]  # noqa: Y015
     _WhichOneofArgType__timeline: _TypeAlias = _typing.Literal["_timeline", b"_timeline"]  # noqa: Y015
@@ -952,18 +982,24 @@ class TokenizeResponse(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     max_context_tokens: _builtins.int
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenIds: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Parts of the request that were left out, and why."""
+
     def __init__(
         self,
         *,
         tokens: _common_pb2.TokenIds | None = ...,
         max_context_tokens: _builtins.int = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context_tokens", b"max_context_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context_tokens", b"max_context_tokens", "tokens", b"tokens", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

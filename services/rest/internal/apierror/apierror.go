@@ -178,8 +178,8 @@ func (e Error) Event() []byte {
 
 // Write sends the failure as a whole response.
 func (e Error) Write(w http.ResponseWriter) {
-	body := e.JSON()
 	header := w.Header()
+	body := e.Named(header).JSON()
 	header.Del("Trailer")
 	header.Del("Transfer-Encoding")
 	header.Set("Content-Type", "application/json")

@@ -16,6 +16,8 @@ type Shape struct {
 	Body, Event string
 	// Types are values of {type} by HTTP status.
 	Types map[int]string
+	// IDHeader is the header that has {request_id} as well; empty: none.
+	IDHeader string
 }
 
 type shapeKey struct{}
@@ -33,6 +35,25 @@ func WithShape(ctx context.Context, shape Shape, requestID string) context.Conte
 // For converts a failure to the form for the client of a request with this context.
 func (e Error) For(ctx context.Context) Error {
 	e.shaped, _ = ctx.Value(shapeKey{}).(shaped)
+	return e
+}
+
+// gatewayIDKey is the header with the gateway's name of a request that has reached it.
+const gatewayIDKey = "X-Weft-Request-Id"
+
+// Named gives the failure the id that the answer's headers have: the gateway's, where the request has
+// reached one. It adds the API's own header of that id.
+func (e Error) Named(header http.Header) Error {
+	name := e.shaped.shape.IDHeader
+	if name == "" {
+		return e
+	}
+	for _, key := range []string{gatewayIDKey, name} {
+		if id := header.Get(key); id != "" {
+			e.shaped.requestID = id
+		}
+	}
+	header.Set(name, e.shaped.requestID)
 	return e
 }
 

@@ -238,8 +238,7 @@ func (e *edge) handleError(
 // unserved has the paths of OpenAI's operations that Weft does not have, but that look like the path
 // of a response with an id, to which other methods apply.
 var unserved = map[string]bool{
-	"/v1/responses/compact":      true,
-	"/v1/responses/input_tokens": true,
+	"/v1/responses/compact": true,
 }
 
 // handleRoutingError answers a request that no route takes.

@@ -420,7 +420,7 @@ func TestRouting(t *testing.T) {
 		{http.MethodGet, "/v1/chat/completions", 405, "method_not_allowed"},
 		{http.MethodGet, "/nowhere", 404, "unknown_url"},
 		{http.MethodPost, "/v1/nowhere", 404, "unknown_url"},
-		{http.MethodPost, "/v1/responses/input_tokens", 404, "unknown_url"},
+		{http.MethodPost, "/v1/responses/input_tokens", 501, "internal"},
 		{http.MethodPost, "/v1/responses/compact/", 404, "unknown_url"},
 		{http.MethodPost, "/v1/responses/resp_1", 405, "method_not_allowed"},
 		{http.MethodGet, "/v1/models/%ff", 400, "invalid_path"},

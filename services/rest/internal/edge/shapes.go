@@ -26,6 +26,7 @@ func readShapes(file protoreflect.FileDescriptor) shapes {
 		}
 		shape := apierror.Shape{
 			Body: declared.GetBody(), Event: declared.GetEvent(), Types: map[int]string{},
+			IDHeader: declared.GetIdHeader(),
 		}
 		for _, kind := range declared.GetTypes() {
 			shape.Types[int(kind.GetStatus())] = kind.GetType()

@@ -60,7 +60,7 @@ func (f *fakeDialects) Chat(
 type anthropicError struct {
 	Type  string
 	Error struct{ Type, Message string }
-	// RequestID is told by the edge.
+	// RequestID is the same as the header Request-Id.
 	RequestID string `json:"request_id"`
 }
 
@@ -75,7 +75,7 @@ func TestAFailureBeforeAStreamHasTheServicesShape(t *testing.T) {
 		t.Fatalf("%d %v", got.status, got.header)
 	}
 	if failure.Type != "error" || failure.Error.Type != "rate_limit_error" ||
-		failure.Error.Message != oddMessage || failure.RequestID != "mine" {
+		failure.Error.Message != oddMessage || failure.RequestID != "msg-1" {
 		t.Fatalf("%+v", failure)
 	}
 	var line struct{ Error string }
@@ -99,7 +99,7 @@ func TestAFailureWithinAStreamIsFramedAsTheServiceDeclares(t *testing.T) {
 	named := &fakeDialects{kind: "text/event-stream", first: []string{"event: a\ndata: 1\n\n"}}
 	got = do(t, http.MethodPost, start(t, &fakeGateway{dialects: named})+"/v1/messages", nil)
 	if !strings.HasPrefix(got.body, "event: a\ndata: 1\n\nevent: error\ndata: {\"type\":\"error\",") ||
-		!strings.HasSuffix(got.body, "}\n\n") {
+		!strings.HasSuffix(got.body, "\"request_id\":\"msg-1\"}\n\n") {
 		t.Fatalf("%q", got.body)
 	}
 }
@@ -120,6 +120,9 @@ func TestFailuresOfTheEdgeItselfHaveTheShapeOfThePath(t *testing.T) {
 		var failure map[string]any
 		if err := json.Unmarshal([]byte(got.body), &failure); err != nil {
 			t.Fatalf("%s %s: %s", c.method, c.path, got.body)
+		}
+		if id := got.header.Get("Request-Id"); id == "" || failure["request_id"] != id {
+			t.Fatalf("%s %s: %v %s", c.method, c.path, got.header, got.body)
 		}
 		if _, ok := failure[c.key]; !ok || got.status != c.status {
 			t.Fatalf("%s %s: %d %s", c.method, c.path, got.status, got.body)

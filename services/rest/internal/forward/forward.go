@@ -58,7 +58,7 @@ func Stream(
 	case isOpen:
 		err = apierror.Reason(r.Context(), err)
 		reqinfo.From(r.Context()).Failure = err
-		send(w, apierror.From(err).For(r.Context()).Event())
+		send(w, apierror.From(err).For(r.Context()).Named(w.Header()).Event())
 	default:
 		runtime.HTTPError(ctx, mux, marshaler, w, r, err)
 	}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from google.api.httpbody_pb2 import HttpBody
-from weft.contract.errors import WeftError
+from weft.contract.errors import ContextTooLong, WeftError
 from weft.gateway.api.edge import Context, begin_answer
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.generation.pipeline import RequestPipeline
@@ -94,16 +94,25 @@ async def run_answer(
 
 
 @contextmanager
-def field_names(names: Mapping[str, str], parts: Mapping[str, str]) -> Iterator[None]:
+def field_names(
+    names: Mapping[str, str], parts: Mapping[str, str], too_long: str = ""
+) -> Iterator[None]:
     """Names a field at fault as the dialect does.
 
     Args:
         names: The dialect's names of fields, by those of the internal request.
         parts: Parts of names, such as ".function." of a tool's fields.
+        too_long: Words of the API for a prompt that is too long, by which its clients know that
+            they must shorten it, with `{tokens}`, `{context}` and `{above}`; empty: the gateway's.
     """
     try:
         yield
     except WeftError as error:
+        if too_long and isinstance(error, ContextTooLong) and error.num_prompt_tokens:
+            tokens, context = error.num_prompt_tokens, error.max_tokens
+            error.message = too_long.format(
+                tokens=tokens, context=context, above=max(1, tokens - context)
+            )
         if error.param:
             named = names.get(error.param, error.param)
             for part, replacement in parts.items():

@@ -69,7 +69,7 @@ def add_dialects(
         responses: Keeps responses.
     """
     bodies = openai.bodies
-    face = ResponsesFace(pipeline, bodies, responses, gateway)
+    face = ResponsesFace(pipeline, models, bodies, responses, gateway)
     dialects_pb2_grpc.add_ResponsesServiceServicer_to_server(face, server)
     anthropic = AnthropicFace(pipeline, models, bodies)
     dialects_pb2_grpc.add_AnthropicServiceServicer_to_server(anthropic, server)

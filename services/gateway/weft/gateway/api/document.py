@@ -77,6 +77,20 @@ _DIALECTS = (
                 responses.ResponseEvent,
             ),
             Route("get", _RESPONSE, "Returns a stored response.", responses.ResponseAnswer),
+            Route(
+                "get",
+                f"{_RESPONSE}/input_items",
+                "Lists the items that a stored response answered.",
+                responses.ItemsAnswer,
+                query=("after", "limit", "order"),
+            ),
+            Route(
+                "post",
+                "/v1/responses/input_tokens",
+                "Counts the tokens of a conversation.",
+                responses.CountAnswer,
+                ResponsesBody,
+            ),
             Route("delete", _RESPONSE, "Forgets a stored response.", responses.DeletedAnswer),
             Route(
                 "post",

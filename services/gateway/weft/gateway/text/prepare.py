@@ -32,6 +32,7 @@ from weft.gateway.text.control_tokens import Rendered
 from weft.gateway.text.model_card import ModelCard, least_tokens
 from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, encode_parts
 from weft.gateway.validate import invalid
+from weft.gateway.warnings import warn
 
 T = TypeVar("T")
 
@@ -169,7 +170,7 @@ class Preparer:
 
     def _refuse_above(self, prompt: Prompt, least: int) -> None:
         if least > self._context_tokens():
-            raise self._too_long(prompt, f"at least {least}; shorten it")
+            raise self._too_long(prompt, f"at least {least}; shorten it", least)
 
     def _fit(
         self,
@@ -188,17 +189,20 @@ class Preparer:
             if len(ids) > context:
                 how = "truncate_prompt_tokens, in /v2/embed truncate"
                 problem = f"{len(ids)}; shorten it, or have it cut ({how})"
-                raise self._too_long(prompt, problem)
+                raise self._too_long(prompt, problem, len(ids))
             return given
         # A token that is only drawn needs no room.
         room = context - len(ids) + stopping.is_score_alone
         max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
+        if max_tokens > room >= 1 and stopping.is_bounded:
+            warn(max_tokens_param, f"lowered to {room}, which the prompt leaves of the context")
+            max_tokens = room
         if room < 1 or max_tokens > room:
             problem = (
                 f"{len(ids)} and the output needs {max(1, max_tokens)}; shorten the prompt or "
                 f"lower {max_tokens_param}"
             )
-            error = self._too_long(prompt, problem)
+            error = self._too_long(prompt, problem, len(ids) if room < 1 else 0)
             if max_tokens > context:
                 error.param = max_tokens_param
             raise error
@@ -209,13 +213,20 @@ class Preparer:
             )
         return replace(given, max_tokens=max_tokens)
 
-    def _too_long(self, prompt: Prompt, problem: str) -> ContextTooLong:
+    def _too_long(self, prompt: Prompt, problem: str, num_tokens: int) -> ContextTooLong:
+        """The error for a prompt that does not fit; `num_tokens` is 0 if it would, but for its
+        answer.
+        """
         context = self._context_tokens()
-        return ContextTooLong(
-            f"this model's context is {context} tokens, but the prompt has {problem}",
+        error = ContextTooLong(
+            # Clients look for these words, which are OpenAI's, to shorten a conversation.
+            f"this model's maximum context length is {context} tokens, but the prompt has "
+            f"{problem}",
             stage="validate",
             param=_param(prompt),
         )
+        error.num_prompt_tokens, error.max_tokens = num_tokens, context
+        return error
 
 
 def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:

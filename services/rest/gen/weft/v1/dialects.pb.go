@@ -35,7 +35,9 @@ type ErrorShape struct {
 	// Within a stream that has begun, framed as its events are.
 	Event string `protobuf:"bytes,2,opt,name=event,proto3" json:"event,omitempty"`
 	// Values of {type}. A status without one has that of 400, or of 500 from there on.
-	Types         []*ErrorType `protobuf:"bytes,3,rep,name=types,proto3" json:"types,omitempty"`
+	Types []*ErrorType `protobuf:"bytes,3,rep,name=types,proto3" json:"types,omitempty"`
+	// Header that has {request_id} as well. Empty: none.
+	IdHeader      string `protobuf:"bytes,4,opt,name=id_header,json=idHeader,proto3" json:"id_header,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -89,6 +91,13 @@ func (x *ErrorShape) GetTypes() []*ErrorType {
 		return x.Types
 	}
 	return nil
+}
+
+func (x *ErrorShape) GetIdHeader() string {
+	if x != nil {
+		return x.IdHeader
+	}
+	return ""
 }
 
 // A value of {type} in an ErrorShape.
@@ -198,6 +207,86 @@ func (x *RetrieveResponseRequest) GetStream() bool {
 	return false
 }
 
+type ListInputItemsRequest struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	ResponseId string                 `protobuf:"bytes,1,opt,name=response_id,json=responseId,proto3" json:"response_id,omitempty"`
+	// Id of the item after which the list begins; empty: its first item.
+	After string `protobuf:"bytes,2,opt,name=after,proto3" json:"after,omitempty"`
+	// 1..100, default 20.
+	Limit *uint32 `protobuf:"varint,3,opt,name=limit,proto3,oneof" json:"limit,omitempty"`
+	// "asc" or "desc", the default: the newest item first.
+	Order string `protobuf:"bytes,4,opt,name=order,proto3" json:"order,omitempty"`
+	// Without effect.
+	Include       []string `protobuf:"bytes,5,rep,name=include,proto3" json:"include,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListInputItemsRequest) Reset() {
+	*x = ListInputItemsRequest{}
+	mi := &file_weft_v1_dialects_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListInputItemsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListInputItemsRequest) ProtoMessage() {}
+
+func (x *ListInputItemsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_dialects_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListInputItemsRequest.ProtoReflect.Descriptor instead.
+func (*ListInputItemsRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *ListInputItemsRequest) GetResponseId() string {
+	if x != nil {
+		return x.ResponseId
+	}
+	return ""
+}
+
+func (x *ListInputItemsRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+func (x *ListInputItemsRequest) GetLimit() uint32 {
+	if x != nil && x.Limit != nil {
+		return *x.Limit
+	}
+	return 0
+}
+
+func (x *ListInputItemsRequest) GetOrder() string {
+	if x != nil {
+		return x.Order
+	}
+	return ""
+}
+
+func (x *ListInputItemsRequest) GetInclude() []string {
+	if x != nil {
+		return x.Include
+	}
+	return nil
+}
+
 type DeleteResponseRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	ResponseId    string                 `protobuf:"bytes,1,opt,name=response_id,json=responseId,proto3" json:"response_id,omitempty"`
@@ -207,7 +296,7 @@ type DeleteResponseRequest struct {
 
 func (x *DeleteResponseRequest) Reset() {
 	*x = DeleteResponseRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[3]
+	mi := &file_weft_v1_dialects_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -219,7 +308,7 @@ func (x *DeleteResponseRequest) String() string {
 func (*DeleteResponseRequest) ProtoMessage() {}
 
 func (x *DeleteResponseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[3]
+	mi := &file_weft_v1_dialects_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -232,7 +321,7 @@ func (x *DeleteResponseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteResponseRequest.ProtoReflect.Descriptor instead.
 func (*DeleteResponseRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{3}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *DeleteResponseRequest) GetResponseId() string {
@@ -251,7 +340,7 @@ type CancelResponseRequest struct {
 
 func (x *CancelResponseRequest) Reset() {
 	*x = CancelResponseRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[4]
+	mi := &file_weft_v1_dialects_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -263,7 +352,7 @@ func (x *CancelResponseRequest) String() string {
 func (*CancelResponseRequest) ProtoMessage() {}
 
 func (x *CancelResponseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[4]
+	mi := &file_weft_v1_dialects_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -276,7 +365,7 @@ func (x *CancelResponseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelResponseRequest.ProtoReflect.Descriptor instead.
 func (*CancelResponseRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{4}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *CancelResponseRequest) GetResponseId() string {
@@ -296,7 +385,7 @@ type TokenizerInfoRequest struct {
 
 func (x *TokenizerInfoRequest) Reset() {
 	*x = TokenizerInfoRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[5]
+	mi := &file_weft_v1_dialects_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -308,7 +397,7 @@ func (x *TokenizerInfoRequest) String() string {
 func (*TokenizerInfoRequest) ProtoMessage() {}
 
 func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[5]
+	mi := &file_weft_v1_dialects_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -321,7 +410,7 @@ func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizerInfoRequest.ProtoReflect.Descriptor instead.
 func (*TokenizerInfoRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{5}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *TokenizerInfoRequest) GetModel() string {
@@ -352,19 +441,28 @@ var File_weft_v1_dialects_proto protoreflect.FileDescriptor
 
 const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\n" +
-	"\x16weft/v1/dialects.proto\x12\aweft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a google/protobuf/descriptor.proto\x1a\x1bgoogle/protobuf/empty.proto\"`\n" +
+	"\x16weft/v1/dialects.proto\x12\aweft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a google/protobuf/descriptor.proto\x1a\x1bgoogle/protobuf/empty.proto\"}\n" +
 	"\n" +
 	"ErrorShape\x12\x12\n" +
 	"\x04body\x18\x01 \x01(\tR\x04body\x12\x14\n" +
 	"\x05event\x18\x02 \x01(\tR\x05event\x12(\n" +
-	"\x05types\x18\x03 \x03(\v2\x12.weft.v1.ErrorTypeR\x05types\"7\n" +
+	"\x05types\x18\x03 \x03(\v2\x12.weft.v1.ErrorTypeR\x05types\x12\x1b\n" +
+	"\tid_header\x18\x04 \x01(\tR\bidHeader\"7\n" +
 	"\tErrorType\x12\x16\n" +
 	"\x06status\x18\x01 \x01(\rR\x06status\x12\x12\n" +
 	"\x04type\x18\x02 \x01(\tR\x04type\"R\n" +
 	"\x17RetrieveResponseRequest\x12\x1f\n" +
 	"\vresponse_id\x18\x01 \x01(\tR\n" +
 	"responseId\x12\x16\n" +
-	"\x06stream\x18\x02 \x01(\bR\x06stream\"8\n" +
+	"\x06stream\x18\x02 \x01(\bR\x06stream\"\xa3\x01\n" +
+	"\x15ListInputItemsRequest\x12\x1f\n" +
+	"\vresponse_id\x18\x01 \x01(\tR\n" +
+	"responseId\x12\x14\n" +
+	"\x05after\x18\x02 \x01(\tR\x05after\x12\x19\n" +
+	"\x05limit\x18\x03 \x01(\rH\x00R\x05limit\x88\x01\x01\x12\x14\n" +
+	"\x05order\x18\x04 \x01(\tR\x05order\x12\x18\n" +
+	"\ainclude\x18\x05 \x03(\tR\aincludeB\b\n" +
+	"\x06_limit\"8\n" +
 	"\x15DeleteResponseRequest\x12\x1f\n" +
 	"\vresponse_id\x18\x01 \x01(\tR\n" +
 	"responseId\"8\n" +
@@ -372,22 +470,25 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\vresponse_id\x18\x01 \x01(\tR\n" +
 	"responseId\",\n" +
 	"\x14TokenizerInfoRequest\x12\x14\n" +
-	"\x05model\x18\x01 \x01(\tR\x05model2\xb1\x04\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model2\x91\x06\n" +
 	"\x10ResponsesService\x12X\n" +
 	"\x0eCreateResponse\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/v1/responses0\x01\x12o\n" +
-	"\x10RetrieveResponse\x12 .weft.v1.RetrieveResponseRequest\x1a\x14.google.api.HttpBody\"#\x82\xd3\xe4\x93\x02\x1d\x12\x1b/v1/responses/{response_id}\x12k\n" +
+	"\x10RetrieveResponse\x12 .weft.v1.RetrieveResponseRequest\x1a\x14.google.api.HttpBody\"#\x82\xd3\xe4\x93\x02\x1d\x12\x1b/v1/responses/{response_id}\x12w\n" +
+	"\x0eListInputItems\x12\x1e.weft.v1.ListInputItemsRequest\x1a\x14.google.api.HttpBody\"/\x82\xd3\xe4\x93\x02)\x12'/v1/responses/{response_id}/input_items\x12e\n" +
+	"\x10CountInputTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"%\x82\xd3\xe4\x93\x02\x1f:\x01*\"\x1a/v1/responses/input_tokens\x12k\n" +
 	"\x0eDeleteResponse\x12\x1e.weft.v1.DeleteResponseRequest\x1a\x14.google.api.HttpBody\"#\x82\xd3\xe4\x93\x02\x1d*\x1b/v1/responses/{response_id}\x12r\n" +
 	"\x0eCancelResponse\x12\x1e.weft.v1.CancelResponseRequest\x1a\x14.google.api.HttpBody\"*\x82\xd3\xe4\x93\x02$\"\"/v1/responses/{response_id}/cancel\x1aq\xaa\xd4\x18m\x12kevent: error\n" +
 	"data: {\"type\":\"error\",\"code\":{code},\"message\":{message},\"param\":{param},\"sequence_number\":0}\n" +
 	"\n" +
-	"2\xe6\x04\n" +
+	"2\xf2\x04\n" +
 	"\x10AnthropicService\x12V\n" +
 	"\rCreateMessage\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11:\x01*\"\f/v1/messages0\x01\x12_\n" +
-	"\vCountTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/v1/messages/count_tokens\x1a\x98\x03\xaa\xd4\x18\x93\x03\n" +
+	"\vCountTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/v1/messages/count_tokens\x1a\xa4\x03\xaa\xd4\x18\x9f\x03\n" +
 	"V{\"type\":\"error\",\"error\":{\"type\":{type},\"message\":{message}},\"request_id\":{request_id}}\x12kevent: error\n" +
 	"data: {\"type\":\"error\",\"error\":{\"type\":{type},\"message\":{message}},\"request_id\":{request_id}}\n" +
 	"\n" +
-	"\x1a\x1a\b\x90\x03\x12\x15invalid_request_error\x1a\x19\b\x91\x03\x12\x14authentication_error\x1a\x15\b\x93\x03\x12\x10permission_error\x1a\x14\b\x94\x03\x12\x0fnot_found_error\x1a\x16\b\x9d\x03\x12\x11request_too_large\x1a\x15\b\xad\x03\x12\x10rate_limit_error\x1a\x0e\b\xf4\x03\x12\tapi_error\x1a\x15\b\xf7\x03\x12\x10overloaded_error\x1a\x12\b\xf8\x03\x12\rtimeout_error2\x9c\x04\n" +
+	"\x1a\x1a\b\x90\x03\x12\x15invalid_request_error\x1a\x19\b\x91\x03\x12\x14authentication_error\x1a\x15\b\x93\x03\x12\x10permission_error\x1a\x14\b\x94\x03\x12\x0fnot_found_error\x1a\x16\b\x9d\x03\x12\x11request_too_large\x1a\x15\b\xad\x03\x12\x10rate_limit_error\x1a\x0e\b\xf4\x03\x12\tapi_error\x1a\x15\b\xf7\x03\x12\x10overloaded_error\x1a\x12\b\xf8\x03\x12\rtimeout_error\"\n" +
+	"request-id2\x9c\x04\n" +
 	"\rOllamaService\x12J\n" +
 	"\x04Chat\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/api/chat0\x01\x12R\n" +
 	"\bGenerate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/api/generate0\x01\x12K\n" +
@@ -432,70 +533,75 @@ func file_weft_v1_dialects_proto_rawDescGZIP() []byte {
 	return file_weft_v1_dialects_proto_rawDescData
 }
 
-var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_weft_v1_dialects_proto_goTypes = []any{
 	(*ErrorShape)(nil),                  // 0: weft.v1.ErrorShape
 	(*ErrorType)(nil),                   // 1: weft.v1.ErrorType
 	(*RetrieveResponseRequest)(nil),     // 2: weft.v1.RetrieveResponseRequest
-	(*DeleteResponseRequest)(nil),       // 3: weft.v1.DeleteResponseRequest
-	(*CancelResponseRequest)(nil),       // 4: weft.v1.CancelResponseRequest
-	(*TokenizerInfoRequest)(nil),        // 5: weft.v1.TokenizerInfoRequest
-	(*descriptorpb.ServiceOptions)(nil), // 6: google.protobuf.ServiceOptions
-	(*httpbody.HttpBody)(nil),           // 7: google.api.HttpBody
-	(*emptypb.Empty)(nil),               // 8: google.protobuf.Empty
+	(*ListInputItemsRequest)(nil),       // 3: weft.v1.ListInputItemsRequest
+	(*DeleteResponseRequest)(nil),       // 4: weft.v1.DeleteResponseRequest
+	(*CancelResponseRequest)(nil),       // 5: weft.v1.CancelResponseRequest
+	(*TokenizerInfoRequest)(nil),        // 6: weft.v1.TokenizerInfoRequest
+	(*descriptorpb.ServiceOptions)(nil), // 7: google.protobuf.ServiceOptions
+	(*httpbody.HttpBody)(nil),           // 8: google.api.HttpBody
+	(*emptypb.Empty)(nil),               // 9: google.protobuf.Empty
 }
 var file_weft_v1_dialects_proto_depIdxs = []int32{
 	1,  // 0: weft.v1.ErrorShape.types:type_name -> weft.v1.ErrorType
-	6,  // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
+	7,  // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
 	0,  // 2: weft.v1.error_shape:type_name -> weft.v1.ErrorShape
-	7,  // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
+	8,  // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
 	2,  // 4: weft.v1.ResponsesService.RetrieveResponse:input_type -> weft.v1.RetrieveResponseRequest
-	3,  // 5: weft.v1.ResponsesService.DeleteResponse:input_type -> weft.v1.DeleteResponseRequest
-	4,  // 6: weft.v1.ResponsesService.CancelResponse:input_type -> weft.v1.CancelResponseRequest
-	7,  // 7: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
-	7,  // 8: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
-	7,  // 9: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
-	7,  // 10: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
-	8,  // 11: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
-	7,  // 12: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
-	8,  // 13: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
-	8,  // 14: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
-	8,  // 15: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
-	8,  // 16: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
-	8,  // 17: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
-	5,  // 18: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
-	8,  // 19: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
-	7,  // 20: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	7,  // 21: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	7,  // 22: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	7,  // 23: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	7,  // 24: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	7,  // 25: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	7,  // 26: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	7,  // 27: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	7,  // 28: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	7,  // 29: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	7,  // 30: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	7,  // 31: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	7,  // 32: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	7,  // 33: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	7,  // 34: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	7,  // 35: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	7,  // 36: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	7,  // 37: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	7,  // 38: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	7,  // 39: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	7,  // 40: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	7,  // 41: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	7,  // 42: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	7,  // 43: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	7,  // 44: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	7,  // 45: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	7,  // 46: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	7,  // 47: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	7,  // 48: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	26, // [26:49] is the sub-list for method output_type
-	3,  // [3:26] is the sub-list for method input_type
+	3,  // 5: weft.v1.ResponsesService.ListInputItems:input_type -> weft.v1.ListInputItemsRequest
+	8,  // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
+	4,  // 7: weft.v1.ResponsesService.DeleteResponse:input_type -> weft.v1.DeleteResponseRequest
+	5,  // 8: weft.v1.ResponsesService.CancelResponse:input_type -> weft.v1.CancelResponseRequest
+	8,  // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
+	8,  // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
+	8,  // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
+	8,  // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
+	9,  // 13: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
+	8,  // 14: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
+	9,  // 15: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
+	9,  // 16: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
+	9,  // 17: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
+	9,  // 18: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
+	9,  // 19: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
+	6,  // 20: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
+	9,  // 21: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	8,  // 22: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	8,  // 23: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	8,  // 24: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	8,  // 25: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	8,  // 26: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	8,  // 27: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	8,  // 28: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	8,  // 29: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	8,  // 30: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	8,  // 31: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	8,  // 32: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	8,  // 33: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	8,  // 34: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	8,  // 35: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	8,  // 36: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	8,  // 37: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	8,  // 38: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	8,  // 39: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	8,  // 40: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	8,  // 41: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	8,  // 42: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	8,  // 43: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	8,  // 44: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	8,  // 45: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	8,  // 46: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	8,  // 47: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	8,  // 48: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	8,  // 49: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	8,  // 50: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	8,  // 51: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	8,  // 52: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	28, // [28:53] is the sub-list for method output_type
+	3,  // [3:28] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name
@@ -506,13 +612,14 @@ func file_weft_v1_dialects_proto_init() {
 	if File_weft_v1_dialects_proto != nil {
 		return
 	}
+	file_weft_v1_dialects_proto_msgTypes[3].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_dialects_proto_rawDesc), len(file_weft_v1_dialects_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 1,
 			NumServices:   5,
 		},

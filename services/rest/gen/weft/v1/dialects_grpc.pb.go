@@ -23,6 +23,8 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	ResponsesService_CreateResponse_FullMethodName   = "/weft.v1.ResponsesService/CreateResponse"
 	ResponsesService_RetrieveResponse_FullMethodName = "/weft.v1.ResponsesService/RetrieveResponse"
+	ResponsesService_ListInputItems_FullMethodName   = "/weft.v1.ResponsesService/ListInputItems"
+	ResponsesService_CountInputTokens_FullMethodName = "/weft.v1.ResponsesService/CountInputTokens"
 	ResponsesService_DeleteResponse_FullMethodName   = "/weft.v1.ResponsesService/DeleteResponse"
 	ResponsesService_CancelResponse_FullMethodName   = "/weft.v1.ResponsesService/CancelResponse"
 )
@@ -37,6 +39,10 @@ type ResponsesServiceClient interface {
 	CreateResponse(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Returns a stored response; 404 when this gateway does not keep it.
 	RetrieveResponse(ctx context.Context, in *RetrieveResponseRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Lists the items that a stored response answered, those of the conversation before it included.
+	ListInputItems(ctx context.Context, in *ListInputItemsRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Counts the tokens of a conversation as the model would see it.
+	CountInputTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Forgets a stored response.
 	DeleteResponse(ctx context.Context, in *DeleteResponseRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Ends a response that is being generated.
@@ -80,6 +86,26 @@ func (c *responsesServiceClient) RetrieveResponse(ctx context.Context, in *Retri
 	return out, nil
 }
 
+func (c *responsesServiceClient) ListInputItems(ctx context.Context, in *ListInputItemsRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ResponsesService_ListInputItems_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *responsesServiceClient) CountInputTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ResponsesService_CountInputTokens_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *responsesServiceClient) DeleteResponse(ctx context.Context, in *DeleteResponseRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -110,6 +136,10 @@ type ResponsesServiceServer interface {
 	CreateResponse(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Returns a stored response; 404 when this gateway does not keep it.
 	RetrieveResponse(context.Context, *RetrieveResponseRequest) (*httpbody.HttpBody, error)
+	// Lists the items that a stored response answered, those of the conversation before it included.
+	ListInputItems(context.Context, *ListInputItemsRequest) (*httpbody.HttpBody, error)
+	// Counts the tokens of a conversation as the model would see it.
+	CountInputTokens(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Forgets a stored response.
 	DeleteResponse(context.Context, *DeleteResponseRequest) (*httpbody.HttpBody, error)
 	// Ends a response that is being generated.
@@ -129,6 +159,12 @@ func (UnimplementedResponsesServiceServer) CreateResponse(*httpbody.HttpBody, gr
 }
 func (UnimplementedResponsesServiceServer) RetrieveResponse(context.Context, *RetrieveResponseRequest) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method RetrieveResponse not implemented")
+}
+func (UnimplementedResponsesServiceServer) ListInputItems(context.Context, *ListInputItemsRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListInputItems not implemented")
+}
+func (UnimplementedResponsesServiceServer) CountInputTokens(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method CountInputTokens not implemented")
 }
 func (UnimplementedResponsesServiceServer) DeleteResponse(context.Context, *DeleteResponseRequest) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteResponse not implemented")
@@ -186,6 +222,42 @@ func _ResponsesService_RetrieveResponse_Handler(srv interface{}, ctx context.Con
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ResponsesService_ListInputItems_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListInputItemsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResponsesServiceServer).ListInputItems(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResponsesService_ListInputItems_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResponsesServiceServer).ListInputItems(ctx, req.(*ListInputItemsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ResponsesService_CountInputTokens_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ResponsesServiceServer).CountInputTokens(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ResponsesService_CountInputTokens_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ResponsesServiceServer).CountInputTokens(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ResponsesService_DeleteResponse_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteResponseRequest)
 	if err := dec(in); err != nil {
@@ -232,6 +304,14 @@ var ResponsesService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RetrieveResponse",
 			Handler:    _ResponsesService_RetrieveResponse_Handler,
+		},
+		{
+			MethodName: "ListInputItems",
+			Handler:    _ResponsesService_ListInputItems_Handler,
+		},
+		{
+			MethodName: "CountInputTokens",
+			Handler:    _ResponsesService_CountInputTokens_Handler,
 		},
 		{
 			MethodName: "DeleteResponse",

@@ -39,7 +39,14 @@ class MessageAnswer(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[AnswerBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "abort"]
+    stop_reason: Literal[
+        "end_turn",
+        "max_tokens",
+        "model_context_window_exceeded",
+        "stop_sequence",
+        "tool_use",
+        "abort",
+    ]
     stop_sequence: str | None
     stop_details: None = None
     usage: UsageAnswer

@@ -5,7 +5,13 @@ from __future__ import annotations
 from google.api.httpbody_pb2 import HttpBody
 from weft.gateway.api.answer import field_names, json_body, run_answer
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
-from weft.gateway.api.anthropic.translate import NAMES, PARTS, messages_prompt, messages_request
+from weft.gateway.api.anthropic.translate import (
+    NAMES,
+    PARTS,
+    TOO_LONG,
+    messages_prompt,
+    messages_request,
+)
 from weft.gateway.api.anthropic.writer import MessageWriter
 from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
@@ -24,7 +30,7 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
 
     async def CreateMessage(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         """See dialects.proto."""
-        with field_names(NAMES, PARTS):
+        with field_names(NAMES, PARTS, TOO_LONG):
             facts = call_facts(context, "msg", "_")
             body, generate = await self._bodies.parse(
                 MessagesBody, request, lambda body: messages_request(body, facts)
@@ -40,7 +46,7 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
 
     async def CountTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See dialects.proto."""
-        with field_names(NAMES, PARTS):
+        with field_names(NAMES, PARTS, TOO_LONG):
             facts = call_facts(context, "msg", "_")
             body, (prompt, _) = await self._bodies.parse(CountTokensBody, request, messages_prompt)
             resolved = await self._models.find(body.model or "")

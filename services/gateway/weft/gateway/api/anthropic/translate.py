@@ -19,13 +19,14 @@ from weft.gateway.api.anthropic.bodies import (
 )
 from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.hosted import own_tools
-from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
+from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.validate import invalid, unsupported
 
 NAMES = {"stop": "stop_sequences"}
 """Anthropic's names of fields, by those of the internal request."""
+TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
 PARTS = {".function.parameters": ".input_schema", ".function.": "."}
 _CLEAR_THINKING = "clear_thinking_20251015"
 
@@ -53,7 +54,11 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
         **call_fields(body, facts),
         prompts=(prompt,),
         sampling=Sampling(**sampling, constraint=constraint),
-        stopping=Stopping(max_tokens=body.max_tokens, stops=tuple(body.stop_sequences or ())),
+        stopping=Stopping(
+            max_tokens=body.max_tokens,
+            is_bounded=True,
+            stops=tuple(body.stop_sequences or ()),
+        ),
         calls=use.calls,
         constraint_param=param if constraint is not None else "constraint",
     )
@@ -216,7 +221,7 @@ def _assistant(blocks: Sequence[BlockBody], where: str) -> dict[str, Any]:
         if block.type == "thinking":
             reasoning.append(block.thinking or "")
         elif block.type == "redacted_thinking":
-            raise unsupported(f"{place}.type", "reasoning that only Anthropic can read")
+            leave_out(place, "reasoning that only Anthropic can read")
         elif block.type == "tool_use":
             if not block.name:
                 raise invalid(f"{place}.name", "is missing")
@@ -236,8 +241,19 @@ def _assistant(blocks: Sequence[BlockBody], where: str) -> dict[str, Any]:
 def _result(block: BlockBody, where: str) -> dict[str, Any]:
     if not block.tool_use_id:
         raise invalid(f"{where}.tool_use_id", "is missing")
-    content = _text(block.content or "", f"{where}.content")
+    content = block.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(
+            [_result_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        )
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _result_text(block: BlockBody, where: str) -> str:
+    if block.type == "text":
+        return _text_of(block, where)
+    leave_out(where, f"content `{block.type[:80]}`")
+    return instead_of(block.type)
 
 
 def _text(content: str | Sequence[BlockBody], where: str) -> str:

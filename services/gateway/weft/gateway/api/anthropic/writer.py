@@ -20,6 +20,8 @@ class MessageWriter:
 
     def __init__(self, request: GenerateRequest, stream: TokenStream) -> None:
         self._stream = stream
+        asked, given = request.stopping.max_tokens, stream.generations[0].prompt.max_tokens
+        self._is_bounded = asked is not None and asked > given
         make_parser = parser_maker(request, stream.card, stream.generations[0].prompt)
         self._reader = BlockReader(make_parser)
         self._frame: dict[str, object] = {
@@ -60,7 +62,7 @@ class MessageWriter:
         reader, sequence = self._reader, None
         reason = "end_turn"
         if reader.finish_reason == common_pb2.FINISH_REASON_LENGTH:
-            reason = "max_tokens"
+            reason = "model_context_window_exceeded" if self._is_bounded else "max_tokens"
         elif reader.finish_reason == common_pb2.FINISH_REASON_CANCELLED:
             reason = "abort"
         elif isinstance(reader.stop_reason, str):

@@ -12,6 +12,7 @@ from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.stream import TokenStream
 from weft.gateway.request import GenerateRequest, PairPrompt, Prompt, TextPrompt, TokenPrompt, Wants
 from weft.gateway.validate import invalid
+from weft.gateway.warnings import current_warnings
 from weft.v1 import gateway_pb2
 
 
@@ -42,6 +43,7 @@ class PooledCalls:
                     for one in done.generations
                 ],
                 usage=done.usage(),
+                warnings=current_warnings(),
             )
 
     async def rerank(
@@ -62,6 +64,7 @@ class PooledCalls:
                     for index in order[: request.top_n or None]
                 ],
                 usage=done.usage(),
+                warnings=current_warnings(),
             )
 
     async def score(
@@ -77,6 +80,7 @@ class PooledCalls:
                 model=done.model,
                 scores=[score_of(done, one) for one in done.generations],
                 usage=done.usage(),
+                warnings=current_warnings(),
             )
 
     @asynccontextmanager

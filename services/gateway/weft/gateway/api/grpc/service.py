@@ -44,6 +44,7 @@ from weft.gateway.request import (
 from weft.gateway.text.answer import AnswerParser, AnswerPart, joined
 from weft.gateway.text.answer.make import parser_maker
 from weft.gateway.validate import check_ids, check_not_streamed, invalid
+from weft.gateway.warnings import begin_warnings, current_warnings
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 _BREAKER_STATES = {
@@ -90,9 +91,10 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
                 raise invalid(
                     f"sampling.constraint.{name}", "is found by the gateway in chats; leave it out"
                 )
+        facts = call_facts(context, "chatcmpl")
         tools, use = _tool_use(request)
         prompt = ChatPrompt(messages=_messages(request.messages), tools=tools)
-        translated = _translate(request, call_facts(context, "chatcmpl"), prompt, use)
+        translated = _translate(request, facts, prompt, use)
         await self._answer(translated, request.stream, context, gateway_pb2.ChatResponse)
 
     async def Complete(self, request: gateway_pb2.CompleteRequest, context: Context) -> None:  # type: ignore[override]
@@ -168,6 +170,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
                 choices=[choices.of(collected[index], scores) for index in sorted(collected)],
                 usage=stream.usage(),
                 timeline=_timeline(stream),
+                warnings=current_warnings(),
             )
         await context.write(last)
 
@@ -179,6 +182,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
         """See gateway.proto."""
+        begin_warnings()
         resolved = await self._models.find(request.model)
         prompt: Prompt
         if request.messages and request.text:
@@ -190,7 +194,9 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
             prompt = TextPrompt(text=request.text, add_special_tokens=add)
         ids = await resolved.served.preparer.tokenize(await self._models.card(resolved), prompt)
         return gateway_pb2.TokenizeResponse(
-            tokens=common_pb2.TokenIds(ids=ids), max_context_tokens=resolved.served.context_tokens
+            tokens=common_pb2.TokenIds(ids=ids),
+            max_context_tokens=resolved.served.context_tokens,
+            warnings=current_warnings(),
         )
 
     async def Detokenize(

@@ -13,6 +13,7 @@ from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, GenerationBody, ShowBody
 from weft.gateway.api.ollama.translate import (
     NAMES,
+    TOO_LONG,
     chat_request,
     generation_request,
     model_name,
@@ -42,7 +43,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
 
     async def Chat(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         """See dialects.proto."""
-        with field_names(NAMES, {}):
+        with field_names(NAMES, {}, TOO_LONG):
             facts = call_facts(context, "chat")
             body, generate = await self._bodies.parse(
                 ChatBody, request, lambda body: chat_request(body, facts)
@@ -51,7 +52,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
 
     async def Generate(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         """See dialects.proto."""
-        with field_names({**NAMES, "messages": "prompt"}, {}):
+        with field_names({**NAMES, "messages": "prompt"}, {}, TOO_LONG):
             facts = call_facts(context, "gen")
             body, generate = await self._bodies.parse(
                 GenerateBody, request, lambda body: generation_request(body, facts)

@@ -16,7 +16,15 @@ from weft.gateway.api.ollama.bodies import (
     OptionsBody,
     ToolBody,
 )
-from weft.gateway.api.tools import NO_TOOLS, ToolUse, check_tools, past_call, use_tools
+from weft.gateway.api.tools import (
+    NO_TOOLS,
+    ToolUse,
+    check_tools,
+    instead_of,
+    past_call,
+    use_tools,
+)
+from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -44,6 +52,10 @@ NAMES = {
     "stop": "options.stop",
 }
 """Ollama's names of fields, by those of the internal request."""
+TOO_LONG = (
+    "prompt too long; exceeded max context length by {above} tokens: it has {tokens} of at most "
+    "{context}"
+)
 
 
 def model_name(name: str | None) -> str:
@@ -124,6 +136,7 @@ def _stopping(options: OptionsBody) -> Stopping:
     most, stop = options.num_predict, options.stop
     return Stopping(
         max_tokens=None if most in (None, -1, -2) else most,
+        is_bounded=True,
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
     )
 
@@ -150,9 +163,12 @@ def _thinking(body: GenerationBody) -> dict[str, Any]:
 
 def _message(number: int, message: MessageBody) -> dict[str, Any]:
     where = f"messages[{number}]"
-    if message.images:
-        raise unsupported(f"{where}.images", "content other than text")
     content = message.content
+    if message.images and message.role == "tool":
+        leave_out(f"{where}.images", "content other than text")
+        content = "\n".join(filter(None, (content, instead_of("image"))))
+    elif message.images:
+        raise unsupported(f"{where}.images", "content other than text")
     if content is None and not message.tool_calls:
         raise invalid(f"{where}.content", "is missing; give a text")
     translated: dict[str, Any] = {"role": message.role, "content": content or ""}

@@ -20,7 +20,16 @@ from weft.gateway.api.openai.bodies import (
     ToolChoiceBody,
 )
 from weft.gateway.api.openai.constrain import CONSTRAINING, GivenConstraint, constraint_of
-from weft.gateway.api.tools import NO_TOOLS, ToolUse, check_tools, only_tools, past_call, use_tools
+from weft.gateway.api.tools import (
+    NO_TOOLS,
+    ToolUse,
+    check_tools,
+    instead_of,
+    only_tools,
+    past_call,
+    use_tools,
+)
+from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -324,6 +333,10 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     if not isinstance(content, str):
         texts: list[str] = []
         for number, part in enumerate(content):
+            if part.type not in ("text", "refusal") and message.role == "tool":
+                leave_out(f"{where}.content[{number}]", f"content `{part.type[:80]}`")
+                texts.append(instead_of(part.type))
+                continue
             if part.type not in ("text", "refusal"):
                 raise unsupported(f"{where}.content[{number}].type", f"content `{part.type}`")
             text = part.text if part.type == "text" else part.refusal

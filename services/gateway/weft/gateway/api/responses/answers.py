@@ -21,6 +21,7 @@ class OutputItem(BaseModel):
     encrypted_content: None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
 
 
@@ -70,6 +71,23 @@ class ResponseEvent(BaseModel):
     item_id: str | None = None
     item: OutputItem | None = None
     delta: str | None = None
+
+
+class ItemsAnswer(BaseModel):
+    """Answer to GET /v1/responses/{response_id}/input_items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class CountAnswer(BaseModel):
+    """Answer to POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class DeletedAnswer(BaseModel):

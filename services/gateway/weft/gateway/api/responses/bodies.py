@@ -50,6 +50,7 @@ class ItemBody(PastPart):
     summary: Many[PartBody] | None = Field(None, description="of a reasoning item")
     call_id: str | None = Field(None, description="of a function_call and of its output")
     name: str | None = Field(None, description="of a function_call")
+    namespace: str | None = Field(None, description="of a function_call: of its function")
     arguments: str | None = Field(None, description="of a function_call: a JSON object, as text")
     output: str | Many[PartBody] | None = Field(None, description="of a function_call_output")
 
@@ -71,9 +72,41 @@ class ToolBody(StrictPart):
     output_schema: dict[str, Any] | None = unused("of what the function returns")
 
 
-Tool = Annotated[
+Function = Annotated[
     Annotated[ToolBody, Tag("Own")] | Annotated[HostedTool, Tag("Hosted")],
     Discriminator(kind_of_tool("function")),
+]
+
+
+class NamespaceBody(StrictPart):
+    """Functions under a common name."""
+
+    type: Literal["namespace"]
+    name: str = Field(description="goes ahead of the functions' names, with a dot")
+    description: str | None = Field(None, description="for the model, ahead of the functions' own")
+    tools: Few[Function] = Field(description="functions that the model may call")
+
+    @property
+    def functions(self) -> list[tuple[int, ToolBody]]:
+        """The functions with their places."""
+        return [(i, tool) for i, tool in enumerate(self.tools) if isinstance(tool, ToolBody)]
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """The name of a function as the model knows it."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "Namespace" if kind == "namespace" else kind_of_tool("function")(tool)
+
+
+Tool = Annotated[
+    Annotated[ToolBody, Tag("Own")]
+    | Annotated[NamespaceBody, Tag("Namespace")]
+    | Annotated[HostedTool, Tag("Hosted")],
+    Discriminator(_kind_of_tool),
 ]
 
 
@@ -82,6 +115,7 @@ class ToolChoiceBody(StrictPart):
 
     type: str = Field(description="`function` or `allowed_tools`; others are not supported")
     name: str | None = Field(None, description="with type function")
+    namespace: str | None = Field(None, description="with type function: of the function")
     mode: Literal["auto", "required"] | None = Field(None, description="with allowed_tools")
     tools: Few[dict[str, Any]] | None = Field(None, description="with allowed_tools")
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.api.httpbody_pb2 import HttpBody
 from weft.contract.errors import WeftError
@@ -19,14 +19,16 @@ from weft.gateway.api.answer import (
     json_body,
     run_answer,
 )
-from weft.gateway.api.edge import Context, call_facts
+from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.responses.bodies import ItemBody, ResponsesBody
+from weft.gateway.api.responses.items import Item, page_of, shown_items
 from weft.gateway.api.responses.store import ResponseStore, StoredResponse
 from weft.gateway.api.responses.translate import (
     NAMES,
     PARTS,
+    TOO_LONG,
     AskedResponse,
     Conversation,
     continued,
@@ -34,6 +36,7 @@ from weft.gateway.api.responses.translate import (
     response_request,
 )
 from weft.gateway.api.responses.writer import PREFIX, ResponseWriter
+from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.stream import TokenStream
 from weft.gateway.request import GenerateRequest
@@ -65,12 +68,22 @@ class _Running:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class _Past(NamedTuple):
+    """The conversation that a response answers."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Messages for the chat template, without those of the request."""
+    items: Sequence[Mapping[str, Any]]
+    """Items of the API."""
+
+
 class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     """Parses bodies, converts them, writes answers, and keeps them for later ones."""
 
     def __init__(
         self,
         pipeline: RequestPipeline,
+        models: Catalogue,
         bodies: BodyParser,
         store: ResponseStore,
         gateway: str,
@@ -79,11 +92,13 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
 
         Args:
             pipeline: Runs requests.
+            models: The served models.
             bodies: Parses bodies.
             store: Keeps responses.
             gateway: Name of this gateway in ids of responses: letters and digits.
         """
         self._pipeline = pipeline
+        self._models = models
         self._bodies = bodies
         self._store = store
         self._gateway = gateway
@@ -96,17 +111,22 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         num_bytes = len(request.data)
         # Its errors have the body's own names, among which `messages` is a mistake of the client.
         body, ids = await self._bodies.parse(ResponsesBody, request, referred_items)
-        with field_names(NAMES, PARTS):
+        with field_names(NAMES, PARTS, TOO_LONG):
             items = await self._items(tenant, ids)
             asked = await self._bodies.run(
                 num_bytes,
                 lambda: response_request(body, facts, lambda id_: _item(items, id_)),
             )
-            history = await self._history(tenant, body.previous_response_id)
-            generate = continued(asked, history)
+            past = await self._past(tenant, body.previous_response_id)
+            generate = continued(asked, past.messages)
             running = self._running[facts.request_id] = _Running(tenant)
+            given: list[Item] = []
+            if body.store is not False:
+                suffix = facts.request_id.removeprefix(PREFIX)
+                given = shown_items(body.input, lambda id_: _item(items, id_), suffix)
+            past = _Past(past.messages, [*past.items, *given])
             try:
-                await self._answer(running, generate, body, asked, history, context)
+                await self._answer(running, generate, body, asked, past, context)
             finally:
                 del self._running[facts.request_id]
                 running.ended.set()
@@ -117,14 +137,14 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         request: GenerateRequest,
         body: ResponsesBody,
         asked: AskedResponse,
-        history: Sequence[Mapping[str, Any]],
+        past: _Past,
         context: Context,
     ) -> None:
         ended: list[Mapping[str, object]] = []
 
         async def keep() -> None:
             if body.store is not False:
-                await self._keep(request, asked, history, ended[-1])
+                await self._keep(request, asked, past, ended[-1])
 
         def make_writer(stream: TokenStream) -> ResponseWriter:
             running.writer = ResponseWriter(request, body, stream, ended.append)
@@ -158,6 +178,33 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             return json_body(running.writer.response("in_progress"))
         stored = await self._stored(tenant, request.response_id, "response_id")
         return HttpBody(content_type=JSON, data=stored.response)
+
+    async def ListInputItems(
+        self, request: dialects_pb2.ListInputItemsRequest, context: Context
+    ) -> HttpBody:
+        """See dialects.proto."""
+        tenant = current_tenant.get()
+        stored = await self._stored(tenant, request.response_id, "response_id")
+        return json_body(page_of(json.loads(stored.items), request))
+
+    async def CountInputTokens(self, request: HttpBody, context: Context) -> HttpBody:
+        """See dialects.proto."""
+        facts = call_facts(context, f"{PREFIX}{self._gateway}")
+        num_bytes = len(request.data)
+        body, ids = await self._bodies.parse(ResponsesBody, request, referred_items)
+        with field_names(NAMES, PARTS, TOO_LONG):
+            items = await self._items(facts.tenant, ids)
+            asked = await self._bodies.run(
+                num_bytes,
+                lambda: response_request(body, facts, lambda id_: _item(items, id_)),
+            )
+            past = await self._past(facts.tenant, body.previous_response_id)
+            (prompt,) = continued(asked, past.messages).prompts
+            resolved = await self._models.find(body.model or "")
+            card = await self._models.card(resolved)
+            counted = await resolved.served.preparer.tokenize(card, prompt)
+        await begin_answer(context, facts.request_id)
+        return json_body({"object": "response.input_tokens", "input_tokens": len(counted)})
 
     async def DeleteResponse(
         self, request: dialects_pb2.DeleteResponseRequest, context: Context
@@ -213,13 +260,13 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             param=param,
         )
 
-    async def _history(self, tenant: Tenant | None, id_: str | None) -> list[dict[str, Any]]:
+    async def _past(self, tenant: Tenant | None, id_: str | None) -> _Past:
         """The conversation up to and with a response; empty without an id."""
         if id_ is None:
-            return []
+            return _Past([], [])
         stored = await self._stored(tenant, id_, "previous_response_id")
-        history: list[dict[str, Any]] = json.loads(stored.history)
-        return history
+        output = json.loads(stored.response)["output"]
+        return _Past(json.loads(stored.history), [*json.loads(stored.items), *output])
 
     async def _items(self, tenant: Tenant | None, ids: Sequence[str]) -> dict[str, Any]:
         """Output items, by id, of the stored responses that the wanted items belong to."""
@@ -237,7 +284,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         self,
         request: GenerateRequest,
         asked: AskedResponse,
-        history: Sequence[Mapping[str, Any]],
+        past: _Past,
         response: Mapping[str, object],
     ) -> None:
         """Stores a response with the conversation that it ends."""
@@ -245,8 +292,8 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         output: Any = response["output"]
         for item in output:
             answer.add(ItemBody.model_validate(item), "output")
-        messages = [*history, *asked.stored_messages, *answer.messages]
-        stored = StoredResponse(to_json(response), to_json(messages))
+        messages = [*past.messages, *asked.stored_messages, *answer.messages]
+        stored = StoredResponse(to_json(response), to_json(messages), to_json(past.items))
         await self._store.put(name_of(request.tenant), request.request_id, stored)
 
 

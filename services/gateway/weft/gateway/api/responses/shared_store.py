@@ -16,9 +16,10 @@ from weft.gateway.api.responses.store import StoredResponse
 
 MAX_VALUE_BYTES = 16 << 20
 """Largest value; a larger response is not kept, and a longer value is not read."""
-_FORMAT = b"WR1"
+_FORMAT = b"WR2"
 _DIGEST_BYTES = 32
-_HEADER_BYTES = len(_FORMAT) + _DIGEST_BYTES + 4
+_SIZE_BYTES = 4
+_HEADER_BYTES = len(_FORMAT) + _DIGEST_BYTES + 2 * _SIZE_BYTES
 
 
 class SharedResponses:
@@ -98,7 +99,9 @@ class SharedResponses:
 
 def pack(name: bytes, stored: StoredResponse) -> bytes:
     """Packs a response into the value of a name."""
-    body = len(stored.response).to_bytes(4, "big") + stored.response + stored.history
+    texts = (stored.response, stored.history, stored.items)
+    sizes = [len(text).to_bytes(_SIZE_BYTES, "big") for text in texts[:-1]]
+    body = b"".join((*sizes, *texts))
     return _FORMAT + _digest(name, body) + body
 
 
@@ -111,10 +114,12 @@ def unpack(name: bytes, value: bytes) -> StoredResponse | None:
         return None
     if value[digest_at:size_at] != _digest(name, value[size_at:]):
         return None
-    end = _HEADER_BYTES + int.from_bytes(value[size_at:_HEADER_BYTES], "big")
-    if end > len(value):
+    middle = size_at + _SIZE_BYTES
+    end = _HEADER_BYTES + int.from_bytes(value[size_at:middle], "big")
+    behind = end + int.from_bytes(value[middle:_HEADER_BYTES], "big")
+    if behind > len(value):
         return None
-    return StoredResponse(value[_HEADER_BYTES:end], value[end:])
+    return StoredResponse(value[_HEADER_BYTES:end], value[end:behind], value[behind:])
 
 
 def _digest(name: bytes, body: bytes) -> bytes:

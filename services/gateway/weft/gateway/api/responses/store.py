@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ENTRY_OVERHEAD_BYTES = 512
-"""Assumed size of an entry beside its two texts."""
+"""Assumed size of an entry beside its texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,13 @@ class StoredResponse:
     """The response object, as JSON."""
     history: bytes
     """The messages of the whole conversation, its answer included, as a JSON list."""
+    items: bytes = b"[]"
+    """The items of the conversation without its answer, as a JSON list."""
 
     @property
     def num_bytes(self) -> int:
         """Memory that the entry is counted as."""
-        return len(self.response) + len(self.history) + ENTRY_OVERHEAD_BYTES
+        return len(self.response) + len(self.history) + len(self.items) + ENTRY_OVERHEAD_BYTES
 
 
 class ResponseStore(Protocol):

@@ -9,17 +9,19 @@ from typing import Any, NamedTuple
 
 from weft.contract.request import Constraint
 from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
-from weft.gateway.api.hosted import own_tools
+from weft.gateway.api.hosted import HostedTool, own_tools
 from weft.gateway.api.openai.translate import logit_bias
 from weft.gateway.api.responses.bodies import (
     FormatBody,
     ItemBody,
+    NamespaceBody,
     PartBody,
     ResponsesBody,
     ToolBody,
     ToolChoiceBody,
+    qualified,
 )
-from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
+from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.validate import invalid, unsupported
@@ -34,6 +36,10 @@ _SAMPLING = {
 NAMES = {"messages": "input"}
 """Names of fields in the Responses API, by those of the internal request."""
 PARTS = {".function.": "."}
+TOO_LONG = (
+    "Your input exceeds the context window of this model: its maximum context length is {context} "
+    "tokens, but the input has {tokens}; shorten it"
+)
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset(
     {
@@ -146,6 +152,7 @@ def _stopping(body: ResponsesBody) -> Stopping:
     stop, regex = body.stop, body.stop_regex
     return Stopping(
         max_tokens=body.max_output_tokens,
+        is_bounded=True,
         min_tokens=body.min_tokens or 0,
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_regexes=(regex,) if isinstance(regex, str) else tuple(regex or ()),
@@ -180,17 +187,42 @@ def _format(given: FormatBody | None) -> Constraint | None:
 
 
 def _tools(body: ResponsesBody) -> tuple[Mapping[str, Any], ...]:
-    own = own_tools(body.tools, is_wanted=body.tool_choice != "none")
-    return check_tools([(number, _tool(number, tool)) for number, tool in own])
+    given = [
+        HostedTool(type=tool.type)
+        if isinstance(tool, NamespaceBody) and not tool.functions
+        else tool
+        for tool in body.tools or ()
+    ]
+    tools: list[tuple[int, Mapping[str, Any]]] = []
+    is_wanted = body.tool_choice != "none"
+    own: list[tuple[int, ToolBody | NamespaceBody]] = own_tools(given, is_wanted=is_wanted)
+    for number, tool in own:
+        where = f"tools[{number}]"
+        if isinstance(tool, NamespaceBody):
+            for inner, hosted in enumerate(tool.tools):
+                if isinstance(hosted, HostedTool):
+                    leave_out(f"{where}.tools[{inner}]", f"tools of type `{hosted.type[:80]}`")
+            tools += [
+                (number, _tool(f"{where}.tools[{inner}]", function, tool))
+                for inner, function in tool.functions
+            ]
+        else:
+            tools.append((number, _tool(where, tool)))
+    return check_tools(tools)
 
 
-def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
+def _tool(where: str, tool: ToolBody, within: NamespaceBody | None = None) -> dict[str, Any]:
     """A tool in the form that chat templates take."""
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
-        raise unsupported(f"tools[{number}].allowed_callers", "calls by other tools alone")
-    described = {"description": tool.description, "parameters": tool.parameters}
+        raise unsupported(f"{where}.allowed_callers", "calls by other tools alone")
+    texts = (None if within is None else within.description, tool.description)
+    described = {
+        "description": "\n".join(filter(None, texts)) or None,
+        "parameters": tool.parameters,
+    }
     more = {name: value for name, value in described.items() if value is not None}
-    return {"type": "function", "function": {"name": tool.name or "", **more}}
+    name = qualified(None if within is None else within.name, tool.name or "")
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 def _use_of(body: ResponsesBody, tools: Sequence[Mapping[str, Any]]) -> ToolUse:
@@ -201,7 +233,8 @@ def _use_of(body: ResponsesBody, tools: Sequence[Mapping[str, Any]]) -> ToolUse:
     if choice.type == "function":
         if not choice.name:
             raise invalid("tool_choice.name", "is needed with type function")
-        return use_tools(tools, choice.name, is_named=True, most=most)
+        name = qualified(choice.namespace, choice.name)
+        return use_tools(tools, name, is_named=True, most=most)
     return use_tools(tools, choice.mode or "auto", most=most)
 
 
@@ -221,9 +254,10 @@ def _allowed(
         if isinstance(kind, str) and kind != "function":
             leave_out(f"tool_choice.tools[{number}]", f"tools of type `{kind[:80]}`")
             continue
-        if kind is None or one.get("name") not in known:
+        name = qualified(one.get("namespace"), str(one.get("name")))
+        if kind is None or name not in known:
             raise invalid(f"tool_choice.tools[{number}]", "is none of the functions in tools")
-        allowed.append(known[one["name"]])
+        allowed.append(known[name])
     if not allowed:
         raise invalid("tool_choice.tools", "allows no tool; set tool_choice to none")
     return tuple(allowed)
@@ -232,10 +266,11 @@ def _allowed(
 def referred_items(body: ResponsesBody) -> list[str]:
     """Ids of the items that the input refers to, without their contents."""
     given = body.input if isinstance(body.input, list) else ()
-    return [item.id for item in given if item.id and _is_reference(item)]
+    return [item.id for item in given if item.id and is_reference(item)]
 
 
-def _is_reference(item: ItemBody) -> bool:
+def is_reference(item: ItemBody) -> bool:
+    """Whether an item of the input only names one of a stored response."""
     return item.type == "item_reference" or (item.type is None and item.role is None)
 
 
@@ -253,7 +288,7 @@ def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> li
     conversation = Conversation()
     for number, item in enumerate(given):
         where = f"input[{number}]"
-        if _is_reference(item):
+        if is_reference(item):
             if not item.id:
                 raise invalid(f"{where}.id", "is missing")
             item = ItemBody.model_validate(find(item.id))
@@ -288,12 +323,13 @@ class Conversation:
             if not item.name:
                 raise invalid(f"{where}.name", "is missing")
             turn = self._open()
-            call = past_call(item.call_id or "", item.name, item.arguments or "")
+            name = qualified(item.namespace, item.name)
+            call = past_call(item.call_id or "", name, item.arguments or "")
             turn.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             if not item.call_id:
                 raise invalid(f"{where}.call_id", "is missing")
-            content = _text(item.output or "", f"{where}.output")
+            content = _text(item.output or "", f"{where}.output", is_result=True)
             self._close({"role": "tool", "tool_call_id": item.call_id, "content": content})
         else:
             raise unsupported(f"{where}.type", f"items of type `{kind[:80]}`")
@@ -328,13 +364,16 @@ class Conversation:
         self.messages.append(message)
 
 
-def _text(content: str | Sequence[PartBody], where: str) -> str:
+def _text(content: str | Sequence[PartBody], where: str, *, is_result: bool = False) -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for number, part in enumerate(content):
         if part.type == "refusal":
             texts.append(part.refusal or "")
+        elif part.type not in _TEXTS and is_result:
+            leave_out(f"{where}[{number}]", f"content `{part.type[:80]}`")
+            texts.append(instead_of(part.type))
         elif part.type not in _TEXTS:
             raise unsupported(f"{where}[{number}].type", f"content `{part.type[:80]}`")
         elif part.text is None:

@@ -10,7 +10,12 @@ from weft.contract.errors import WeftError
 from weft.gateway.api.answer import EVENTS, named_event
 from weft.gateway.api.blocks import Block, BlockReader, Step, num_reasoning_tokens
 from weft.gateway.api.openai.logprobs import chat_logprobs
-from weft.gateway.api.responses.bodies import ResponsesBody, ToolBody
+from weft.gateway.api.responses.bodies import (
+    NamespaceBody,
+    ResponsesBody,
+    ToolBody,
+    qualified,
+)
 from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.request import GenerateRequest
 from weft.gateway.text.answer.make import parser_maker
@@ -53,6 +58,7 @@ class ResponseWriter:
         self._reader = BlockReader(parser_maker(request, stream.card, stream.generations[0].prompt))
         self._has_logprobs = request.top_logprobs is not None
         self._frame = _frame(request, body, stream.model)
+        self._called_as = _called_as(body)
         self._suffix = request.request_id.removeprefix(PREFIX)
         self._num_events = 0
         self.has_begun = False
@@ -153,7 +159,9 @@ class ResponseWriter:
             return self._added(step.block)
         if step.what == "add":
             return self._event(f"{kind}.delta", **where, delta=step.text)
-        told = {"name": step.block.name, "arguments": step.block.text}
+        block = step.block
+        named = self._called_as.get(block.name, {"name": block.name})
+        told = {"name": named["name"], "arguments": block.text}
         return self._event(f"{kind}.done", **where, **told) + self._done(step.block)
 
     def _added(self, block: Block) -> bytes:
@@ -190,7 +198,7 @@ class ResponseWriter:
             **item,
             "type": "function_call",
             "call_id": block.call_id,
-            "name": block.name,
+            **self._called_as.get(block.name, {"name": block.name}),
             "arguments": block.text,
         }
 
@@ -219,8 +227,28 @@ class ResponseWriter:
 
 def _shown_tools(body: ResponsesBody) -> list[dict[str, Any]]:
     """The tools that the model was shown."""
-    own = [tool for tool in body.tools or () if isinstance(tool, ToolBody)]
-    return [tool.model_dump(exclude_unset=True) for tool in own]
+    shown: list[dict[str, Any]] = []
+    for tool in body.tools or ():
+        if isinstance(tool, ToolBody):
+            shown.append(tool.model_dump(exclude_unset=True))
+        elif isinstance(tool, NamespaceBody) and tool.functions:
+            space = tool.model_dump(exclude_unset=True, exclude={"tools"})
+            inner = [function.model_dump(exclude_unset=True) for _, function in tool.functions]
+            shown.append({**space, "tools": inner})
+    return shown
+
+
+def _called_as(body: ResponsesBody) -> dict[str, dict[str, str]]:
+    """Names of functions in a namespace as clients know them, by those that the model knows."""
+    return {
+        qualified(one.name, function.name or ""): {
+            "name": function.name or "",
+            "namespace": one.name,
+        }
+        for one in body.tools or ()
+        if isinstance(one, NamespaceBody)
+        for _, function in one.functions
+    }
 
 
 def _frame(request: GenerateRequest, body: ResponsesBody, model: str) -> dict[str, object]:
