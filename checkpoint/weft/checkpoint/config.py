@@ -20,12 +20,13 @@ from weft.checkpoint.architectures import (
     language_model_name,
 )
 from weft.checkpoint.end_tokens import end_token_ids, tokenizer_end_token
-from weft.checkpoint.fields import Fields
+from weft.checkpoint.fields import Fields, read_json_file
 from weft.checkpoint.latent_config import LatentConfig
 from weft.checkpoint.moe_config import MoEConfig, qwen_experts, without_defaults
 from weft.checkpoint.mtp_config import MtpConfig
 from weft.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.checkpoint.quantization import Quantization, read_quantization
+from weft.checkpoint.quantization_files import with_quantization
 from weft.checkpoint.rope import RopeConfig, rope_config, rope_values
 from weft.contract.errors import ModelError
 
@@ -163,9 +164,16 @@ class ModelConfig:
                 message names the field.
         """
         raw = read_json_file(model_dir / "config.json")
+        raw, source = with_quantization(raw, model_dir)
         generation_file = model_dir / "generation_config.json"
         generation = read_json_file(generation_file) if generation_file.exists() else {}
-        config = cls.from_dict(raw, generation, where=str(model_dir))
+        try:
+            config = cls.from_dict(raw, generation, where=str(model_dir))
+        except ModelError as error:
+            if source is None or error.param != "quantization_config":
+                raise
+            problem = f"{error.message} (read from {source.name})"
+            raise ModelError(problem, param=error.param) from error
         if config.eos_token_ids:
             return config
         return replace(config, eos_token_ids=tokenizer_end_token(model_dir))
@@ -361,23 +369,6 @@ def _checked(config: object, architecture: str, where: str) -> ModelConfig:
             param="architectures",
         )
     return config
-
-
-def read_json_file(path: Path) -> Mapping[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-        ModelError: The file cannot be read or holds something else.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return content
 
 
 def _architecture(fields: Fields) -> str:

@@ -9,9 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.checkpoint.config import ModelConfig, read_json_file
+from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.draft_config import ARCHITECTURE, HeadConfig, kind_of, read_layer
-from weft.checkpoint.fields import Fields
+from weft.checkpoint.fields import Fields, read_json_file
 from weft.contract.errors import ModelError
 
 NUM_AUX_LAYERS = 3

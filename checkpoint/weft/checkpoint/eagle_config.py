@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from weft.checkpoint.config import ModelConfig, read_json_file
+from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.draft_config import HeadConfig, HeadKind, kind_of, read_layer
-from weft.checkpoint.fields import Fields
+from weft.checkpoint.fields import Fields, read_json_file
 
 
 class EagleConfig(HeadConfig):

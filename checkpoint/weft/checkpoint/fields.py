@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from weft.contract.errors import ModelError
@@ -38,6 +40,11 @@ class Fields:
     def replaced(self, **values: Any) -> Fields:
         """The same object with some fields replaced or added."""
         return Fields({**self._values, **values}, self._where)
+
+    def equals(self, other: Fields, *, but: str) -> bool:
+        """Whether all fields but one have the values that another object's have."""
+        own, others = ({**part._values, but: None} for part in (self, other))
+        return own == others
 
     def positive(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
@@ -107,3 +114,20 @@ class Fields:
         if value is None:
             raise self.error(name, "is missing")
         return value
+
+
+def read_json_file(path: Path) -> Mapping[str, Any]:
+    """Reads a JSON object from a file.
+
+    Raises:
+        ModelError: The file cannot be read or holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return content

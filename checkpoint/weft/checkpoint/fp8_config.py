@@ -7,14 +7,15 @@ Formats are those that checkpoints have: DeepSeek's and Qwen3's blocks and AutoF
 from __future__ import annotations
 
 import fnmatch
-import re
 from typing import Literal, NamedTuple
 
 from weft.checkpoint.fields import Fields
+from weft.checkpoint.module_names import anywhere, names_in
 
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
 """Values of `quant_method` that say FP8, beside compressed-tensors."""
 _BLOCK = [128, 128]
+_ALL_PRODUCTS = "Linear"
 
 
 class Fp8Config(NamedTuple):
@@ -34,7 +35,7 @@ def read_fp8(section: Fields, method: str) -> Fp8Config | str:
     """
     if method == "modelopt":
         return _read_modelopt(section)
-    ignore = tuple(_anywhere(name) for name in _names(section, "modules_to_not_convert"))
+    ignore = tuple(anywhere(name) for name in names_in(section, "modules_to_not_convert"))
     if method == "fbgemm_fp8":
         # `activation_scale_ub` bounds the scales of rows, which need no bound here.
         return Fp8Config("channels", "weight_scale", False, ignore)
@@ -57,7 +58,7 @@ def _read_modelopt(section: Fields) -> Fp8Config | str:
     algorithm = section.text("quant_algo", "")
     if algorithm != "FP8":
         return f"quant_algo {algorithm!r} is not supported (FP8 is)"
-    names = (*_names(section, "exclude_modules"), *_names(section, "ignore"))
+    names = (*names_in(section, "exclude_modules"), *names_in(section, "ignore"))
     ignore = tuple(f"re:{fnmatch.translate(name)}" for name in names)
     return Fp8Config("tensors", "weight_scale", True, ignore)
 
@@ -95,7 +96,7 @@ def read_fp8_compressed(section: Fields) -> Fp8Config | str:
     is_static = bool(list(rows)) and rows.get("dynamic") is not True
     if is_static and rows.get("strategy") != "tensor":
         return f"fixed scales of input_activations by {rows.get('strategy')!r} are not supported"
-    return Fp8Config(scales[strategy], "weight_scale", is_static, ignored_modules(section))
+    return Fp8Config(scales[strategy], "weight_scale", is_static, names_in(section, "ignore"))
 
 
 def compressed_group(section: Fields) -> Fields | str:
@@ -111,40 +112,23 @@ def compressed_group(section: Fields) -> Fields | str:
     if list(section.section("sparsity_config")):
         return "sparsity_config is not supported"
     groups = section.section("config_groups")
-    names = list(groups)
-    if len(names) != 1:
-        return f"{len(names)} config_groups are not supported, only one"
-    group = groups.section(names[0])
-    if group.get("targets") != ["Linear"]:
-        return f"targets {group.get('targets')!r} are not supported, only ['Linear']"
-    if group.get("output_activations"):
+    schemes = [groups.section(name) for name in groups]
+    if not schemes or any(not group.equals(schemes[0], but="targets") for group in schemes):
+        return f"{len(schemes)} config_groups are not supported, only one, or several of one format"
+    for name in targeted_modules(section):
+        if name[:1].isupper():
+            return f"targets {name!r} is not supported, only Linear and names of modules"
+    if schemes[0].get("output_activations"):
         return "output_activations are not supported"
-    return group
+    return schemes[0]
 
 
-def ignored_modules(section: Fields) -> tuple[str, ...]:
-    """The modules that compressed-tensors leaves in floats.
+def targeted_modules(section: Fields) -> tuple[str, ...]:
+    """The modules that a configuration of compressed-tensors quantises; empty: all products.
 
     Raises:
-        ModelError: It is no list of names and regular expressions.
+        ModelError: They are no list of names and regular expressions.
     """
-    names = _names(section, "ignore")
-    for name in names:
-        if name.startswith("re:"):
-            try:
-                re.compile(name[3:])
-            except re.error as error:
-                raise section.error("ignore", f"{name!r}: {error}") from error
-    return names
-
-
-def _names(section: Fields, field: str) -> tuple[str, ...]:
-    names = section.get(field) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise section.error(field, f"expected a list of names, got {names!r}")
-    return tuple(names)
-
-
-def _anywhere(name: str) -> str:
-    """A pattern of all modules that have this name, end with it, or lie below such a one."""
-    return rf"re:(?:.*\.)?{re.escape(name)}(?:\..*)?$"
+    groups = section.section("config_groups")
+    found = [name for group in groups for name in names_in(groups.section(group), "targets")]
+    return () if _ALL_PRODUCTS in found else tuple(found)

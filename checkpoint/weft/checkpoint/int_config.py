@@ -6,11 +6,11 @@ either packing, and compressed-tensors' pack-quantized.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from weft.checkpoint.fields import Fields
+from weft.checkpoint.module_names import anywhere
 
 INT_METHODS = ("gptq", "awq", "auto-round")
 """Values of `quant_method` that say packed integers, beside compressed-tensors."""
@@ -30,7 +30,14 @@ class IntPacking:
     zero_shift: int = 0
     """Number to add to the file's zero points: 1 in GPTQ's first version, else 0."""
     is_symmetric: bool = False
-    """Whether there are no zero points; only compressed-tensors can omit them."""
+    """Whether all zero points are the middle. compressed-tensors omits them then; GPTQ keeps them,
+    and they tell which version wrote the file.
+    """
+
+    @property
+    def packed_name(self) -> str:
+        """What a checkpoint calls a module's packed numbers."""
+        return "weight_packed" if self.layout == "compressed-tensors" else "qweight"
 
 
 def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ...]] | str:
@@ -58,8 +65,7 @@ def _read_gptq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
         return "dynamic is not supported: all modules must have the same bits and groups"
     if section.get("lm_head"):
         return "lm_head is not supported: it must be in floats"
-    shift = 1 if version == "gptq" else 0
-    return _packing(section, "gptq", shift)
+    return _packing(section, "gptq", 1 if version == "gptq" else 0)
 
 
 def _read_awq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
@@ -74,8 +80,9 @@ def _read_awq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
     names = section.get("modules_to_not_convert") or []
     if isinstance(found, str) or not isinstance(names, list):
         return found if isinstance(found, str) else "modules_to_not_convert is no list"
-    # AutoAWQ leaves out every module whose name contains one of these.
-    return found[0], tuple(f"re:.*{re.escape(str(name))}" for name in names)
+    # AutoAWQ's own rule is that a name contains one of these, and yet it writes "gate" beside a
+    # quantised gate_proj. So whole parts of names count, as in transformers.
+    return found[0], tuple(anywhere(str(name)) for name in names)
 
 
 def _read_auto_round(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
@@ -102,7 +109,14 @@ def _packing(
         return f"bits = {bits!r} is not supported, only 4{' and 8' if layout == 'gptq' else ''}"
     if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
         return f"group_size {group!r} is not supported"
-    return IntPacking(layout=layout, bits=bits, group=max(group, 0), zero_shift=shift), ()
+    return IntPacking(
+        layout=layout,
+        bits=bits,
+        group=max(group, 0),
+        zero_shift=shift,
+        # AutoGPTQ's and auto-round's default where the field is left out.
+        is_symmetric=layout == "gptq" and section.flag("sym", True),
+    ), ()
 
 
 def read_packed_compressed(weights: Fields) -> IntPacking | str:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.config import read_json_file
-from weft.checkpoint.fields import Fields
+from weft.checkpoint.fields import Fields, read_json_file
 
 PARAMS_FILE = "params.json"
 _GENERAL = {

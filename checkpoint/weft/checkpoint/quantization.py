@@ -6,7 +6,6 @@ Pure Python: settings are resolved and digests computed without torch.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
@@ -15,10 +14,10 @@ from weft.checkpoint.fp8_config import (
     FP8_METHODS,
     Fp8Config,
     compressed_group,
-    ignored_modules,
     is_fp8,
     read_fp8,
     read_fp8_compressed,
+    targeted_modules,
 )
 from weft.checkpoint.int_config import (
     INT_METHODS,
@@ -27,6 +26,8 @@ from weft.checkpoint.int_config import (
     read_packed_compressed,
 )
 from weft.checkpoint.kv_scheme import read_kv_scheme
+from weft.checkpoint.module_names import matches, names_in
+from weft.checkpoint.quantization_files import declared_quantization
 from weft.contract.errors import ConfigError
 
 AskedFormat = Literal["auto", "int8", "int4", "fp8"]
@@ -55,10 +56,12 @@ class Quantization:
     source: Literal["checkpoint", "load"]
     """Whether the checkpoint has it, or it is made of floats at load."""
     ignore: tuple[str, ...] = ()
-    """Modules whose weights stay in floats: full names, or `re:` and a regular expression that
-    matches the beginning of the name.
+    """Modules whose weights are in floats (`module_names.matches`). Where a checkpoint has a
+    module's tensors, these decide instead.
     """
 
+    targets: tuple[str, ...] = ()
+    """Modules whose weights are quantised, in the same way; empty: all that are not ignored."""
     scales: Literal["channels", "blocks", "tensors"] = "channels"
     """Unit with one scale: a row, a block of 128 rows and columns, or a projection."""
     scale_name: str = "weight_scale"
@@ -74,27 +77,41 @@ class Quantization:
     packing: IntPacking | None = None
     """How a checkpoint packs integers into words; None: it does not."""
 
+    @property
+    def file_format(self) -> str:
+        """What the checkpoint has, in words."""
+        if self.source == "load":
+            return "floats"
+        if self.packing is not None:
+            return f"{self.packing.layout} {self.format}"
+        return f"fp8 {self.scales}" if self.format == "fp8" else self.format
+
     def ignores(self, module: str) -> bool:
         """Whether the weights of a module, by its full name, stay in floats."""
         if self.source == "load" and module.endswith(_OTHER_ROUTERS):
             return True
-        return any(_matches(pattern, module) for pattern in self.ignore)
+        if self.targets and not any(matches(pattern, module) for pattern in self.targets):
+            return True
+        return any(matches(pattern, module) for pattern in self.ignore)
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of what changes hidden states, part of the model's digest."""
         values = asdict(self)
-        del values["has_kv_scales"]
+        del values["has_kv_scales"], values["targets"]
         if self.packing is None:
             del values["packing"]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-def resolve_quantization(asked: str, found: Quantization | None) -> Quantization | None:
+def resolve_quantization(
+    asked: str, found: Quantization | None, device: str = ""
+) -> Quantization | None:
     """What to load a model with.
 
     Args:
         asked: auto (what the checkpoint has), or one of `AT_LOAD`.
         found: What the checkpoint has; None: floats.
+        device: Where products are computed, a torch device; empty: anywhere.
 
     Returns:
         None: products stay in floats.
@@ -108,24 +125,26 @@ def resolve_quantization(asked: str, found: Quantization | None) -> Quantization
         chosen = found
     elif found is not None:
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
+    elif asked == "fp8" and device.partition(":")[0] == "cpu":
+        raise _refused("CPUs do not multiply fp8, it would become floats again; give int8 or int4")
     else:
         chosen = Quantization(format=asked, source="load", ignore=(ROUTERS,))  # type: ignore[arg-type]
     return chosen
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """Reads `quantization_config` of a config.json; None: it has none.
+    """Reads how a config.json says that weights are quantised; None: it says nothing.
 
     Raises:
         ModelError: A format that is not supported; the message names the field.
     """
-    if not fields.get("quantization_config"):
+    if (section := declared_quantization(fields)) is None:
         return None
-    section = fields.section("quantization_config")
     has_kv_scales = read_kv_scheme(section)
     if isinstance(has_kv_scales, str):
         raise fields.error("quantization_config", has_kv_scales)
-    return replace(_read(fields, section), has_kv_scales=has_kv_scales)
+    targets = targeted_modules(section) if "config_groups" in section else ()
+    return replace(_read(fields, section), has_kv_scales=has_kv_scales, targets=targets)
 
 
 def _read(fields: Fields, section: Fields) -> Quantization:
@@ -147,7 +166,7 @@ def _read(fields: Fields, section: Fields) -> Quantization:
     elif method == "compressed-tensors" and section.text("format", "") == "pack-quantized":
         packing = _compressed_packing(section)
         if not isinstance(packing, str):
-            return _packed(packing, ignored_modules(section))
+            return _packed(packing, names_in(section, "ignore"))
         found = packing
     elif method == "compressed-tensors":
         found = _problem_of_compressed_tensors(section)
@@ -166,7 +185,7 @@ def _read(fields: Fields, section: Fields) -> Quantization:
             scale_name=name,
             has_input_scale=has_input,
         )
-    return Quantization(format="int8", source="checkpoint", ignore=ignored_modules(section))
+    return Quantization(format="int8", source="checkpoint", ignore=names_in(section, "ignore"))
 
 
 def _packed(packing: IntPacking, ignore: tuple[str, ...]) -> Quantization:
@@ -213,9 +232,3 @@ def _dynamic_group(section: Fields) -> Fields | str:
 
 def _refused(problem: str) -> ConfigError:
     return ConfigError(f"quantization: {problem}", param="quantization")
-
-
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.config import read_json_file
-from weft.checkpoint.fields import Fields
+from weft.checkpoint.fields import Fields, read_json_file
 
 TEKKEN_FILE = "tekken.json"
 _DEFAULT_SPECIAL = ("<unk>", "<s>", "</s>")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.checkpoint.config import ModelConfig, read_json_file
-from weft.checkpoint.fields import Fields
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.fields import Fields, read_json_file
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -122,7 +122,9 @@ class EngineInfo:
     model_digest: bytes
     dtype: str
     weight_format: str
-    """Number format of the weights of linear layers: `dtype`, or the format of the quantisation."""
+    """Number formats that the layers' products are computed with, bytes a weight, and the format
+    of the file, in words.
+    """
     vocab_size: int
     max_context_tokens: int
     num_pages: int

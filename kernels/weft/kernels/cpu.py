@@ -45,6 +45,7 @@ class WeightStruct(ctypes.Structure):
         ("is_half", ctypes.c_int32),
         ("is_e2m1", ctypes.c_int32),
         ("is_rotated", ctypes.c_int32),
+        ("order", ctypes.c_void_p),
     )
 
 

@@ -53,6 +53,10 @@ class IntGroups:
     """4 bits are a number in e2m1 (sign, two bits of exponent, one of mantissa), which counts twice
     here and so is whole; without offsets.
     """
+    order: torch.Tensor | None = None
+    """[K] int32: which column each of `numbers` is, where those of a group are no neighbours; None:
+    they are. Products take the columns of their input in this order.
+    """
 
     def __post_init__(self) -> None:
         """Raises ValueError if the parts do not fit together."""
@@ -64,6 +68,9 @@ class IntGroups:
             fits = fits and part.shape == (self.data.shape[0], -(-self.columns // self.group))
             fits = fits and part.dtype in (torch.float32, torch.float16)
             fits = fits and part.dtype == self.scales.dtype and part.is_contiguous()
+        if self.order is not None:
+            fits = fits and self.order.shape == (self.columns,)
+            fits = fits and self.order.dtype == torch.int32 and self.order.is_contiguous()
         fits = fits and not (self.is_e2m1 and (self.bits == 8 or self.offsets is not None))
         if not fits:
             raise ValueError(
@@ -83,7 +90,7 @@ class IntGroups:
         return self.data.shape[0], self.columns
 
     def numbers(self) -> torch.Tensor:
-        """[N, K] int16."""
+        """[N, K] int16, in their order."""
         if self.bits == 8:
             return self.data.to(torch.int16)
         both = torch.stack((self.data & 15, self.data >> 4), dim=-1).flatten(1)
@@ -97,6 +104,8 @@ class IntGroups:
         wide = self.numbers().float().mul_(self._wide(self.scales))
         if self.offsets is not None:
             wide += self._wide(self.offsets)
+        if self.order is not None:
+            wide = torch.empty_like(wide).index_copy_(1, self.order.long(), wide)
         return wide.to(dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

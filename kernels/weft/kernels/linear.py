@@ -54,6 +54,8 @@ class NativeForm:
     """Scales of quantised panels, float32 in panel order; of weights in groups [panels, groups,
     scales or scales and offsets, 32]. None: the panels hold the layer's dtype.
     """
+    order: torch.Tensor | None = None
+    """See `IntGroups.order`."""
 
     @property
     def address(self) -> int:
@@ -358,8 +360,8 @@ def _native_group_rows(form: NativeForm, rows: torch.Tensor) -> IntGroups:
         data = pairs[panel, :, place].flatten(1)[:, :columns].contiguous()
     own = scales[panel, :, :, place]  # [rows, groups, kinds]
     offsets = own[..., 1].contiguous() if struct.has_offsets else None
-    is_e2m1 = bool(struct.is_e2m1)
-    return IntGroups(data, own[..., 0].contiguous(), offsets, columns, struct.group, is_e2m1)
+    scales, is_e2m1 = own[..., 0].contiguous(), bool(struct.is_e2m1)
+    return IntGroups(data, scales, offsets, columns, struct.group, is_e2m1, form.order)
 
 
 def linear_reference(
@@ -497,6 +499,7 @@ def _pack_groups(
         has_offsets=weight.offsets is not None,
         is_half=weight.scales.dtype == torch.float16,
         is_e2m1=weight.is_e2m1,
+        order=None if weight.order is None else weight.order.data_ptr(),
     )
     address = ctypes.addressof(shape)
     num_columns = native.packed_columns(address)
@@ -518,7 +521,7 @@ def _pack_groups(
         None if bias is None else bias.data_ptr(),
         shape.bias,
     )
-    form = NativeForm(packed, shape, scales)
+    form = NativeForm(packed, shape, scales, weight.order)
     return LinearWeight(n, k, dtype, gated, form, packed_bias, gating=gating)
 
 

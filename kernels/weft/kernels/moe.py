@@ -237,7 +237,10 @@ def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
     if isinstance(matrix, Fp8Channels | Fp8Blocks) and stays_fp8(matrix, dtype):
         return matrix
     form = gpu_form(matrix, dtype)
-    return form if isinstance(form, PackedGroups) else matrix.dequantised(dtype)
+    # The rows of several experts are multiplied together, so columns have one order for all.
+    if isinstance(form, PackedGroups) and form.order is None:
+        return form
+    return matrix.dequantised(dtype)
 
 
 def _pair_on_gpu(

@@ -42,6 +42,8 @@ class PackedGroups:
     """Columns of a group: 32, 64 or 128."""
     is_e2m1: bool
     """See `IntGroups.is_e2m1`."""
+    order: torch.Tensor | None = None
+    """See `IntGroups.order`."""
 
     @property
     def half(self) -> int:
@@ -163,7 +165,8 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
 
     scales = _exponents(matrix.scales) if matrix.is_e2m1 else matrix.scales
     offsets = None if matrix.offsets is None else turned(matrix.offsets)
-    return PackedGroups(data, turned(scales), offsets, rows, columns, unit, matrix.is_e2m1)
+    kind = matrix.is_e2m1
+    return PackedGroups(data, turned(scales), offsets, rows, columns, unit, kind, matrix.order)
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
@@ -192,4 +195,5 @@ def _unpacked(
         like.columns,
         like.unit,
         like.is_e2m1,
+        like.order,
     )

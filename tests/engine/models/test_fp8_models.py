@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from weft.checkpoint.quantization import resolve_quantization
 from weft.contract.errors import ConfigError, ModelError
 from weft.engine.model.loader import load_model
+from weft.engine.model.weights.checkpoint import Checkpoint
+from weft.engine.model.weights.schemes.registry import scheme_of
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
 from weft.testing.models.choices import (
     NEAR_TIE,
     OF_STATES,
@@ -21,7 +26,7 @@ from weft.testing.models.choices import (
     where_experts_are_sure,
 )
 from weft.testing.models.families import make_family
-from weft.testing.models.fp8_models import LAYOUTS, compressed, fp8_copy
+from weft.testing.models.fp8_models import LAYOUTS, compressed, fp8_copy, is_rounded
 from weft.testing.models.paging import PagedDriver
 from weft.testing.models.reference_models import make_reference
 from weft.testing.models.threads import one_thread
@@ -56,7 +61,9 @@ def check_greedy(model: Any, floats: Path, vocab: int = 500, near_tie: float = N
 def test_weights_of_a_checkpoint(layout: str, model_dir: Path, tmp_path: Path) -> None:
     path, floats = fp8_copy(model_dir, tmp_path / "fp8", layout)
     loaded = load_model(path, "float32")
-    assert loaded.weight_format == "fp8"
+    # CPUs do not multiply FP8.
+    assert loaded.weight_format == "float32"
+    assert "; file: fp8 " in loaded.described_format
     check_greedy(loaded.model, floats)
 
 
@@ -114,10 +121,20 @@ def test_recurrent_layers_of_a_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 def test_weights_made_at_load(model_dir: Path, tmp_path: Path) -> None:
-    loaded = load_model(model_dir, "float32", quantization="fp8")
-    assert (loaded.dtype, loaded.weight_format) == ("float32", "fp8")
     _, floats = fp8_copy(model_dir, tmp_path / "fp8", "channel")
-    check_greedy(loaded.model, floats)
+    scheme = scheme_of(resolve_quantization("fp8", None, "cuda"))
+    for name, expected in load_file(floats / "model.safetensors").items():
+        if is_rounded(name):
+            (rows, columns), module = expected.shape, name.removesuffix(".weight")
+            spec = LinearSpec(names=(module,), in_features=columns, rows=(rows,))
+            with Checkpoint(model_dir) as file:
+                made = Weights(file, scheme, torch.float32, torch.device("cpu")).matrix(spec)
+            torch.testing.assert_close(made, expected)
+
+
+def test_a_cpu_makes_no_fp8(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantization: CPUs do not multiply fp8.*int8 or int4"):
+        load_model(model_dir, quantization="fp8")
 
 
 def test_ignored_modules_stay_in_floats(model_dir: Path, tmp_path: Path) -> None:
@@ -146,7 +163,7 @@ def test_every_tensor_is_used_and_every_parameter_filled(model_dir: Path, tmp_pa
         load_model(path, "float32")
     for bad in (-1.0, float("inf"), float("nan")):
         save_weights(path, tensors | {name: torch.full((1,), bad)})
-        with pytest.raises(ModelError, match=r"up_proj\.input_scale: .* is no scale"):
+        with pytest.raises(ModelError, match=r"up_proj\.input_scale.* (is no scale|is not finite)"):
             load_model(path, "float32")
     weight = "model.layers.0.mlp.up_proj.weight"
     save_weights(path, tensors | {weight: tensors[weight].float()})
@@ -155,7 +172,7 @@ def test_every_tensor_is_used_and_every_parameter_filled(model_dir: Path, tmp_pa
     poisoned = tensors[weight].clone()
     poisoned.view(torch.uint8)[3, 5] = 0xFF
     save_weights(path, tensors | {weight: poisoned})
-    with pytest.raises(ModelError, match=r"up_proj: a weight is not a number"):
+    with pytest.raises(ModelError, match=r"up_proj\.weight has a number that is not finite"):
         load_model(path, "float32")
 
 
@@ -225,13 +242,15 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_settings_that_do_not_fit_are_refused(model_dir: Path, tmp_path: Path) -> None:
     path, _ = fp8_copy(model_dir, tmp_path / "fp8", "blocks")
     with pytest.raises(ConfigError, match="the checkpoint is fp8 already"):
-        load_model(path, "float32", quantization="fp8")
+        load_model(path, "float32", quantization="int8")
 
 
 def test_pages_of_models_with_other_weights_are_never_the_same(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    made = [load_model(model_dir, "float32", quantization=name) for name in ("auto", "fp8", "int8")]
+    made = [
+        load_model(model_dir, "float32", quantization=name) for name in ("auto", "int4", "int8")
+    ]
     found = [
         load_model(fp8_copy(model_dir, tmp_path / layout, layout)[0], "float32")
         for layout in ("blocks", "block")

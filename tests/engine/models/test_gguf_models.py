@@ -86,7 +86,7 @@ def test_types(name: str, tmp_path: Path) -> None:
     kind, types = CASES[name]
     path, floats = make(kind, types, tmp_path)
     loaded = load(path)
-    assert loaded.weight_format == "gguf"
+    assert loaded.described_format.endswith("; file: gguf")
     check_greedy(loaded, floats)
 
 

@@ -63,9 +63,12 @@ def check_greedy(model: Any, floats: Path) -> None:
     ],
 )
 def test_layouts_of_checkpoints(name: str, model_dir: Path, tmp_path: Path) -> None:
-    packed, floats = packed_models(model_dir, tmp_path / "model", LAYOUTS[name])
+    layout = LAYOUTS[name]
+    packed, floats = packed_models(model_dir, tmp_path / "model", layout)
     loaded = load_model(packed, "float32")
-    assert loaded.weight_format == ("int8" if LAYOUTS[name].bits == 8 else "int4")
+    assert loaded.weight_format == ("int8" if layout.bits == 8 else "int4")
+    # A scale and an offset of 16 or 32 bits for each group, and panels of 32 rows.
+    assert layout.bits / 8 < loaded.bytes_per_weight <= layout.bits / 8 + 8 / (layout.group or 128)
     check_greedy(loaded.model, floats)
 
 

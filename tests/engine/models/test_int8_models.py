@@ -112,9 +112,8 @@ def test_ignored_modules_stay_in_floats(model_dir: Path, tmp_path: Path) -> None
 
 
 def test_a_product_that_is_ignored_in_part_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    config = copy.deepcopy(CHANNELS)
-    config["ignore"] = ["lm_head", "re:.*k_proj"]
-    path = quantised_copy(model_dir, tmp_path / "int8", config)
+    floats = ("model.layers.0.self_attn.k_proj",)
+    path = quantised_copy(model_dir, tmp_path / "int8", None, floats)
     with pytest.raises(ModelError, match=r"q_proj.*one product.*only k_proj"):
         load_model(path, "float32")
 
@@ -187,7 +186,7 @@ def test_every_tensor_is_used_and_every_parameter_filled(model_dir: Path, tmp_pa
         load_model(path, "float32")
     for bad in (-1.0, float("nan")):
         save_weights(path, tensors | {name: torch.full_like(tensors[name], bad)})
-        with pytest.raises(ModelError, match=r"up_proj: a weight_scale is negative or not finite"):
+        with pytest.raises(ModelError, match=r"up_proj.*weight_scale .*(negative|not finite)"):
             load_model(path, "float32")
     weight = name.removesuffix("_scale")
     save_weights(path, tensors | {weight: tensors[weight].float()})
@@ -301,7 +300,7 @@ def test_an_engine_serves_int8(model_dir: Path, tmp_path: Path) -> None:
             samples = llm.generate(prompts, sampling, StopCriteria(max_tokens=24))
             texts.append([sample.token_ids for sample in samples])
             expected = "int8" if settings else "float32"
-            assert llm.engine.info.weight_format == expected
+            assert llm.engine.info.weight_format.startswith(f"{expected}, ")
     for found in texts[1:]:
         for prompt, one, other in zip(prompts, found, texts[0], strict=True):
             check_same(lambda: load_reference(floats), prompt, one, other)

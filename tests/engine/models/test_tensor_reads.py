@@ -81,3 +81,34 @@ def test_fp8_is_read_as_itself(tmp_path: Path) -> None:
         file.read_into(TensorSlice("a", (9, 16), (slice(2, 6),)), out)
     saved = load_file(tmp_path / "model.safetensors")["a"]
     assert torch.equal(out.view(torch.uint8), saved[2:6].view(torch.uint8))
+
+
+@pytest.mark.parametrize("stored", [*FLOATS, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_are_refused_by_name(
+    stored: torch.dtype, bad: float, tmp_path: Path
+) -> None:
+    rows, columns = random.randint(2, 40), random.randint(1, 30)
+    sound, poisoned = random_tensor((rows, columns), stored), random_tensor((rows, columns), stored)
+    row = random.randrange(rows)
+    is_fp8 = stored == torch.float8_e4m3fn  # It has no infinities.
+    poisoned[row, random.randrange(columns)] = torch.nan if is_fp8 else bad
+    save_file({"a.sound": sound, "a.poisoned": poisoned}, tmp_path / "model.safetensors")
+    dtype = stored if is_fp8 else random.choice(FLOATS)
+    with Checkpoint(tmp_path) as file:
+        part = TensorSlice("a.sound", (rows, columns))
+        file.read_into(part, torch.empty(part.size, dtype=dtype))
+        part = TensorSlice("a.poisoned", (rows, columns), (slice(0, row),))
+        file.read_into(part, torch.empty(part.size, dtype=dtype))
+        part = TensorSlice("a.poisoned", (rows, columns), (slice(row, None),))
+        with pytest.raises(ModelError, match=r"a\.poisoned has a number that is not finite"):
+            file.read_into(part, torch.empty(part.size, dtype=dtype))
+
+
+def test_a_dtype_that_is_too_narrow_is_told(tmp_path: Path) -> None:
+    save_file({"wide": torch.full((3, 5), 1e6)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as file:
+        part = TensorSlice("wide", (3, 5))
+        file.read_into(part, torch.empty(part.size, dtype=torch.bfloat16))
+        with pytest.raises(ModelError, match=r"wide has .*dtype too narrow"):
+            file.read_into(part, torch.empty(part.size, dtype=torch.float16))

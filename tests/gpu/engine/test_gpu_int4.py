@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
+from weft.engine.model.loader import load_model
+from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.packed_groups import PackedGroups
+from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.models.float32_reference import reference_model, ties_with
 from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models
 from weft.testing.models.reference_models import make_reference
@@ -42,7 +49,9 @@ def random_prompts(vocab: int = 500) -> list[list[int]]:
     [
         *[("llama", name) for name in ("gptq", "gptq act order", "awq", "compressed-tensors")],
         ("llama", "compressed-tensors with zeros"),
+        ("llama", "compressed-tensors act order"),
         ("qwen3_moe", "compressed-tensors"),
+        ("qwen3_moe", "gptq act order"),
     ],
 )
 def test_layouts_of_checkpoints(kind: str, name: str, tmp_path: Path) -> None:
@@ -52,6 +61,43 @@ def test_layouts_of_checkpoints(kind: str, name: str, tmp_path: Path) -> None:
     tokens = generate(packed, prompts)
     ties = ties_with(reference_model(floats, torch.bfloat16), prompts, tokens)
     ties.check(is_moe="moe" in kind)
+
+
+@pytest.mark.parametrize("name", ["gptq act order", "gptq"])
+def test_dense_layers_keep_their_bits(name: str, tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "tiny", random.randrange(10**6), **SIZES)
+    packed, floats = packed_models(source, tmp_path / "model", LAYOUTS[name])
+    loaded = load_model(packed, "bfloat16", "cuda")
+    assert (loaded.weight_format, loaded.bytes_per_weight < 0.75) == ("int4", True)
+    assert load_model(floats, "bfloat16", "cuda").described_format.startswith(
+        "bfloat16, 2.00 bytes"
+    )
+
+
+def test_products_in_act_order_are_those_of_floats() -> None:
+    hidden, inner, group = 256, 192, 32
+    for rows, gated in itertools.product((1, 2, 9, 64, 300), (False, True)):
+        plain, order = draw_groups(2 * inner, hidden, group, "offsets"), torch.randperm(hidden)
+        matrix = replace(plain, order=order.int())
+        wide = matrix.dequantised(torch.float32)
+        moved = replace(
+            matrix,
+            **{
+                name: getattr(matrix, name).cuda()
+                for name in ("data", "scales", "offsets", "order")
+            },
+        )
+        x = torch.randn(rows, hidden).bfloat16()
+        exact = x.double() @ wide.double().T
+        pack = pack_gate_up if gated else pack_linear
+        w = pack(moved, dtype=torch.bfloat16)
+        assert isinstance(w.form, PackedGroups)
+        if gated:
+            gate, up = exact.chunk(2, dim=1)
+            exact, out = F.silu(gate) * up, gate_up_silu(x.cuda(), w)
+        else:
+            out = linear(x.cuda(), w)
+        assert (out.double().cpu() - exact).norm() < 1e-2 * exact.norm()
 
 
 def test_a_deterministic_request_does_not_depend_on_others(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from weft.contract.errors import ModelError
 from weft.engine.model.weights import tensor_reads
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.reader import TensorSlice
@@ -45,3 +46,26 @@ def test_parts_are_those_that_torch_takes(
             doubled = out * 2
             assert torch.equal(doubled.cpu(), tensor[slices].to(out.dtype) * 2), part
         file.finish()
+
+
+@pytest.mark.parametrize("stored", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_numbers_that_are_not_finite_are_refused_by_name(
+    stored: torch.dtype, bad: float, tmp_path: Path
+) -> None:
+    tensors = {name: torch.randn(700, 301).to(stored) for name in ("sound", "poisoned")}
+    is_fp8 = stored == torch.float8_e4m3fn  # It has no infinities.
+    bad = torch.nan if is_fp8 else bad
+    tensors["poisoned"][random.randrange(700), random.randrange(301)] = bad
+    save_file(tensors, tmp_path / "model.safetensors")
+    dtype = stored if is_fp8 else random.choice(DTYPES)
+    for names in (["sound"], ["sound", "poisoned"]):
+        with Checkpoint(tmp_path, unused=lambda _: True) as file:
+            for name in names:
+                part = TensorSlice(name, (700, 301))
+                file.read_into(part, torch.empty(part.size, dtype=dtype, device="cuda"))
+            if names == ["sound"]:
+                file.finish()
+                continue
+            with pytest.raises(ModelError, match="poisoned has a number that is not finite"):
+                file.finish()

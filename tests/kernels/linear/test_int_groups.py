@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -230,6 +231,57 @@ def test_gates_and_adapters(dtype: torch.dtype) -> None:
     out = linear(x, pack_linear(matrix, dtype=dtype), lora=added)
     expected = case.add(x.double() @ wide.double().T, x.double(), slots, 0)
     assert (out.double() - expected).norm() < limit * expected.norm()
+
+
+def in_order(matrix: IntGroups, wide: torch.Tensor) -> tuple[IntGroups, torch.Tensor]:
+    """The matrix whose columns are those of another one, drawn by lot; and its floats."""
+    order = torch.randperm(wide.shape[1])
+    unsorted = torch.full_like(wide, torch.nan)
+    for place, column in enumerate(order.tolist()):
+        unsorted[:, column] = wide[:, place]
+    return replace(matrix, order=order.int()), unsorted
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_in_another_order(bits: Literal[4, 8], dtype: torch.dtype) -> None:
+    hidden, inner, count = 96, 44, 3
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    matrix, wide = in_order(*draw_matrix(2 * inner, hidden, 32, bits, offsets=bits == 4))
+    assert torch.equal(matrix.dequantised(torch.float32), wide)
+    packed, x = pack_linear(matrix, dtype=dtype), draw(60, hidden, dtype=dtype)
+    assert torch.equal(weight_rows(packed, torch.arange(2 * inner)), wide.to(dtype))
+    exact = x.double() @ wide.double().T
+    for rows in (1, 2, 13, 60):
+        error = linear(x[:rows], packed).double() - exact[:rows]
+        assert error.norm() < limit * exact[:rows].norm()
+    gate, up = exact.chunk(2, dim=-1)
+    error = gate_up_silu(x, pack_gate_up(matrix, dtype=dtype)).double() - F.silu(gate) * up
+    assert error.norm() < limit * (F.silu(gate) * up).norm()
+    case, slots = make_lora(hidden, 2 * inner, [0, 8, 5], dtype), draw_slots(60, 3)
+    added = LoraAddition((case.packed().weights,), 0, segments_of(slots))
+    expected = case.add(exact, x.double(), slots, 0)
+    error = linear(x, packed, lora=added).double() - expected
+    assert error.norm() < limit * expected.norm()
+    pairs = [
+        tuple(
+            in_order(*draw_matrix(n, k, 32, bits))
+            for n, k in ((2 * inner, hidden), (hidden, inner))
+        )
+        for _ in range(count)
+    ]
+    experts = pack_experts([(up[0], down[0]) for up, down in pairs], count, None, dtype)
+    routing, exact = (
+        route(torch.randn(60, count), 2, renormalise=True),
+        torch.zeros_like(x).double(),
+    )
+    for row in range(60):
+        for expert, share in zip(routing.ids[row], routing.weights[row], strict=True):
+            w13, w2 = (one[1].double() for one in pairs[expert])
+            gate, up = (w13 @ x[row].double()).chunk(2)
+            exact[row] += share.double() * (w2 @ (F.silu(gate) * up))
+    assert (moe(x, routing, experts).double() - exact).norm() < limit * exact.norm()
 
 
 @pytest.mark.usefixtures("path")

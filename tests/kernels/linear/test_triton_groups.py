@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu.groups_linear import in_floats
+from weft.kernels.gpu import groups_linear
+from weft.kernels.gpu.groups_linear import MAX_OWN_ROWS, in_floats
 from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups
+from weft.kernels.linear import LinearWeight
 from weft.kernels.packed_groups import PackedExperts, PackedGroups, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -50,6 +52,24 @@ def test_packing_loses_nothing(group: int, kind: Kind) -> None:
     assert torch.equal(packed.dequantised(torch.float32), wanted)
     rows = torch.randint(0, 70, (5,))
     assert torch.equal(packed.dequantised_rows(rows, torch.float32), wanted[rows])
+
+
+@pytest.mark.parametrize(("group", "kind"), [(32, "offsets"), (128, "plain")])
+def test_columns_in_another_order(group: int, kind: Kind) -> None:
+    fresh_seed()
+    n, k, rows = 70, 352, MAX_OWN_ROWS + 1
+    plain, order = draw_groups(n, k, group, kind), torch.randperm(k)
+    wide = torch.empty(n, k)
+    wide[:, order] = plain.dequantised(torch.float32)
+    packed = pack_groups(replace(plain, order=order.int()))
+    assert torch.equal(packed.dequantised(torch.float32), wide)
+    some = torch.randint(0, n, (5,))
+    assert torch.equal(packed.dequantised_rows(some, torch.float32), wide[some])
+    w = LinearWeight(n, k, torch.float16, gated=False, form=packed, bias=None)
+    x = torch.randn(rows, k).half()
+    exact = x.double() @ wide.double().T
+    peer = F.linear(x.float(), wide.half().float()).half()
+    assert_as_exact(groups_linear.linear(x, w), peer, exact, slack=1e-3 * exact.abs().max().item())
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,8 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
         with progress_bar(console, "converting the demo model") as progress:
             path = resolve_model(model, progress)
         config = ModelConfig.load(path)
-        resolve_quantization(settings.quantization, config.quantization)
+        for device in settings.device:
+            resolve_quantization(settings.quantization, config.quantization, device)
         asked = settings.task, settings.quantization, settings.tp, settings.ep
         check_ranks(path, config, *asked)
         given = settings.model_name[number] if number < len(settings.model_name) else ""

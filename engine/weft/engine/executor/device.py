@@ -121,9 +121,10 @@ def slower_latents(config: EngineConfig, loaded: LoadedModel, device: torch.devi
 
 def wider_experts(loaded: LoadedModel, device: torch.device) -> list[str]:
     """Describes experts without gates that a GPU keeps in floats beside quantised weights."""
-    moe, kept = loaded.config.moe, loaded.weight_format
-    if device.type != "cuda" or moe is None or moe.is_gated or kept == loaded.dtype:
+    moe, made = loaded.config.moe, loaded.quantization
+    if device.type != "cuda" or moe is None or moe.is_gated or made is None:
         return []
+    kept = made.format
     return [f"experts without gates are kept in {loaded.dtype} on GPUs, other weights in {kept}"]
 
 

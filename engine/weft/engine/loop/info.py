@@ -37,7 +37,7 @@ def describe_engine(
         epoch=secrets.randbits(64) | 1,
         model_digest=loaded.digest,
         dtype=loaded.dtype,
-        weight_format=loaded.weight_format,
+        weight_format=loaded.described_format,
         vocab_size=loaded.config.vocab_size,
         max_context_tokens=max_tokens,
         num_pages=num_pages - 1,

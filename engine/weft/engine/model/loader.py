@@ -16,7 +16,7 @@ from weft.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.checkpoint.files import GGUF_FILE, Progress, weight_files
 from weft.checkpoint.mistral_params import mistral_name
 from weft.checkpoint.pooling import PoolingConfig, load_pooling
-from weft.checkpoint.quantization import resolve_quantization
+from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.contract.errors import ModelError
 from weft.contract.tasks import Task
 from weft.engine.model.archs.registry import class_of
@@ -24,6 +24,7 @@ from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.numberless import Numberless
 from weft.engine.model.weights.random_weights import RandomWeights
@@ -50,13 +51,25 @@ class LoadedModel:
     dtype: str
     """Dtype of computation and of the KV cache; never auto."""
     weight_format: str
-    """Number format of the weights of linear layers: the dtype, or the quantisation's format."""
+    """Number formats that the layers' products are computed with, that of most weights first,
+    with ` + ` between them.
+    """
+    bytes_per_weight: float
+    """Of the layers' products, with their scales."""
+    quantization: Quantization | None
+    """How the checkpoint or the load made them; None: floats."""
     pooling: PoolingConfig
     """The task, and the settings of its vectors."""
     heads: PooledHeads
     """Heads that turn pooled hidden states into vectors."""
     mtp: MtpHead | None = None
     """The checkpoint's MTP head; None: it was not asked for."""
+
+    @property
+    def described_format(self) -> str:
+        """What products are computed with, its size, and what the file has."""
+        file = "floats" if self.quantization is None else self.quantization.file_format
+        return f"{self.weight_format}, {self.bytes_per_weight:.2f} bytes a weight; file: {file}"
 
     @property
     def embedding_size(self) -> int:
@@ -119,9 +132,9 @@ def load_model(
     # Native operations of a CPU take one order in any case; encoders have others too.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
     build = class_of(config)
-    chosen = resolve_quantization(quantization, config.quantization)
+    chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)
-    scheme, weight_format = scheme_of(chosen), dtype if chosen is None else chosen.format
+    scheme = scheme_of(chosen)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
     fingerprint = scheme.fingerprint(torch_dtype, target)
@@ -129,6 +142,7 @@ def load_model(
     computed += of_ranks
     shard = Shard.among(peers)
     of_experts = shard if ep > 1 else Shard()
+    formats = ComputedFormat()
 
     def weights_of(reader: CheckpointReader) -> Weights:
         return Weights(
@@ -140,6 +154,7 @@ def load_model(
             expert_shard=of_experts,
             arena=arena,
             peers=peers,
+            computed=formats,
         )
 
     if dummy:
@@ -163,7 +178,9 @@ def load_model(
         config=config,
         digest=digest,
         dtype=dtype,
-        weight_format=weight_format,
+        weight_format=" + ".join(formats.names) or dtype,
+        bytes_per_weight=formats.bytes_per_weight,
+        quantization=chosen,
         pooling=pooling,
         heads=_heads(model, pooling, target, dummy=dummy),
         mtp=mtp,

@@ -33,6 +33,8 @@ typedef struct {
   int32_t is_half;
   int32_t is_e2m1; /* of 4 bits, without offsets */
   int32_t is_rotated; /* int8 as in rotated.h; in_features is a multiple of 64 */
+  /* [in_features]: the column of x for each of the weight's, which lie in groups; null: the same. */
+  const int32_t *order;
 } Weight;
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
@@ -483,7 +485,7 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
 /* Where a product's rows are: as they were given and, where they are multiplied as integers, as
  * those. */
 typedef struct {
-  const char *rows; /* [m, in_features] */
+  const char *rows; /* [m, in_features], in the weight's order */
   const Integers *integers; /* or null */
   const Rotated *rotated; /* or null */
   const GroupedRows *grouped; /* or null */
@@ -626,9 +628,8 @@ static int needs_sums(const Weight *w) {
 /* Numbers of a row in 16 bits that have one scale. */
 static long block_of(const Weight *w) { return w->group > 0 ? w->group : COLUMN_BLOCK; }
 
-/* Bytes of memory for what a product needs to know of its rows beside themselves. Experts and single
- * products prepare their rows; draft heads do not, so they unpack. */
-static long prepared_bytes(const Weight *w, long rows) {
+/* Bytes for a product's rows in other numbers, or for their sums. */
+static long rounded_bytes(const Weight *w, long rows) {
   const long n = w->in_features;
   if (w->is_rotated) return rotated_bytes(rows, n);
   if (needs_integers(w)) return integers_bytes(rows, n, block_of(w));
@@ -636,8 +637,16 @@ static long prepared_bytes(const Weight *w, long rows) {
   return needs_sums(w) ? rows * groups_along(n, w->group) * 4 : 0;
 }
 
-/* The prepared rows of a product. At most one of these is used, as its weights need it. */
+/* Bytes of memory for what a product needs to know of its rows beside themselves. Experts and single
+ * products prepare their rows; draft heads do not, so they unpack, and their weights have no order. */
+static long prepared_bytes(const Weight *w, long rows) {
+  const long sorted = w->order == NULL ? 0 : rows * w->in_features * (w->is_bf16 ? 2 : 4);
+  return rounded_bytes(w, rows) + sorted;
+}
+
+/* The prepared rows of a product. At most one of the others is used, as its weights need it. */
 typedef struct {
+  void *sorted; /* [rows, in_features] in the weight's order, or null */
   Integers integers;
   Rotated rotated;
   GroupedRows grouped;
@@ -654,13 +663,31 @@ static PreparedRows prepared_in(const Weight *w, void *memory, long rows) {
     to.integers = integers_in(memory, rows, n, block_of(w));
   else if (needs_grouped(w))
     to.grouped = grouped_rows_in(memory, rows, n, w->group);
+  if (w->order != NULL) to.sorted = (char *)memory + rounded_bytes(w, rows);
   return to;
+}
+
+/* Rows first .. last - 1 of x with their columns in the weight's order. */
+static void sort_columns(const Weight *w, const void *x, void *sorted, long first, long last) {
+  const long n = w->in_features;
+  for (long row = first; row < last; row++)
+    for (long i = 0; i < n; i++) {
+      const long from = row * n + w->order[i], to = row * n + i;
+      if (w->is_bf16)
+        ((bf16 *)sorted)[to] = ((const bf16 *)x)[from];
+      else
+        ((float *)sorted)[to] = ((const float *)x)[from];
+    }
 }
 
 /* Prepares rows first .. last - 1 of x [rows, k]. */
 static void prepare_input_rows(const Weight *w, const void *x, const PreparedRows *to, long rows,
                                long first, long last) {
   const long n = w->in_features;
+  if (w->order != NULL) {
+    sort_columns(w, x, to->sorted, first, last);
+    x = to->sorted;
+  }
   if (w->is_rotated)
     rotate_rows(x, &to->rotated, rows, n, first, last);
   else if (needs_integers(w))
@@ -673,7 +700,8 @@ static void prepare_input_rows(const Weight *w, const void *x, const PreparedRow
 
 /* What a product reads of x [rows, k]: the rows as they are, and as they were prepared. */
 static Input input_of(const Weight *w, const void *x, const PreparedRows *prepared) {
-  Input input = {.rows = x, .sums = prepared->sums};
+  const void *rows = w->order == NULL ? x : prepared->sorted;
+  Input input = {.rows = rows, .sums = prepared->sums};
   if (w->is_rotated)
     input.rotated = &prepared->rotated;
   else if (needs_integers(w))

@@ -47,7 +47,8 @@ def linear(
 ) -> torch.Tensor:
     """`weft.kernels.linear.linear` for weights in groups on a GPU."""
     matrix = _matrix_of(x, w, residual)
-    return with_adapters(x, w, partial(_product, x, w, matrix), residual, out_dtype, lora)
+    product = partial(_product, _in_order(x, matrix), w, matrix)
+    return with_adapters(x, w, product, residual, out_dtype, lora)
 
 
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
@@ -58,8 +59,13 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     if lora is not None or w.is_fixed or not 0 < x.shape[0] <= most:
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
-    _multiply(out, x, w, matrix, None, is_gated=True)
+    _multiply(out, _in_order(x, matrix), w, matrix, None, is_gated=True)
     return out
+
+
+def _in_order(x: torch.Tensor, matrix: PackedGroups) -> torch.Tensor:
+    """x with its columns as the matrix has them; adapters take x as it is."""
+    return x if matrix.order is None else x.index_select(1, matrix.order)
 
 
 def _is_own(rows: int, w: LinearWeight) -> bool:

@@ -342,7 +342,7 @@ class MeshMember(_message.Message):
     """LoRA adapters on it."""
     dtype: _builtins.str
     weight_format: _builtins.str
-    """Number format of the weights."""
+    """Number formats that the layers' products have, bytes a weight, and the file's, in words."""
     task: _builtins.str
     """generate, embed, classify or score."""
     epoch: _builtins.str

@@ -162,7 +162,7 @@ class GetInfoResponse(_message.Message):
     advertised_address: _builtins.str
     """host:port at which other workers reach this one; empty: the address that the caller uses."""
     weight_format: _builtins.str
-    """Number format of the products' weights: dtype, or that of the quantisation, such as int8."""
+    """Number formats that the layers' products have, bytes a weight, and the file's, in words."""
     task: _builtins.str
     """What it serves: generate, embed, classify or score."""
     embedding_size: _builtins.int

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from weft.checkpoint.files import Progress, weight_files
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
-from weft.engine.model.weights.tensor_reads import StoredTensor, TensorReads
+from weft.engine.model.weights.tensor_reads import NotFiniteError, StoredTensor, TensorReads
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WHOLE_NUMBERS = {
@@ -26,6 +26,8 @@ _WHOLE_NUMBERS = {
 _FP8 = {"F8_E4M3": torch.float8_e4m3fn}
 _DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE_NUMBERS, **_FP8}
 _NAMES_SHOWN = 8
+_MOST_UNCHECKED = 4096
+"""Tensors of a GPU whose checks may be under way; asking for an answer waits for all of them."""
 _SIZE_BYTES = 8
 """Bytes of the number at the beginning of a file, which is the header's length."""
 
@@ -80,6 +82,7 @@ class Checkpoint:
         self._missing: list[str] = []
         self._skipped: set[str] = set()
         self._done_bytes = 0
+        self._are_finite: dict[str, torch.Tensor] = {}
         for path in weight_files(model_dir):
             self._read_header(path)
         self._total_bytes = sum(
@@ -104,6 +107,10 @@ class Checkpoint:
         """See `CheckpointReader.shape_of`."""
         return self._tensors[name].shape if name in self._tensors else None
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """See `CheckpointReader.dtype_of`."""
+        return _DTYPES.get(self._tensors[name].dtype) if name in self._tensors else None
+
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """See `CheckpointReader.read_into`.
 
@@ -116,11 +123,35 @@ class Checkpoint:
         tensor = self._check(part, _kinds_for(out.dtype))
         try:
             if not out.is_meta:
-                self._reads.read(tensor.stored(), part.slices, out)
+                self._check_finite(part.name, self._reads.read(tensor.stored(), part.slices, out))
+        except NotFiniteError as error:
+            raise self._not_finite(part.name) from error
         except (OSError, EOFError) as error:
             raise ModelError(f"cannot read {part.name} in {tensor.path}: {error}") from error
         self._left.discard(part.name)
         self._advance(out.numel() * tensor.item_bytes)
+
+    def _check_finite(self, name: str, are_finite: torch.Tensor | None) -> None:
+        """Notes what a GPU is about to say of a tensor; errors come with later tensors."""
+        if are_finite is not None:
+            known = self._are_finite.get(name)
+            self._are_finite[name] = are_finite if known is None else known & are_finite
+        if len(self._are_finite) >= _MOST_UNCHECKED:
+            self._check_noted()
+
+    def _check_noted(self) -> None:
+        noted, self._are_finite = self._are_finite, {}
+        if noted:
+            answers = torch.stack(list(noted.values())).tolist()
+            for name, is_finite in zip(noted, answers, strict=True):
+                if not is_finite:
+                    raise self._not_finite(name)
+
+    def _not_finite(self, name: str) -> ModelError:
+        return ModelError(
+            f"{self._where}: {name} has a number that is not finite in the dtype it is read as; "
+            "the file is damaged, or the dtype too narrow"
+        )
 
     def check_alike(self, name: str, copy: str) -> None:
         """Checks that two tensors, where both are there, are the same.
@@ -159,10 +190,11 @@ class Checkpoint:
         """Checks that model and files name the same tensors.
 
         Raises:
-            ModelError: Tensors are missing or left over; the message names them.
+            ModelError: Tensors are missing, left over or not finite; the message names them.
         """
         if self._missing:
             raise self._lacks()
+        self._check_noted()
         if left := sorted(self._wanted(self._left)):
             raise ModelError(
                 f"{self._where} has tensors that the model does not use: {_listing(left)}"

@@ -75,6 +75,10 @@ class GgufFile:
             return None
         return tuple(int(size) for size in reversed(self._tensors[name][0].shape))
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """None: a file's number formats are no dtypes."""
+        return None
+
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """See `CheckpointReader.read_into`; integers are dequantised in float32."""
         from gguf.quants import dequantize

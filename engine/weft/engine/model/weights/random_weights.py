@@ -23,6 +23,10 @@ class RandomWeights:
         """None: any shape will do."""
         return None
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """None: any dtype will do."""
+        return None
+
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Fills norm weights with 1, biases with 0, others from a normal distribution with
         deviation 0.02, of which parts are cut from the whole tensor; integers evenly and FP8

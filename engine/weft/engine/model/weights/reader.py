@@ -36,6 +36,11 @@ class CheckpointReader(Protocol):
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor; None if there is none of this name, or it may have any shape."""
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in its file; None if there is none of this name, or no such
+        dtype.
+        """
+
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Copies a part of a tensor, converted to the dtype of `out`, whose shape is `part.size`.
 
@@ -44,7 +49,8 @@ class CheckpointReader(Protocol):
         zeros. For an `out` on the meta device nothing is read, only checked.
 
         Raises:
-            ModelError: The tensor is not of `part.shape` or has a dtype of another kind.
+            ModelError: The tensor is not of `part.shape`, has a dtype of another kind, or a number
+                that is not finite, which `finish` may report instead.
         """
 
     def skip(self, prefix: str) -> None:
@@ -54,7 +60,8 @@ class CheckpointReader(Protocol):
         """Ends reading.
 
         Raises:
-            ModelError: Tensors are missing, or some were there of which no part was read.
+            ModelError: Tensors are missing, some were there of which no part was read, or one has a
+                number that is not finite.
         """
 
 
@@ -75,6 +82,10 @@ class Wrapped:
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """See `CheckpointReader.shape_of`."""
         return self._reader.shape_of(name)
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """See `CheckpointReader.dtype_of`."""
+        return self._reader.dtype_of(name)
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """See `CheckpointReader.read_into`."""
@@ -108,6 +119,10 @@ class Renamed(Wrapped):
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """See `CheckpointReader.shape_of`."""
         return self._reader.shape_of(self._name_of(name))
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """See `CheckpointReader.dtype_of`."""
+        return self._reader.dtype_of(self._name_of(name))
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """See `CheckpointReader.read_into`."""

@@ -8,6 +8,7 @@ from copy import copy
 from typing import Protocol
 
 import torch
+from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
 from weft.kernels.linear import LinearWeight, packing_copies, weight_rows
@@ -66,6 +67,7 @@ class Weights:
         expert_shard: Shard = Shard(),  # noqa: B008 - frozen
         arena: WeightArena | None = None,
         peers: Peers | None = None,
+        computed: ComputedFormat | None = None,
     ) -> None:
         """All parameters of a checkpoint.
 
@@ -79,6 +81,7 @@ class Weights:
                 each expert its `shard`.
             arena: See `Weights.arena`; None: one of its own.
             peers: See `Weights.peers`.
+            computed: Counts what is packed; None: one of its own.
         """
         self.dtype = dtype
         self.device = device
@@ -90,6 +93,7 @@ class Weights:
         """Arena for the weights that are packed; one for the whole model."""
         self.reader = reader
         """Where parameters come from, by their full names."""
+        self._computed = computed or ComputedFormat()
         self._scheme = scheme
         self._prefix = ""
         self._scratch = _Scratch()
@@ -117,16 +121,25 @@ class Weights:
         """The shape of a parameter; None if there is none of this name, or any shape will do."""
         return self.reader.shape_of(self._prefix + name)
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype of a parameter in its file; None if there is none of this name, or no such."""
+        return self.reader.dtype_of(self._prefix + name)
+
     def linear(self, spec: LinearSpec) -> LinearWeight:
         """The projections of a product, packed as one."""
-        return self._scheme.linear(spec, self)
+        packed = self._scheme.linear(spec, self)
+        if not spec.is_gate:
+            self._computed.add_linear(packed)
+        return packed
 
     def experts(self, spec: ExpertSpec) -> ExpertWeights:
         """The experts of a layer that this rank has, packed."""
         if self.expert_shard.size > 1:
             spec = spec.placed(self.expert_shard)
             self.skip_experts(spec)
-        return self._scheme.experts(spec, self)
+        packed = self._scheme.experts(spec, self)
+        self._computed.add_experts(packed)
+        return packed
 
     def placement(self, spec: ExpertSpec) -> torch.Tensor | None:
         """Where the experts of all ranks are, on the model's device; None: all are here."""

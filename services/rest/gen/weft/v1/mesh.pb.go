@@ -567,7 +567,7 @@ type MeshMember struct {
 	// LoRA adapters on it.
 	Adapters uint32 `protobuf:"varint,21,opt,name=adapters,proto3" json:"adapters,omitempty"`
 	Dtype    string `protobuf:"bytes,22,opt,name=dtype,proto3" json:"dtype,omitempty"`
-	// Number format of the weights.
+	// Number formats that the layers' products have, bytes a weight, and the file's, in words.
 	WeightFormat string `protobuf:"bytes,23,opt,name=weight_format,json=weightFormat,proto3" json:"weight_format,omitempty"`
 	// generate, embed, classify or score.
 	Task string `protobuf:"bytes,24,opt,name=task,proto3" json:"task,omitempty"`

@@ -17,7 +17,7 @@ function facts(member) {
     ["Health", member.healthy ? "ok" : member.problem],
     ["Address", member.address],
     ["Model", member.model],
-    ["Weights", member.weight_format && `${member.weight_format}, computed in ${member.dtype}`],
+    ["Weights", member.weight_format && `${member.weight_format}; activations: ${member.dtype}`],
     ["Serves", member.task],
     ["Requests", `${count(member.running_requests)} running, ${count(member.waiting_requests)} waiting, ${count(member.filling_requests)} being filled`],
     ["Prompt tokens to compute", member.queued_tokens && count(member.queued_tokens)],

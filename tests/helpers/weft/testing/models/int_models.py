@@ -6,8 +6,9 @@ each by the format's definition.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Layout:
     bits: int = 4
     is_symmetric: bool = False
     has_order: bool = False
+    shares_order: bool = True
+    """Whether projections of the same input have the same order, as GPTQ writes them."""
 
 
 def draw_projection(weight: torch.Tensor, layout: Layout) -> Drawn:
@@ -91,10 +94,14 @@ def packed_models(
     """
     tensors = load_file(source / "model.safetensors")
     packed, wide = dict(tensors), dict(tensors)
+    orders = dict[str, torch.Tensor]()
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
         if name.endswith("_proj.weight") and module not in floats:
             drawn = draw_projection(weight, layout)
+            if layout.shares_order:
+                source_of = re.sub(r"\.([qkv]|gate|up)_proj$", "", module)
+                drawn = replace(drawn, order=orders.setdefault(source_of, drawn.order))
             del packed[name]
             parts = layout.write(drawn, layout.has_order)
             packed |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
@@ -119,7 +126,7 @@ def gptq(version: int) -> Callable[[Drawn, bool], dict[str, torch.Tensor]]:
     """AutoGPTQ's tensors; the first version keeps zero points less 1."""
 
     def write(drawn: Drawn, has_order: bool) -> dict[str, torch.Tensor]:
-        kept = drawn.zeros - 1 if version == 1 else drawn.zeros
+        kept = (drawn.zeros - 1) % (1 << drawn.bits) if version == 1 else drawn.zeros
         return {
             "qweight": words(drawn.codes, drawn.bits).T,
             "qzeros": words(kept.T, drawn.bits),

@@ -22,6 +22,7 @@ from weft.engine.model.weights.schemes.plain import (
 )
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.fp8 import FP8
 from weft.kernels.int_groups import IntGroups
 from weft.kernels.linear import LinearWeight, PackableMatrix, pack_gate_up, pack_linear
 from weft.kernels.moe import ExpertWeights
@@ -94,12 +95,20 @@ class QuantisedScheme(ABC):
         if names and len(names) < len(spec.modules):
             raise ModelError(
                 f"{listing(spec, weights)} are one product, of which "
-                f"quantization_config ignores only {', '.join(names)}"
+                f"only {', '.join(names)} are in floats"
             )
         return bool(names)
 
     def ignores_name(self, name: str, weights: Weights) -> bool:
-        """Whether a projection stays in floats."""
+        """Whether a projection is in floats: as its tensors say, else as the configuration does."""
+        if not self.is_made_at_load:
+            packing = self.quantization.packing
+            if packing and weights.shape_of(f"{name}.{packing.packed_name}") is not None:
+                return False
+            found = weights.dtype_of(f"{name}.weight")
+            if found is not None:
+                is_float = found.is_floating_point and found != FP8
+                return is_float and not weights.has(f"{name}.{self.quantization.scale_name}")
         return self.quantization.ignores(weights.full_name(name))
 
     def made_linear(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:

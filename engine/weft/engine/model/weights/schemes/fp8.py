@@ -10,7 +10,6 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.base import (
     QuantisedScheme,
     check_scales,
-    listing,
     one_scale,
 )
 from weft.engine.model.weights.specs import LinearSpec
@@ -23,9 +22,6 @@ from weft.kernels.quantised import (
     Fp8Matrix,
     quantise_fp8_channels,
 )
-
-_NAN = 0x7F
-"""Bits of a NaN, without its sign."""
 
 
 class Fp8Scheme(QuantisedScheme):
@@ -40,8 +36,6 @@ class Fp8Scheme(QuantisedScheme):
         """See `QuantisedScheme.matrix`."""
         parts = spec.weights(weights.shard)
         data = weights.read(parts, dtype=FP8)
-        if _has_nan(data):
-            raise ModelError(f"{listing(spec, weights)}: a weight is not a number")
         if self.quantization.has_input_scale:
             for name in spec.modules:
                 one_scale(f"{name}.input_scale", weights)
@@ -49,14 +43,6 @@ class Fp8Scheme(QuantisedScheme):
             return self._blocks(spec, parts, data, weights)
         scales = torch.cat([self._row_scales(part, weights) for part in parts])
         return Fp8Channels(data, _checked(scales, spec, weights))
-
-    def ignores(self, spec: LinearSpec, weights: Weights) -> bool:
-        """See `QuantisedScheme.ignores`; gates without scales are floats, whatever is listed."""
-        if spec.is_gate and not self.is_made_at_load:
-            scale = self.quantization.scale_name
-            if not any(weights.has(f"{name}.{scale}") for name in spec.modules):
-                return True
-        return super().ignores(spec, weights)
 
     def _row_scales(self, part: TensorSlice, weights: Weights) -> torch.Tensor:
         """[rows of the part]: of a scale for the whole projection, the same for all."""
@@ -118,7 +104,3 @@ class Fp8Scheme(QuantisedScheme):
 def _checked(scales: torch.Tensor, spec: LinearSpec, weights: Weights) -> torch.Tensor:
     check_scales(scales, spec, weights, "scale")
     return scales.contiguous()
-
-
-def _has_nan(data: torch.Tensor) -> bool:
-    return bool(((data.view(torch.uint8) & _NAN) == _NAN).any())

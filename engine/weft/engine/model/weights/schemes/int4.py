@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
@@ -12,6 +14,8 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.int_groups import IntGroups, quantise_groups
 from weft.kernels.linear import LinearWeight, pack_linear
 from weft.kernels.quantised import quantise_channels
+
+logger = logging.getLogger(__name__)
 
 
 class IntScheme(QuantisedScheme):
@@ -30,15 +34,6 @@ class IntScheme(QuantisedScheme):
         except ValueError as error:
             raise ModelError(f"{weights.full_name('lm_head')}: {error}") from error
 
-    def ignores_name(self, name: str, weights: Weights) -> bool:
-        """See `QuantisedScheme.ignores_name`: also what has a weight that is not packed."""
-        if super().ignores_name(name, weights):
-            return True
-        packing = self.quantization.packing
-        if packing is None or packing.layout == "compressed-tensors":
-            return False
-        return weights.has(f"{name}.weight") and not weights.has(f"{name}.qweight")
-
     def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
         """See `QuantisedScheme.matrix`."""
         packing = self.quantization.packing
@@ -53,9 +48,15 @@ class IntScheme(QuantisedScheme):
                     _check_no_bias(f"{name}.bias", share.shape[0], weights)
             parts.append(self._cut(wholes[name], share, packing.group, spec, weights))
         try:
-            return join_parts(parts, packing, weights.dtype)
+            joined = join_parts(parts, packing, weights.dtype)
         except ValueError as error:
             raise ModelError(f"{listing(spec, weights)}: {error}") from error
+        if isinstance(joined, torch.Tensor):
+            reason = "groups of columns have no common order, or are no multiple of 32"
+            logger.warning(
+                "%s: computed in %s: %s", listing(spec, weights), weights.dtype_name, reason
+            )
+        return joined
 
     def made(self, matrix: torch.Tensor) -> IntGroups:
         """See `QuantisedScheme.made`."""

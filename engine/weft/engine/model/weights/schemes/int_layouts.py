@@ -9,14 +9,15 @@
 
 for 4 bits; of 8 bits half as many are in a word. The lowest bits of a word are the first of its
 numbers, except for awq (`_AWQ_ORDER`). A weight is scale * (number - zero point), both from 0 on.
-GPTQ's first version keeps zero points less 1. `g_idx` (gptq) and `weight_g_idx` [K] say which
-group each column belongs to, where groups are not neighbours (act order).
+GPTQ's first version keeps zero points less 1, so that those of symmetric groups are 7 or 127; some
+writers name it and keep 8 or 128, as its second version does. `g_idx` (gptq) and `weight_g_idx` [K]
+say which group each column belongs to, where groups are not neighbours (act order).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from weft.checkpoint.int_config import IntPacking
@@ -88,8 +89,20 @@ def read_parts(
         numbers = _apart(words.T, packing.bits)[:, :columns]
         zero_points = _apart(zeros, packing.bits)[:, :rows].T
     order = _order(f"{name}.g_idx", columns, groups, packing, weights)
-    zero_points = zero_points.float() + packing.zero_shift
-    return IntParts(numbers, scales.T, zero_points, order)
+    return IntParts(numbers, scales.T, _zero_points(zero_points, packing), order)
+
+
+def _zero_points(kept: torch.Tensor, packing: IntPacking) -> torch.Tensor:
+    """Zero points as float32, of numbers that are in the file.
+
+    Symmetric ones are the middle, so that the file's tell how they are kept, whatever version its
+    configuration names.
+    """
+    middle, shift = 1 << (packing.bits - 1), packing.zero_shift
+    if packing.is_symmetric:
+        shift = next((by for by in (0, 1) if bool((kept == middle - by).all())), shift)
+    # Less 1, a zero point of 0 is the largest number.
+    return ((kept.int() + shift) & (2 * middle - 1)).float()
 
 
 def _read_compressed(
@@ -121,16 +134,19 @@ def join_parts(
 ) -> IntGroups | torch.Tensor:
     """The projections of a product, one below the other.
 
+    Columns are sorted by their groups, where these are not neighbours.
+
     Returns:
-        In floats of `dtype` where groups are not neighbours, or too short for kernels.
+        In floats of `dtype` where projections have different orders, a rank's share has parts of
+        groups, or groups are too short for kernels.
 
     Raises:
         ValueError: A scale is not finite.
     """
-    group = packing.group or parts[0].numbers.shape[1]
-    if any(part.order is not None for part in parts) or not takes_group(
-        group, parts[0].numbers.shape[1]
-    ):
+    columns = parts[0].numbers.shape[1]
+    group = packing.group or columns
+    order = _sorted_columns(parts, group)
+    if order is None or not takes_group(group, columns):
         return torch.cat([part.dequantised(group, dtype) for part in parts])
     numbers, scales, zeros = (
         torch.cat([getattr(part, name) for part in parts])
@@ -138,13 +154,31 @@ def join_parts(
     )
     middle = 1 << (packing.bits - 1)
     is_centred = bool((zeros == middle).all())
-    numbers = numbers.to(torch.int16)
+    is_sorted = parts[0].order is None
+    numbers = (numbers if is_sorted else numbers[:, order]).to(torch.int16)
     if packing.bits == 8:
         zeros = zeros - middle
     if is_centred or packing.bits == 8:
         numbers -= middle
     offsets = None if is_centred else -scales * zeros
-    return pack_int_groups(numbers, scales, offsets, group, 4 if packing.bits == 4 else 8)
+    packed = pack_int_groups(numbers, scales, offsets, group, 4 if packing.bits == 4 else 8)
+    return packed if is_sorted else replace(packed, order=order.to(torch.int32))
+
+
+def _sorted_columns(parts: Sequence[IntParts], group: int) -> torch.Tensor | None:
+    """[K] int64: the columns of all parts, those of each group together; None: there is no such
+    order, as groups would have other lengths or other columns in another part.
+    """
+    first, columns = parts[0].order, parts[0].numbers.shape[1]
+    neighbours = torch.arange(columns, device=parts[0].numbers.device)
+    if all(part.order is None for part in parts):
+        return neighbours
+    if first is None:
+        return None
+    if any(part.order is None or not torch.equal(part.order, first) for part in parts):
+        return None
+    order = first.argsort(stable=True)
+    return order if torch.equal(first[order], neighbours // group) else None
 
 
 def _words(name: str, shape: tuple[int, int], weights: Weights) -> torch.Tensor:
@@ -152,10 +186,7 @@ def _words(name: str, shape: tuple[int, int], weights: Weights) -> torch.Tensor:
 
 
 def _floats(name: str, shape: tuple[int, int], weights: Weights) -> torch.Tensor:
-    scales = weights.tensor(TensorSlice(name, shape), torch.float32)
-    if not bool(torch.isfinite(scales).all()):
-        raise ModelError(f"{weights.full_name(name)}: a scale is not finite")
-    return scales
+    return weights.tensor(TensorSlice(name, shape), torch.float32)
 
 
 def _apart(words: torch.Tensor, bits: int) -> torch.Tensor:
