@@ -24,7 +24,16 @@ _POINTER = "(/([^~/]|~[01])*)*"
 _VARIABLE = "([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(:[1-9][0-9]{0,3}|[*])?"
 _TEMPLATE = rf"([A-Za-z0-9._~:/?#\[\]@!$&()*+,;=-]|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
 
+_CLOCK = "([0-9]{1,2}H([0-9]{1,2}M([0-9]{1,2}S)?)?|[0-9]{1,2}M([0-9]{1,2}S)?|[0-9]{1,2}S)"
+_DAYS = "([0-9]{1,4}Y([0-9]{1,2}M([0-9]{1,2}D)?)?|[0-9]{1,2}M([0-9]{1,2}D)?|[0-9]{1,4}D)"
+
+MAX_LENGTH = 256
+"""Most characters of a string with a format, where the schema has no bound: some formats have no
+longest text, and a model that writes at random would not end.
+"""
+MAX_BASE64_LENGTH = 4096
 PATTERNS = {
+    "duration": f"P([0-9]{{1,4}}W|{_DAYS}(T{_CLOCK})?|T{_CLOCK})",
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
@@ -37,6 +46,7 @@ PATTERNS = {
     "byte": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
     "base64": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
     "base64url": "[A-Za-z0-9_-]*",
+    "regex": r"\^?(([A-Za-z0-9_ ]|\\[dwsDWS.]|\[\^?[A-Za-z0-9_]{1,16}\])[*+?]?){1,32}\$?",
     "e164": r"\+[1-9][0-9]{6,14}",
     "color": "#[0-9A-Fa-f]{6}",
     "cidrv4": r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}"
@@ -49,7 +59,7 @@ and not encoded.
 """
 PATTERNS |= dict.fromkeys(("idn-hostname", "host-name"), PATTERNS["hostname"])
 BUILT_IN = {
-    **{name: name for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
+    **{name: name for name in ("email", "ipv4", "ipv6", "uri", "uuid")},
     **{"idn-email": "email", "iri": "uri", "url": "uri", "ip-address": "ipv4", "guid": "uuid"},
 }
 """Formats that llguidance has, by their names in JSON Schema."""

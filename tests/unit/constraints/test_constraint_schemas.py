@@ -6,11 +6,13 @@ import datetime
 import itertools
 import json
 import random
+import re
 import uuid
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator, validators
+from weft.contract import schema_formats
 from weft.testing.engine.constraint_texts import accepts, compiled, random_text
 from weft.testing.engine.random_schemas import varied_schemas
 from weft.testing.kernels.kernel_checks import fresh_seed
@@ -381,3 +383,42 @@ def test_words_that_are_no_keywords_constrain_nothing(words: dict[str, Any]) -> 
     negative = compiled({"type": ["string", "null"], "not": {"type": "null", **words}})
     assert accepts(negative, '"a"')
     assert not accepts(negative, "null")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+        r"^(?!^[-+.]*$)[+-]?0*\d{0,3}\.?\d{0,2}0*$",
+        r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{2,4}$",
+        r"^(?=.{2,3}$)a*b*$",
+    ],
+)
+def test_look_ahead_at_the_start_is_enforced(pattern: str) -> None:
+    grammar = compiled({"type": "string", "pattern": pattern})
+    letters = [*"-.0 1aAb"]
+    texts = [
+        "",
+        *(
+            map(
+                "".join, itertools.chain(*(itertools.product(letters, repeat=n) for n in (1, 2, 3)))
+            )
+        ),
+    ]
+    found = [text for text in texts if accepts(grammar, f'"{text}"')]
+    assert found == [text for text in texts if re.search(pattern, text, re.ASCII)]
+    assert found
+
+
+@pytest.mark.parametrize("name", sorted({*schema_formats.PATTERNS, *schema_formats.BUILT_IN}))
+def test_every_format_has_an_end(name: str) -> None:
+    grammar = compiled({"type": "string", "format": name})
+    fresh_seed()
+    text = json.loads(random_text(grammar, random.Random(random.random()), b"", most=20_000))
+    assert len(text) <= schema_formats.MAX_BASE64_LENGTH
+    if name == "duration":
+        assert DURATION.fullmatch(text)
+
+
+DURATION = re.compile(r"P(?!$)(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+S)?)?)")
+"""ISO 8601."""

@@ -36,6 +36,11 @@ _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,
 _PROPERTY = re.compile(r"\\[pP]\{[A-Za-z_=]+\}")
 _ONE_CLASS = re.compile(r"(\[\^?[^\[\]\\^]+\])\{([0-9]+),[0-9]*\}")
 """A pattern that is one repeated class without anchors."""
+_AHEAD = re.compile(
+    r"\(\?!\^?\[(?P<others>(?:[^\\\[\]^]|\\.)+)\]\*\$\)"
+    r"|\(\?=(?P<ahead>(?:[^()\[\]\\|]|\\.|\[(?:[^\[\]\\]|\\.)+\])+)\)"
+)
+"""Look-ahead that is a pattern of its own: `(?![-+.]*$)`, `(?=.*[A-Z])`."""
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
@@ -67,6 +72,35 @@ def convert_regex(regex: str) -> str:
         ValueError: Something in it has no equal.
     """
     return _Converter(regex, keeps_anchors=False).convert()
+
+
+def without_lookahead(pattern: str) -> list[str]:
+    """Patterns that together match what a pattern with look-ahead at its start matches.
+
+    What an ahead expression says of the whole text is a pattern of its own. The opposite of one is
+    known where it is a class that is repeated to the end: some character is of no such class.
+    """
+    if pattern in _WITHOUT_LOOKAHEAD or not pattern.startswith("^"):
+        return [pattern]
+    found, at = list[str](), 1
+    while ahead := _AHEAD.match(pattern, at):
+        at = ahead.end()
+        others = ahead["others"]
+        found.append(f"[^{others}]" if others is not None else f"^(?:{ahead['ahead']})")
+    rest = f"^{pattern[at:]}"
+    # A branch beside the look-ahead is free of it.
+    return [rest, *found] if found and not _has_branches(rest) else [pattern]
+
+
+def _has_branches(pattern: str) -> bool:
+    """Whether a pattern has a `|` outside of all groups and classes."""
+    bare = re.sub(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", "", pattern, flags=re.DOTALL)
+    depth = 0
+    for character in bare:
+        depth += (character == "(") - (character == ")")
+        if character == "|" and depth == 0:
+            return True
+    return False
 
 
 class _Converter:

@@ -30,7 +30,7 @@ from weft.contract.schema_keywords import (
 )
 from weft.engine.features.constraints.disjoint import are_disjoint, negated, type_names
 from weft.engine.features.constraints.numbers import FREE_NUMBERS, check_number, prepare_number
-from weft.engine.features.constraints.patterns import convert_pattern
+from weft.engine.features.constraints.patterns import convert_pattern, without_lookahead
 
 Json = Any
 """A parsed JSON value of any type."""
@@ -484,7 +484,7 @@ class _Rewriter:
             out["minLength"] = least
         patterns = []
         if "pattern" in schema:
-            patterns.append(self._pattern(schema["pattern"], f"{at}/pattern"))
+            patterns += self._patterns(schema["pattern"], f"{at}/pattern")
         name = schema.get("format")
         self._require(isinstance(name, str | None), f"{at}/format", "a string is expected")
         if schema.get("contentEncoding") == "base64":
@@ -493,11 +493,20 @@ class _Rewriter:
             patterns.append(f"^(?:{convert_pattern(formats.PATTERNS[name])})$")
         elif name in formats.BUILT_IN:
             out["format"] = formats.BUILT_IN[name]
+        is_base64 = name in ("byte", "base64", "base64url") or "contentEncoding" in schema
+        if most is None and (is_base64 or name in formats.PATTERNS or name in formats.BUILT_IN):
+            bound = formats.MAX_BASE64_LENGTH if is_base64 else formats.MAX_LENGTH
+            out["maxLength"] = max(least, bound)
         if patterns:
             out["pattern"] = patterns[0]
         if len(patterns) < 2:
             return out
         return {"allOf": [out, *({"type": "string", "pattern": more} for more in patterns[1:])]}
+
+    def _patterns(self, pattern: Json, at: str) -> list[str]:
+        """Patterns that all hold: that of the schema, and those of look-ahead at its start."""
+        self._require(isinstance(pattern, str), at, "a string is expected")
+        return [self._pattern(part, at) for part in without_lookahead(pattern)]
 
     def _pattern(self, pattern: Json, at: str) -> str:
         self._require(isinstance(pattern, str), at, "a string is expected")
