@@ -62,7 +62,7 @@ check-tests: rest
 	@$(BIN)/pytest -n 2 -q -m "not slow" tests/unit tests/mesh/test_smoke.py $(ARGS)
 
 test: checked ## Check style, types, imports; run every test but the long ones.
-	$(BIN)/pytest $(TURNS) --durations 20 $(ARGS)
+	$(BIN)/pytest $(TURNS) --durations 20 --ignore tests/clients/test_agents.py $(ARGS)
 
 test-full: checked ## As test, with cross products and storms.
 	$(BIN)/pytest $(TURNS) --durations 20 --full $(ARGS)
@@ -97,7 +97,7 @@ valkey: $(SETUP)
 	@$(BIN)/python scripts/get_valkey.py --optional
 
 test-clients: setup ## Public clients (SDKs, agents, load generators) against a mesh.
-	$(BIN)/python scripts/get_clients.py --load
+	$(BIN)/python scripts/get_clients.py --load --agents
 	$(BIN)/pytest tests/clients $(ARGS)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some meshes on it.

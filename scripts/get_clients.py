@@ -1,9 +1,10 @@
 """Installs the clients that tests/clients runs: Python ones in .venv-clients, others by npm.
 
-    python scripts/get_clients.py [--load] [--optional]
+    python scripts/get_clients.py [--load] [--agents] [--optional]
 
-With --load also load generators, which bring torch. With --optional a failure is a message: the
-tests of what is missing are skipped.
+With --load also load generators, which bring torch; with --agents also coding agents, which are
+programs of 1.5 GB. With --optional a failure is a message: the tests of what is missing are
+skipped.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ def get_python(*lists: Path) -> None:
         mark.touch()
 
 
-def get_node() -> None:
-    """Installs what package.json lists."""
+def get_node(folder: Path) -> None:
+    """Installs what a folder's package.json lists."""
     npm = shutil.which("npm")
     if npm is None:
-        print("no `npm` on the PATH: the tests of JavaScript clients are skipped")
+        print(f"no `npm` on the PATH: the tests of {folder.name} by npm are skipped")
         return
-    mark = CLIENTS / "node_modules" / ".done"
-    if is_fresh(mark, CLIENTS / "package.json"):
+    mark = folder / "node_modules" / ".done"
+    if is_fresh(mark, folder / "package.json"):
         return
     command = [npm, "install", "--no-audit", "--no-fund", "--no-package-lock", "--silent"]
-    subprocess.run(command, cwd=CLIENTS, check=True)
+    subprocess.run(command, cwd=folder, check=True)
     mark.touch()
 
 
@@ -57,6 +58,7 @@ def main() -> int:
     """Installs; the exit status is 1 if something failed that is not optional."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--load", action="store_true", help="load generators as well")
+    parser.add_argument("--agents", action="store_true", help="coding agents as well")
     parser.add_argument("--optional", action="store_true", help="a failure is only a message")
     arguments = parser.parse_args()
     lists = [CLIENTS / "requirements.txt"]
@@ -64,7 +66,9 @@ def main() -> int:
         lists.append(CLIENTS / "requirements-load.txt")
     try:
         get_python(*lists)
-        get_node()
+        get_node(CLIENTS)
+        if arguments.agents:
+            get_node(CLIENTS / "agents")
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"clients of tests/clients are not all installed: {error}")
         return 0 if arguments.optional else 1

@@ -110,7 +110,13 @@ def _missing_node_clients() -> str | None:
     return None if installed.exists() and shutil.which("node") else NOT_INSTALLED
 
 
+def _missing_agents() -> str | None:
+    installed = ROOT / "tests" / "clients" / "agents" / "node_modules" / ".done"
+    return None if installed.exists() else NOT_INSTALLED
+
+
 CAPABILITIES: dict[str, Callable[[], str | None]] = {
+    "agents": _missing_agents,
     "cc": _missing_cc,
     "chromium": _missing_chromium,
     "cuda": _missing_cuda,
