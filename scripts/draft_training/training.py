@@ -104,7 +104,10 @@ def losses(
     )
     states = target.states(ids)
     with torch.no_grad():
-        wanted = functional.linear(states.last[:, 1:][rows, columns], head.lm_head)
+        # Not the head's own rows, which a file may bring.
+        wanted = functional.linear(
+            states.last[:, 1:][rows, columns], target.lm_head[head.token_ids]
+        )
         probabilities = (wanted.float() / settings.temperature).softmax(-1)
     rope = target.rope(1, ids.shape[1])
     by_step, accuracy = [], []

@@ -272,6 +272,7 @@ def test_the_layout_is_the_published_one(
         f"{layer}.mlp.up_proj.weight": (inner, hidden),
         f"{layer}.mlp.down_proj.weight": (hidden, inner),
         "norm.weight": (hidden,),
+        "lm_head.weight": (DRAFT_VOCAB, hidden),
         "d2t": (DRAFT_VOCAB,),
         "t2d": (VOCAB,),
     }
@@ -280,7 +281,7 @@ def test_the_layout_is_the_published_one(
     assert tensors["d2t"].dtype == torch.int64
     assert torch.equal(drafted, head.token_ids)
     assert torch.equal(tensors["t2d"].nonzero().flatten(), drafted)
-    torch.testing.assert_close(head.lm_head, target.lm_head[drafted])
+    assert torch.equal(tensors["lm_head.weight"], target.lm_head[drafted].bfloat16())
     model = load_model(model_dir, "float32").model
     assert isinstance(model, DecoderOnlyLM)
     assert load_eagle3(tmp_path, model).aux_layers == target.aux_layers
@@ -298,6 +299,21 @@ def test_another_vocabulary_drafts_the_same_among_its_tokens(
     states = torch.randn(3, 72)
     with torch.no_grad():
         torch.testing.assert_close(smaller.logits(states), head.logits(states)[:, kept])
+
+
+def test_an_lm_head_in_the_file_is_the_heads(
+    target: Target, rng: random.Random, tmp_path: Path
+) -> None:
+    head = random_head(target, rng)
+    head.lm_head = torch.randn(head.lm_head.shape)
+    read, naive = read_naive(head, target, tmp_path)
+    assert torch.equal(read.lm_head, head.lm_head.bfloat16().float())
+    states = torch.randn(3, 72)
+    with torch.no_grad():
+        logits = torch.stack([naive._logits(state.double()) for state in states])
+        torch.testing.assert_close(read.logits(states).double(), logits, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="LM head is not the target's"):
+        with_vocabulary(read, target, read.token_ids[:20])
 
 
 def settings_of(steps: int, **changes: float) -> TrainingSettings:

@@ -28,6 +28,7 @@ def make_tiny_draft(
     seed: int = 0,
     *,
     shares: bool = True,
+    lm_head: bool = False,
     prefix: str = "",
     layer: str = "midlayer",
     **overrides: Any,
@@ -39,6 +40,7 @@ def make_tiny_draft(
         target: A model's directory.
         seed: Of the weights.
         shares: Embedding and LM head are the target's; else the file has its own.
+        lm_head: The file has an LM head, unlike the target's, even if it shares the embedding.
         prefix: Before the names, such as `model.`.
         layer: What the one layer is called.
         **overrides: Fields of config.json.
@@ -53,7 +55,7 @@ def make_tiny_draft(
     config = tiny_draft_config(dict(values), **overrides)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    tensors = tiny_draft_tensors(config, seed, shares=shares)
+    tensors = tiny_draft_tensors(config, seed, shares=shares, lm_head=lm_head or not shares)
     renamed = {}
     for name, tensor in tensors.items():
         inner = f"{layer}.{name.removeprefix('midlayer.')}" if name.startswith("midlayer") else name
@@ -115,7 +117,9 @@ def tiny_draft_config(target: dict[str, Any], **overrides: Any) -> dict[str, Any
     return {**config, **overrides}
 
 
-def tiny_draft_tensors(config: dict[str, Any], seed: int, *, shares: bool) -> Tensors:
+def tiny_draft_tensors(
+    config: dict[str, Any], seed: int, *, shares: bool, lm_head: bool
+) -> Tensors:
     """Random float32 parameters and the map of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -146,8 +150,9 @@ def tiny_draft_tensors(config: dict[str, Any], seed: int, *, shares: bool) -> Te
     ids = torch.randperm(vocab_size, generator=generator)[:size]
     tensors["d2t"] = ids - torch.arange(size)
     tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if not shares:
+    if lm_head:
         tensors["lm_head.weight"] = linear(size, hidden)
+    if not shares:
         tensors["embed_tokens.weight"] = normal(vocab_size, hidden)
     return tensors
 
