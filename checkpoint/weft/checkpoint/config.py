@@ -27,7 +27,7 @@ from weft.checkpoint.mtp_config import MtpConfig
 from weft.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.checkpoint.quantization import Quantization, read_quantization
 from weft.checkpoint.quantization_files import with_quantization
-from weft.checkpoint.rope import RopeConfig, rope_config, rope_values
+from weft.checkpoint.rope import RopeConfig, for_context, rope_config, rope_values
 from weft.contract.errors import ModelError
 
 MAX_POSITIONS = 1 << 24
@@ -156,14 +156,19 @@ class ModelConfig:
         return self.vocab_size + self.num_added_tokens
 
     @classmethod
-    def load(cls, model_dir: Path) -> ModelConfig:
+    def load(cls, model_dir: Path, max_context_tokens: int | None = None) -> ModelConfig:
         """Reads `config.json` and, if present, `generation_config.json` of a directory.
+
+        Args:
+            model_dir: The directory.
+            max_context_tokens: Longest context that is served, which decides between LongRoPE's
+                factors; None: the model's.
 
         Raises:
             ModelError: A file is missing or malformed, or asks for what is not supported; the
                 message names the field.
         """
-        raw = read_json_file(model_dir / "config.json")
+        raw = for_context(read_json_file(model_dir / "config.json"), max_context_tokens)
         raw, source = with_quantization(raw, model_dir)
         generation_file = model_dir / "generation_config.json"
         generation = read_json_file(generation_file) if generation_file.exists() else {}

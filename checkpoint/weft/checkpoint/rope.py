@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from weft.checkpoint.fields import Fields
 
 _DEFAULT_THETA = 10_000.0
 _ORIGINAL = "original_max_position_embeddings"
+_LONG_ROPES = ("longrope", "su")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ def _rotation(
         )
     if kind == "yarn":
         return _yarn(plain, fields, rope)
-    if kind in ("longrope", "su"):
+    if kind in _LONG_ROPES:
         return _long_rope(plain, fields, rope)
     if kind == "proportional":
         return replace(plain, scaling="proportional", factor=rope.number("factor", 1.0))
@@ -181,12 +183,38 @@ def _steepness(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def for_context(
+    raw: Mapping[str, Any], max_tokens: int | None, original: int | None = None
+) -> Mapping[str, Any]:
+    """A config.json for contexts of at most `max_tokens`: where no context is beyond LongRoPE's
+    original length, its short factors take the place of the long ones.
+
+    Args:
+        raw: Content of config.json, or a section of it.
+        max_tokens: None: the model's longest context.
+        original: The original length, if what encloses the section names it.
+    """
+    if max_tokens is None:
+        return raw
+    named = raw.get(_ORIGINAL) if original is None else original
+    is_short = isinstance(named, int) and max_tokens <= named
+    is_long_rope = raw.get("rope_type", raw.get("type")) in _LONG_ROPES
+    return {
+        name: raw.get(name.replace("long", "short", 1), value)
+        if is_short and is_long_rope and name in ("long_factor", "long_mscale")
+        else for_context(value, max_tokens, named)
+        if isinstance(value, dict)
+        else value
+        for name, value in raw.items()
+    }
+
+
 def _long_rope(plain: RopeConfig, fields: Fields, rope: Fields) -> RopeConfig:
     """LongRoPE (Ding et al., arXiv 2402.13753): each pair has a stretch of its own.
 
     Files have two lists, for contexts within and beyond the original length. Pages are shared
     between requests of any length, so that one list must do: the long one, unless
-    `max_position_embeddings` is no longer than the original.
+    `max_position_embeddings` is no longer than the original (see also `for_context`).
     """
     longest, original = (
         fields.positive("max_position_embeddings"),

@@ -151,8 +151,11 @@ def test_a_prompt_that_fills_the_context(model_dir: Path) -> None:
             for prompt, sample in zip(prompts, samples, strict=True):
                 check(model, prompt, sample.prompt_logprobs, 2)
                 assert len(sample.token_ids) == 1
+            (plain,) = llm.generate(prompts[:1], stop=stop)
+            assert plain.token_ids == samples[0].token_ids
             for wanted, length, scores in (
-                (1, context, None),
+                (2, context, None),
+                (1, context + 1, None),
                 (2, context, 0),
                 (1, context + 1, 0),
             ):

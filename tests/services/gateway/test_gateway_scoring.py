@@ -41,8 +41,13 @@ async def test_a_prompt_that_fills_the_context_is_scored(mesh: Harness) -> None:
     assert len(choice["logprobs"]["token_logprobs"]) == CONTEXT
     (submit,) = mesh.workers[0].submits
     assert (submit.prompt_length, submit.stop.max_tokens) == (CONTEXT, 1)
+    plain = {"prompt": ids, "echo": True, "max_tokens": 0}
+    answer = await mesh.json("Completions", plain)
+    assert answer["choices"][0]["text"] == choice["text"]
+    assert answer["usage"]["completion_tokens"] == 0
     for wrong in (
         {**body, "prompt": [*ids, ids[0]]},
+        {**plain, "prompt": [*ids, ids[0]]},
         {**body, "max_tokens": 1},
         {"prompt": ids, "max_tokens": 1},
     ):

@@ -287,7 +287,9 @@ def _numbers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
 
 
 def _step_bounds(fields: Fields) -> tuple[float, float | None]:
-    """The least and the largest time step; None: any."""
+    """The least and the largest time step; None: any. `time_step_min`, `time_step_max` and
+    `time_step_floor` are ranges of the initialisation.
+    """
     found = fields.get("time_step_limit")
     if found is None:
         return 0.0, None

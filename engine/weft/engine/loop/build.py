@@ -132,7 +132,7 @@ def load_parts(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
-    ranks, model = None, ModelConfig.load(config.model_dir)
+    ranks, model = None, ModelConfig.load(config.model_dir, config.max_context_tokens)
     if model.decoder is not None and model.decoder.recurrent_layers:
         # Before its weights are loaded.
         check_recurrent(config, has_windows=model.has_windows)
@@ -340,6 +340,7 @@ def _load_models(
         peers=peers,
         ep=config.ep,
         mtp_head=config.reads_mtp,
+        max_context_tokens=config.max_context_tokens,
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())

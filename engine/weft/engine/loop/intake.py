@@ -104,7 +104,7 @@ class Intake:
         pool = self._pool(submit)
         wanted = submit.stop.max_tokens
         room = self._max_tokens - num_prompt
-        if submit.prompt_logprobs is not None and wanted == 1:
+        if wanted == 1:
             room += 1  # A token that is only drawn has no position: the prompt may fill them all.
         if pool is not None:
             room, wanted = room + 1, 0

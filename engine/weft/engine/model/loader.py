@@ -92,6 +92,7 @@ def load_model(
     peers: Peers | None = None,
     ep: int = 1,
     mtp_head: bool = False,
+    max_context_tokens: int | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
     `resolve_model` made for a GGUF file.
@@ -117,12 +118,13 @@ def load_model(
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
             products.
         mtp_head: Whether to read the checkpoint's MTP head too.
+        max_context_tokens: See `ModelConfig.load`.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
         ConfigError: The dtype or the quantisation is unknown, or not supported on this device.
     """
-    config = ModelConfig.load(model_dir)
+    config = ModelConfig.load(model_dir, max_context_tokens)
     config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
     pooling = load_pooling(model_dir, task)
     config = _for_task(config, pooling.task, model_dir)

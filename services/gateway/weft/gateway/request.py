@@ -217,7 +217,7 @@ class Stopping:
     """Whether a `max_tokens` above what the prompt leaves of the context is lowered, with a
     warning; otherwise it is refused.
     """
-    is_score_alone: bool = False
+    is_echo_alone: bool = False
     """Whether the prompt is only scored: the one token that is drawn is not shown, and it needs no
     room in the context.
     """

@@ -87,6 +87,7 @@ def load_share(
         ep=config.ep,
         mtp_head=config.reads_mtp,
         is_fixed=config.deterministic,
+        max_context_tokens=config.max_context_tokens,
     )
     others.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)

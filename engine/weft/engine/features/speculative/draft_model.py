@@ -50,6 +50,7 @@ def load_draft_model(
             dummy=is_dummy,
             num_added_tokens=target.config.num_added_tokens,
             task="generate",
+            max_context_tokens=config.max_context_tokens,
         )
     except ModelError as error:
         message = f"draft_dir = {folder}, which drafter = model loads: {error.message}"

@@ -574,7 +574,7 @@ def _routing(
         RoutingRequest(
             request_id=base if len(prompts) == 1 else f"{base}-{number}",
             prompt_ids=prompt.ids,
-            context_tokens=(len(prompt.ids) + prompt.max_tokens - request.stopping.is_score_alone),
+            context_tokens=(len(prompt.ids) + prompt.max_tokens - request.stopping.is_echo_alone),
             cache_salt=request.cache_salt,
             routing_key=request.routing_key,
             worker_id=worker_id,

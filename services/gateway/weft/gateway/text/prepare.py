@@ -192,7 +192,7 @@ class Preparer:
                 raise self._too_long(prompt, problem, len(ids))
             return given
         # A token that is only drawn needs no room.
-        room = context - len(ids) + stopping.is_score_alone
+        room = context - len(ids) + stopping.is_echo_alone
         max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
         if max_tokens > room >= 1 and stopping.is_bounded:
             warn(max_tokens_param, f"lowered to {room}, which the prompt leaves of the context")

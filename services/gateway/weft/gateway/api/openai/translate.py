@@ -224,11 +224,7 @@ def _request(
         sampling=_sampling(body, None if constraint is None else constraint.value),
         stopping=replace(
             _stopping(body, max_tokens),
-            is_score_alone=(
-                prompt_logprobs is not None
-                and isinstance(body, CompletionBody)
-                and is_echo_alone(body)
-            ),
+            is_echo_alone=isinstance(body, CompletionBody) and is_echo_alone(body),
         ),
         top_logprobs=top_logprobs,
         calls=tool_use.calls,
