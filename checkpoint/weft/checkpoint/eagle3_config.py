@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.draft_config import ARCHITECTURE, HeadConfig, kind_of, read_layer
+from weft.checkpoint.eagle_config import EagleConfig, head_kind
 from weft.checkpoint.fields import Fields, read_json_file
 from weft.contract.errors import ModelError
 
@@ -69,6 +70,16 @@ class Eagle3Config(HeadConfig):
     def fingerprint(self) -> bytes:
         """Canonical bytes of everything that changes drafts and their KV."""
         return json.dumps(self.values(), sort_keys=True, separators=(",", ":")).encode()
+
+
+def load_head_config(draft_dir: Path) -> EagleConfig | Eagle3Config:
+    """Reads `config.json` of a head of any kind.
+
+    Raises:
+        ModelError: As `Eagle3Config.load`.
+    """
+    kind = EagleConfig if head_kind(draft_dir) == "eagle" else Eagle3Config
+    return kind.load(draft_dir)
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

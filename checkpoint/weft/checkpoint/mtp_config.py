@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.contract.errors import ModelError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
@@ -99,4 +101,12 @@ def qwen_head() -> MtpConfig:
         state_norm="mtp.pre_fc_norm_hidden",
         projection="mtp.fc",
         last_norm="mtp.norm",
+    )
+
+
+def missing_head(where: str, why: str) -> ModelError:
+    """The error for a checkpoint whose MTP head is asked for and that has none."""
+    return ModelError(
+        f"{where} has no MTP head: {why}; take another drafter, and leave mtp_head off",
+        param="mtp_head",
     )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.checkpoint.architectures import encoder_stem, is_bidirectional, is_headless
+from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.fields import Fields
 from weft.contract.errors import ModelError
 from weft.contract.tasks import Output, Pooling, Task
@@ -129,6 +130,29 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             **config,
         }
     )
+
+
+def with_head_for(task: Task, config: ModelConfig, model_dir: Path) -> ModelConfig:
+    """The configuration with the head that the task needs.
+
+    Raises:
+        ModelError: The model has none.
+    """
+    if task == "embed" and config.head == "tokens":
+        return replace(config, head="none")
+    if task in ("generate", "score") and config.is_encoder:
+        raise ModelError(
+            f"{model_dir}: tokens of {config.architecture} also attend to later ones, so it cannot "
+            f"serve the task {task}; give --task embed",
+            param="task",
+        )
+    if task in ("generate", "score") and config.head != "tokens":
+        raise ModelError(
+            f"{model_dir}: {config.architecture} has no LM head, which the task {task} needs; "
+            "load it with --task auto",
+            param="task",
+        )
+    return config
 
 
 def _has_bare_scores(raw: Mapping[str, Any]) -> bool:

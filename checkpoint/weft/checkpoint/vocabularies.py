@@ -6,6 +6,7 @@ from pathlib import Path
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.fields import Fields, read_json_file
+from weft.contract.errors import ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -37,3 +38,32 @@ def token_ids(file: Path) -> dict[str, int]:
         return ids | {str(token["content"]): int(token["id"]) for token in added}
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise fields.error("model.vocab", f"not a vocabulary: {error!r}") from error
+
+
+def check_same_vocabulary(
+    draft_dir: Path, draft: ModelConfig, target_dir: Path, target: ModelConfig
+) -> None:
+    """Refuses a draft model whose token ids differ in meaning from the target's.
+
+    Without a `tokenizer.json` beside each of them only the sizes are compared.
+
+    Raises:
+        ModelError: They differ; the message says in what. Or a file is malformed.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"vocab_size of the draft model is {draft.vocab_size}, of the target model "
+            f"{target.vocab_size}; give a model of the same family",
+            param="vocab_size",
+        )
+    files = [folder / TOKENIZER_FILE for folder in (draft_dir, target_dir)]
+    if not all(file.is_file() for file in files):
+        return
+    mine, its = (token_ids(file) for file in files)
+    token = next((t for t in sorted(mine.keys() | its.keys()) if mine.get(t) != its.get(t)), None)
+    if token is not None:
+        raise ModelError(
+            f"token {token!r} is {mine.get(token)} for the draft model, "
+            f"{its.get(token)} for the target model (None: it has no such token); "
+            "give a model with the same tokenizer",
+        )

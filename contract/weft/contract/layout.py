@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from weft.contract.errors import ConfigError
-
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8": 1}
 FP8, INT8 = "fp8_e4m3", "int8"
 """Formats that keep a vector as 8-bit numbers with a scale (`weft.kernels.scaled_kv`)."""
@@ -61,18 +59,7 @@ class PagedPlane:
 
 
 def in_8_bits(layout: CacheLayout, dtype: str) -> CacheLayout:
-    """The same layout with vectors in FP8 or INT8.
-
-    Raises:
-        ConfigError: It has something for which there is no kernel; the message names it.
-    """
-    planes = [plane for group in layout.groups for plane in group.planes]
-    for is_there, what in (
-        (any(plane.parts != ("k", "v") for plane in planes), "latent attention"),
-        (any(plane.dim % 16 for plane in planes), "heads of no multiple of 16 elements"),
-    ):
-        if is_there:
-            raise ConfigError(f"kv_dtype: {dtype} is not supported with {what}", param="kv_dtype")
+    """The same layout with vectors in FP8 or INT8, for models that `why_not_8_bits` allows."""
     groups = tuple(
         replace(group, planes=tuple(replace(plane, dtype=dtype) for plane in group.planes))
         for group in layout.groups

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from weft.checkpoint.config import ModelConfig, SlidingWindow
 from weft.contract.errors import ConfigError
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.loop.combinations import check_recurrent
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.loop.recurrent import check_recurrent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
@@ -228,17 +230,19 @@ def test_drafts_and_faulty_prefill_workers_in_a_storm(
 
 
 def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) -> None:
-    check_recurrent(EngineConfig(model_dir=model_dir, device="cuda"), "gated-delta")
-    with pytest.raises(ConfigError, match="device = cuda: must be cpu for layers of the first"):
-        check_recurrent(EngineConfig(model_dir=model_dir, device="cuda"), "mamba")
+    own = ModelConfig.load(model_dir)
+    check_recurrent(EngineConfig(model_dir=model_dir, device="cuda"), own)
     with pytest.raises(ConfigError, match=r"tp = 2.*on GPUs"):
         check_recurrent(
-            EngineConfig(model_dir=model_dir, device="cuda", tp=2, host_cache_bytes=1 << 20)
+            EngineConfig(model_dir=model_dir, device="cuda", tp=2, host_cache_bytes=1 << 20), own
         )
     frees = EngineConfig(model_dir=model_dir, window_pages="free")
-    check_recurrent(frees)
+    check_recurrent(frees, own)
+    window = SlidingWindow(length=20, layers=(own.attention_layers[-1],))
+    windowed = replace(own, sliding_window=window)
+    assert windowed.has_windows
     with pytest.raises(ConfigError, match="window_pages = free: must be auto or keep for models"):
-        check_recurrent(frees, has_windows=True)
+        check_recurrent(frees, windowed)
     for settings, name in (
         ({"deterministic": True}, "deterministic"),
         ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),

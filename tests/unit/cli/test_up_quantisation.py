@@ -26,7 +26,7 @@ def test_all_workers_are_told(tmp_path: Path) -> None:
 
 def test_encoders_are_told_no_format_of_kv(tmp_path: Path) -> None:
     settings = load_settings(UpSettings, ["--kv-dtype", "int8"], {})
-    models = [ModelFolder("tiny", tmp_path), ModelFolder("bert", tmp_path, "embed", keeps_kv=False)]
+    models = [ModelFolder("tiny", tmp_path), ModelFolder("bert", tmp_path, "embed", "no KV")]
     plan = plan_mesh(settings, StateFolder(tmp_path / "state"), models, None)
     told = {spec.name for spec in plan.services if ("--kv-dtype", "int8") in pairwise(spec.command)}
     assert told == {"prefill-0", "decode-0"}

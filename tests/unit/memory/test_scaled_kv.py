@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import Any, cast
 
 import pytest
 import torch
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.kv_formats import check_kv_dtype
 from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout, PagedPlane, in_8_bits, plane_beside, window_plane
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.model.loader import LoadedModel
+from weft.testing.models.families import SIZES
 
 PLANE = PagedPlane(layers=2, heads=2, dim=32, dtype="bfloat16")
 BESIDE = PagedPlane(name=plane_beside("target", 1, 48), layers=3, heads=1, dim=48, dtype="bfloat16")
@@ -30,34 +32,37 @@ def test_every_plane_keeps_a_scale_for_each_vector() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plane", "problem"),
+    ("architecture", "fields", "problem"),
     [
+        ("LlamaForCausalLM", {"head_dim": 24}, "no multiple of 16"),
+        ("LlamaForCausalLM", {"head_dim": 32}, ""),
         (
-            PagedPlane(layers=1, heads=1, dim=64, dtype="bfloat16", parts=("kv",)),
+            "DeepseekV2ForCausalLM",
+            {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+             "n_shared_experts": 1, "q_lora_rank": 16},
             "latent attention",
         ),
-        (PagedPlane(layers=1, heads=1, dim=24, dtype="bfloat16"), "no multiple of 16"),
     ],
-)
-def test_what_has_no_kernel_is_refused(plane: PagedPlane, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"kv_dtype: fp8_e4m3 is not supported with .*{problem}"):
-        in_8_bits(CacheLayout.of_planes([plane], 16), "fp8_e4m3")
-
-
-def loaded_model(*, is_encoder: bool) -> LoadedModel:
-    model = SimpleNamespace(kv_layout=lambda page_size: LAYOUT)
-    config = SimpleNamespace(is_encoder=is_encoder, architecture="BertModel")
-    return cast("LoadedModel", SimpleNamespace(model=model, config=config))
-
-
+)  # fmt: skip
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
-def test_encoders_refuse_a_format_of_kv(kv_dtype: Literal["fp8_e4m3", "int8"]) -> None:
-    settings = EngineConfig(model_dir=Path("model"), device="cpu", kv_dtype=kv_dtype)
-    loaded, device = loaded_model(is_encoder=True), torch.device("cpu")
-    with pytest.raises(ConfigError, match=f"kv_dtype = {kv_dtype}: BertModel is an encoder") as why:
-        kept_layout(settings, loaded, device)
+def test_what_has_no_kernel_is_refused(
+    kv_dtype: str, architecture: str, fields: dict[str, Any], problem: str
+) -> None:
+    raw = {**SIZES, "architectures": [architecture], "hidden_act": "silu", **fields}
+    model = ModelConfig.from_dict(raw)
+    check_kv_dtype("auto", model)
+    if not problem:
+        check_kv_dtype(kv_dtype, model)
+        return
+    with pytest.raises(ConfigError, match=f"kv_dtype = {kv_dtype}: .*{problem}") as why:
+        check_kv_dtype(kv_dtype, model)
     assert why.value.param == "kv_dtype"
-    assert kept_layout(replace(settings, kv_dtype="auto"), loaded, device) == LAYOUT
+
+
+def loaded_model() -> LoadedModel:
+    model = SimpleNamespace(kv_layout=lambda page_size: LAYOUT)
+    return cast("LoadedModel", SimpleNamespace(model=model))
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9)])
@@ -66,7 +71,7 @@ def test_older_gpus_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     settings = EngineConfig(model_dir=Path("model"), device="cuda", kv_dtype="fp8_e4m3")
-    given = settings, loaded_model(is_encoder=False), torch.device("cuda")
+    given = settings, loaded_model(), torch.device("cuda")
     if capability < (8, 9):
         with pytest.raises(ConfigError, match=r"kv_dtype: .* compute capability \(8, 9\)"):
             kept_layout(*given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.checkpoint.adapters.names import ROUTER
+from weft.checkpoint.adapters.names import ROUTER, VOCABULARY
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.encoder_config import EncoderConfig
 from weft.checkpoint.recurrent_config import (
@@ -15,6 +15,7 @@ from weft.checkpoint.recurrent_config import (
     ShortConvConfig,
 )
 from weft.contract.errors import ConfigError
+from weft.engine.base.config import EngineConfig
 
 ROW_RANK = 8
 """Ranks per row (`weft.kernels.lora.ROW_RANK`)."""
@@ -89,6 +90,36 @@ class Projection:
         }
 
 
+def adapted_projections(config: EngineConfig, model: ModelConfig) -> tuple[Projection, ...]:
+    """The projections of a model that adapters may change under these settings.
+
+    Raises:
+        ConfigError: The model cannot have adapters, or lacks what the settings name.
+    """
+    if not model.takes_adapters:
+        raise ConfigError(
+            f"enable_lora: not supported for {model.architecture}, whose layers have products of "
+            "different shapes",
+            param="enable_lora",
+        )
+    found = projections_of(model, config.lora_projections, config.tp, config.ep)
+    kinds = {part.kind for part in found}
+    missing = [name for name in VOCABULARY if name not in kinds]
+    if config.lora_whole_matrices and len(missing) == len(VOCABULARY):
+        raise ConfigError(
+            f"lora_whole_matrices = {config.lora_whole_matrices}: lora_projections names neither "
+            f"{' nor '.join(VOCABULARY)}",
+            param="lora_whole_matrices",
+        )
+    if config.lora_added_tokens and missing:
+        raise ConfigError(
+            f"lora_added_tokens = {config.lora_added_tokens}: lora_projections does not name "
+            f"{' and '.join(missing)}",
+            param="lora_added_tokens",
+        )
+    return found
+
+
 def projections_of(
     model: ModelConfig, names: Sequence[str], num_ranks: int = 1, ep: int = 1
 ) -> tuple[Projection, ...]:
@@ -106,7 +137,7 @@ def projections_of(
     known = _dense(model, num_ranks)
     if not isinstance(model, EncoderConfig):
         known |= {**_router(model), **_vocabulary(model), **_experts(model, num_ranks, ep)}
-    chosen = tuple(names) or tuple(_dense(model))
+    chosen = tuple(names) or default_projections(model)
     recurrent = recurrent_shapes(model)
     if num_ranks > 1 and not recurrent.keys().isdisjoint(chosen):
         others = [name for name in _dense(model) if name not in recurrent]
@@ -123,6 +154,11 @@ def projections_of(
             param="lora_projections",
         )
     return tuple(part for name in chosen for part in known[name])
+
+
+def default_projections(model: ModelConfig) -> tuple[str, ...]:
+    """The projections that adapters may change where settings name none."""
+    return tuple(_dense(model))
 
 
 def q_rows(model: ModelConfig) -> int:

@@ -18,6 +18,7 @@ from weft.cli.operators import Operators, find_services
 from weft.cli.output import SteadyOutput, finish_output
 from weft.cli.rest_binary import find_rest_binary
 from weft.cli.up.adapters import load_adapters
+from weft.cli.up.checks import check_workers
 from weft.cli.up.console import ConsoleReporter
 from weft.cli.up.devices import with_devices
 from weft.cli.up.exits import report_exit
@@ -65,6 +66,7 @@ def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
     models = _models(settings, console)
     _tell_kv_dtype(settings, models, reporter)
     plan = plan_mesh(settings, state, models, rest_binary)
+    check_workers(plan.services)
     try:
         with reporter.live():
             asyncio.run(_serve(settings, state, plan, reporter))
@@ -155,36 +157,27 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     """Names and directories of the models. Converts or downloads them first if necessary.
 
     Raises:
-        WeftError: The workers would refuse a model, its dtype, its quantisation or the number of
-            ranks. No service has been started.
+        WeftError: A model cannot be found, or is of an unsupported kind.
     """
     # Imported here, so that `weft up --help` is quick.
     from weft.checkpoint.config import ModelConfig
-    from weft.checkpoint.dtypes import resolve_dtype
+    from weft.checkpoint.kv_formats import why_not_8_bits
     from weft.checkpoint.pooling import load_pooling
-    from weft.checkpoint.quantization import resolve_quantization
     from weft.checkpoint.resolve import default_name, resolve_model
     from weft.cli.model import progress_bar
-    from weft.engine.parallel.shards import check_ranks
 
-    for device in settings.device:
-        resolve_dtype(settings.dtype, device)
     models: list[ModelFolder] = []
     for number, model in enumerate(settings.model):
         with progress_bar(console, "converting the demo model") as progress:
             path = resolve_model(model, progress)
         config = ModelConfig.load(path)
-        for device in settings.device:
-            resolve_quantization(settings.quantization, config.quantization, device)
-        asked = settings.task, settings.quantization, settings.tp, settings.ep
-        check_ranks(path, config, *asked)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         task = load_pooling(path, settings.task).task
         name = given or default_name(model, path)
         # With recurrent layers, leases carry the states of these instead.
         is_recurrent = config.decoder is not None and bool(config.decoder.recurrent_layers)
         has_windows = config.has_windows and not is_recurrent
-        models.append(ModelFolder(name, path, task, not config.is_encoder, has_windows))
+        models.append(ModelFolder(name, path, task, why_not_8_bits(config), has_windows))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -197,19 +190,18 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
 def _tell_kv_dtype(
     settings: UpSettings, models: Sequence[ModelFolder], reporter: ConsoleReporter
 ) -> None:
-    """Says for which models --kv-dtype has no meaning.
+    """Says which models are started without --kv-dtype, since they cannot have it.
 
     Raises:
-        ConfigError: No model keeps KV.
+        ConfigError: No model can.
     """
-    without = ", ".join(model.name for model in models if not model.keeps_kv)
+    without = [f"{model.name} ({model.no_8_bits})" for model in models if model.no_8_bits]
     if settings.kv_dtype == "auto" or not without:
         return
-    if not any(model.keeps_kv for model in models):
-        raise ConfigError(
-            f"--kv-dtype {settings.kv_dtype}: {without}: encoders keep no KV; leave the flag out"
-        )
-    reporter.notice(f"--kv-dtype {settings.kv_dtype} is not for {without}: encoders keep no KV")
+    told = f"--kv-dtype {settings.kv_dtype} is not for {', '.join(without)}"
+    if len(without) == len(models):
+        raise ConfigError(f"{told}; leave the flag out")
+    reporter.notice(told)
 
 
 def _show_failure(console: Console, error: ExitedEarly, log: Path) -> None:

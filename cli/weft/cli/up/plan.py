@@ -87,8 +87,8 @@ class ModelFolder(NamedTuple):
     """Name in requests."""
     folder: Path
     task: Task = "generate"
-    keeps_kv: bool = True
-    """Whether its workers have pages of K and V, unlike those of encoders."""
+    no_8_bits: str = ""
+    """Why its workers cannot keep K and V in 8 bits; empty: they can."""
     has_windows: bool = False
     """Whether workers that exchange pages can free those behind sliding windows."""
 
@@ -235,7 +235,7 @@ def _worker(
     address: str,
     place: Sequence[str],
 ) -> list[str]:
-    has_kv_dtype = settings.kv_dtype != "auto" and model.keeps_kv
+    has_kv_dtype = settings.kv_dtype != "auto" and not model.no_8_bits
     command = [
         *_serve(role),
         *_flags(
@@ -254,6 +254,7 @@ def _worker(
                 "host-cache-bytes": settings.host_cache_bytes,
                 **_disk(settings),
                 **_adapters(settings),
+                "expected-adapters": _expected_adapters(settings, model),
                 "draft-dir": _draft_dir(settings, role),
                 "mtp-head": True if settings.drafter == "mtp" else None,
                 "window-pages": "free" if model.has_windows and _frees_windows(settings) else None,
@@ -302,6 +303,11 @@ def _draft_dir(settings: UpSettings, role: str) -> Path | None:
 
 def _adapters(settings: UpSettings) -> dict[str, object]:
     return {"adapter-root": settings.adapter_root and settings.adapter_root.resolve()}
+
+
+def _expected_adapters(settings: UpSettings, model: ModelFolder) -> str | None:
+    given = (settings.parse_adapter(text) for text in settings.adapter)
+    return list_text(path for name, _, path in given if name in ("", model.name)) or None
 
 
 def _disk(settings: UpSettings) -> dict[str, object]:

@@ -355,7 +355,8 @@ class EngineConfig:
         "projections that adapters may change, which share that memory, separated by commas: q, "
         "k, v, o, gate, up, down; embed_tokens, lm_head; router; experts, or shared_experts where "
         "all of them share A of gate and up and B of down; default = the first seven, as far as "
-        "the model has them",
+        "the model has them, and what adapters need that are registered or in expected_adapters, "
+        "with their rank, whole matrices and added tokens",
         (),
     )
     lora_host_bytes: int = setting(
@@ -482,6 +483,11 @@ class EngineConfig:
                 self.page_digests or not self.has_store,
                 "on beside a KV store, which takes no unchecked pages",
             ),
+            (
+                "prefix_cache",
+                self.prefix_cache or not self.has_tiers,
+                "on with host_cache_bytes or disk_cache_dir, whose tiers it fills",
+            ),
             ("lease_s", self.lease_s > self.renew_interval_s, "> renew_interval_s"),
             (
                 "window_pages",
@@ -517,11 +523,15 @@ class EngineConfig:
 
     def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
         """Constraints that tensor parallelism adds, in the form of `_relations`."""
-        of_experts = ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}")
+        devices = len(self.device.split(","))
+        of_all = [
+            ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
+            ("device", devices in (1, self.tp), f"one device, or one for each of tp = {self.tp}"),
+        ]
         if self.tp == 1:
-            return [of_experts, ("check_ranks", not self.check_ranks, "off with tp = 1")]
+            return [*of_all, ("check_ranks", not self.check_ranks, "off with tp = 1")]
         return [
-            of_experts,
+            *of_all,
             (
                 "check_ranks",
                 not (self.check_ranks and self.is_on_gpu),

@@ -26,7 +26,7 @@ from weft.checkpoint.adapters.projections import (
     LM_HEAD,
     WHOLE_SUFFIX,
     Projection,
-    projections_of,
+    adapted_projections,
 )
 from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Rows
 from weft.checkpoint.config import ModelConfig
@@ -88,7 +88,6 @@ def plan_lora(
         for part in projections
         if part.kind in VOCABULARY and config.lora_whole_matrices
     }
-    _check_vocabulary(config, [name for name in VOCABULARY if name in shares])
     num_rows |= dict.fromkeys(drafts, config.max_loras * rows_each)
     num_rows |= dict.fromkeys(whole, config.lora_whole_matrices)
     row_bytes = {name: row_bytes for name, (_, row_bytes) in (shares | drafts).items()}
@@ -99,23 +98,6 @@ def plan_lora(
         row_bytes=row_bytes | whole,
         host_bytes=config.lora_host_bytes,
     )
-
-
-def _check_vocabulary(config: EngineConfig, named: Sequence[str]) -> None:
-    """Raises ConfigError if settings make room for changes that the `named` projections exclude."""
-    if config.lora_whole_matrices and not named:
-        raise ConfigError(
-            f"lora_whole_matrices = {config.lora_whole_matrices}: lora_projections names neither "
-            f"{' nor '.join(VOCABULARY)}",
-            param="lora_whole_matrices",
-        )
-    missing = [name for name in VOCABULARY if name not in named]
-    if config.lora_added_tokens and missing:
-        raise ConfigError(
-            f"lora_added_tokens = {config.lora_added_tokens}: lora_projections does not name "
-            f"{' and '.join(missing)}",
-            param="lora_added_tokens",
-        )
 
 
 class DraftParts(Protocol):
@@ -494,14 +476,8 @@ def make_lora_pool(
     if not config.enable_lora:
         return None
     model = loaded.config
-    if not model.takes_adapters:
-        raise ConfigError(
-            f"enable_lora: not supported for {model.architecture}, whose layers have products of "
-            "different shapes",
-            param="enable_lora",
-        )
     dtype: torch.dtype = getattr(torch, loaded.dtype)
-    projections = projections_of(model, config.lora_projections, config.tp, config.ep)
+    projections = adapted_projections(config, model)
     projections += () if drafts is None else drafts.projections
     limits, rank = plan_lora(config, projections, dtype), config.max_lora_rank
     return LoraPool(

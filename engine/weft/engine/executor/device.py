@@ -15,12 +15,6 @@ from weft.engine.model.loader import LoadedModel
 from weft.kernels.cpu import native_cpu, native_cpu_missing
 from weft.kernels.latent_attention import LatentSpec
 
-MAX_FIXED_GROUP = 64
-"""Most query heads of a KV head for deterministic attention on a GPU: a tile's rows."""
-
-_VECTOR = 16
-"""Numbers that one instruction takes at most, of those that activations are computed with."""
-
 
 def find_device(config: EngineConfig) -> torch.device:
     """The configured device; checks that it exists."""
@@ -44,25 +38,15 @@ def promise_determinism(
     """Describes what deterministic mode does on this machine.
 
     Raises:
-        ConfigError: The result of some operation would depend on the step's other rows.
+        ConfigError: The result of some operation of this machine would depend on the step's other
+            rows.
     """
-    if loaded.config.latent is not None:
-        reason = "latent attention takes another order for other steps"
-        raise ConfigError(f"deterministic: {reason}", param="deterministic")
-    if loaded.pooling.pooling == "mean" and not loaded.config.is_encoder:
-        raise ConfigError(
-            "deterministic: not with the mean of a decoder's hidden states, which is summed up as "
-            "prompts are cut",
-            param="deterministic",
-        )
     if device.type == "cuda":
         return _promise_on_gpu(config, loaded, device)
     native, group = native_cpu(), loaded.config.most_grouped
     dims = {plane.dim for pages in layout.groups for plane in pages.planes}
     if native is None:
         reason = f"it needs the native operations ({native_cpu_missing()})"
-    elif loaded.config.is_encoder and loaded.config.intermediate_size % _VECTOR:
-        reason = f"an encoder's intermediate_size must be a multiple of {_VECTOR}"
     elif loaded.config.is_encoder:
         return ["deterministic: a prompt is computed whole, each of its rows in one order"]
     elif any(dim % 8 or dim > native.max_dim for dim in dims) or group > native.max_group:
@@ -79,12 +63,8 @@ def promise_determinism(
 def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
     """Describes deterministic mode on a GPU; see `promise_determinism`."""
     capability = torch.cuda.get_device_capability(device)
-    if loaded.dtype == "float32":
-        reason = "products in float32 are cuBLAS's, which cuts them by their rows; take bfloat16"
-    elif capability < (9, 0):
+    if capability < (9, 0):
         reason = f"tested from compute capability 9.0 on, {device} has {capability}"
-    elif loaded.config.most_grouped > MAX_FIXED_GROUP:
-        reason = f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head"
     elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel | Encoder):
         reason = f"nothing is known of the operations of {type(loaded.model).__name__}"
     else:

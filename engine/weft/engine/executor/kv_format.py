@@ -21,18 +21,11 @@ def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device)
     """How the model's KV lies, in the number format that is asked for.
 
     Raises:
-        ConfigError: The device or a kernel lacks the format, or the model is an encoder, which
-            keeps no KV; the message names what.
+        ConfigError: The device lacks the format.
     """
     layout = loaded.model.kv_layout(config.page_size)
     if config.kv_dtype == "auto":
         return layout
-    if loaded.config.is_encoder:
-        raise ConfigError(
-            f"kv_dtype = {config.kv_dtype}: {loaded.config.architecture} is an encoder, which "
-            "keeps no KV; leave it at auto",
-            param="kv_dtype",
-        )
     if device.type == "cuda" and config.kv_dtype == FP8:
         capability = torch.cuda.get_device_capability(device)
         if capability < _CAPABILITY:

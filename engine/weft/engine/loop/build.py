@@ -12,7 +12,6 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.contract.adapters import AdapterOrder
 from weft.contract.clock import Clock
-from weft.contract.errors import ConfigError
 from weft.contract.give_way import HostPriority
 from weft.contract.layout import CacheLayout
 from weft.contract.store import StoreLookup, StorePut
@@ -49,12 +48,12 @@ from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
 from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
+from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineParts
 from weft.engine.loop.pools import Pools, describe_context, size_pools
 from weft.engine.loop.recurrent import (
-    check_recurrent,
     describe_recurrent,
     describe_store,
     keeps_in_store,
@@ -69,7 +68,7 @@ from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
-from weft.engine.parallel.shards import check_ranks, describe_shards
+from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
@@ -132,13 +131,8 @@ def load_parts(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
-    ranks, model = None, ModelConfig.load(config.model_dir, config.max_context_tokens)
-    if model.decoder is not None and model.decoder.recurrent_layers:
-        # Before its weights are loaded.
-        check_recurrent(config, has_windows=model.has_windows)
+    ranks, model = None, check_combination(config)
     if config.tp > 1:
-        asked = config.task, config.quantization, config.tp, config.ep
-        check_ranks(config.model_dir, model, *asked)
         own = replace(config, device=device_of_rank(config, 0))
         ranks = Ranks(config, wake)
         config = own
@@ -179,8 +173,6 @@ def _load_parts(
     peers = None if ranks is None else peers_of(ranks, config, device)
     models = _load_models(config, model, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
-    if layout.states is not None:
-        check_recurrent(config, layout.states.name)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
@@ -344,12 +336,6 @@ def _load_models(
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
-    if config.drafter != "none" and loaded.pooling.task != "generate":
-        raise ConfigError(
-            f"drafter = {config.drafter}: the model serves the task {loaded.pooling.task}, which "
-            "draws no tokens; leave it at none",
-            param="drafter",
-        )
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.checkpoint.config import ModelConfig
-from weft.contract.errors import ConfigError
 from weft.contract.handle import KvHandle
 from weft.contract.layout import CacheLayout
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
-from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.base.config import EngineConfig
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineParts
 from weft.engine.memory.page_memory import PageMemory
@@ -25,53 +24,6 @@ from weft.engine.sources.tiers.blocks import BlockAccess
 def num_block_pages(layout: CacheLayout) -> int:
     """Pages of KV that have room for a block of recurrent layers; 0: there are no blocks."""
     return 0 if layout.states is None else -(-layout.states.block_bytes // layout.page_bytes)
-
-
-def check_recurrent(config: EngineConfig, kind: str = "", *, has_windows: bool = False) -> None:
-    """Refuses settings under which no model with recurrent layers runs.
-
-    Args:
-        config: The settings.
-        kind: Name of the state plane, if the model is loaded.
-        has_windows: Whether the model has sliding windows too.
-
-    Raises:
-        ConfigError: One of them is set.
-    """
-    refused = (
-        ("device", config.is_on_gpu and kind == "mamba", "cpu for layers of the first Mamba"),
-        (
-            "max_draft_tokens",
-            config.is_on_gpu and config.most_drafts >= config.page_size,
-            f"below page_size = {config.page_size} on a GPU for models with recurrent layers",
-        ),
-        (
-            "tp",
-            config.tp > 1 and config.is_on_gpu and config.moves_pages,
-            "1 on GPUs for models with recurrent layers whose pages leave the worker; or take no "
-            "tiers, no KV store, --transport data and "
-            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
-        ),
-        (
-            "drafter",
-            config.drafter not in ("none", "ngram", "mtp"),
-            "none, ngram or mtp for models with recurrent layers",
-        ),
-        (
-            "deterministic",
-            config.deterministic,
-            "off for models with recurrent layers, whose sums depend on how prompts are cut",
-        ),
-        (
-            "window_pages",
-            config.window_pages == "free" and has_windows,
-            "auto or keep for models with recurrent layers: pages that workers exchange carry "
-            "states of these or windows, not both",
-        ),
-    )
-    for name, is_wrong, wanted in refused:
-        if is_wrong:
-            raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
 
 
 def keeps_windows(config: EngineConfig, model: ModelConfig) -> str:

@@ -15,10 +15,9 @@ from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.checkpoint.files import GGUF_FILE, Progress, weight_files
 from weft.checkpoint.mistral_params import mistral_name
-from weft.checkpoint.pooling import PoolingConfig, load_pooling
+from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
 from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.contract.errors import ModelError
-from weft.contract.tasks import Task
 from weft.engine.model.archs.registry import class_of
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import Model, ModelClass, WithClasses
@@ -127,7 +126,7 @@ def load_model(
     config = ModelConfig.load(model_dir, max_context_tokens)
     config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
     pooling = load_pooling(model_dir, task)
-    config = _for_task(config, pooling.task, model_dir)
+    config = with_head_for(pooling.task, config, model_dir)
     # Sums of ranks are added up in their order, another one than that of one rank.
     of_ranks = f"-tp{peers.size}" if is_fixed and peers is not None else ""
     of_ranks += "-ep" if of_ranks and ep > 1 else ""
@@ -203,7 +202,7 @@ def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto
         ConfigError: As `load_model`.
     """
     config, pooling = ModelConfig.load(model_dir), load_pooling(model_dir, task)
-    config = _for_task(config, pooling.task, model_dir)
+    config = with_head_for(pooling.task, config, model_dir)
     chosen = resolve_quantization(quantization, config.quantization)
     dtype: torch.dtype = getattr(torch, resolve_dtype("auto", quantization=chosen))
 
@@ -271,25 +270,6 @@ def _heads(
         classes,
         read_token_heads(pooling, model.config.hidden_size, device, dummy=dummy),
     )
-
-
-def _for_task(config: ModelConfig, task: Task, model_dir: Path) -> ModelConfig:
-    """The configuration with the head that the task needs."""
-    if task == "embed" and config.head == "tokens":
-        return replace(config, head="none")
-    if task in ("generate", "score") and config.is_encoder:
-        raise ModelError(
-            f"{model_dir}: tokens of {config.architecture} also attend to later ones, so it cannot "
-            f"serve the task {task}; give --task embed",
-            param="task",
-        )
-    if task in ("generate", "score") and config.head != "tokens":
-        raise ModelError(
-            f"{model_dir}: {config.architecture} has no LM head, which the task {task} needs; "
-            "load it with --task auto",
-            param="task",
-        )
-    return config
 
 
 _BASE = "model."

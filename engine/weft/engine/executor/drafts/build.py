@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import torch
-from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout
 from weft.engine.base.config import HEAD_DRAFTERS, MAX_TREE_NODES, EngineConfig
 from weft.engine.base.drafts import tree_shapes
@@ -19,7 +18,6 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
 from weft.engine.model.loader import LoadedModel
-from weft.kernels.attention import MAX_TREE_ROWS
 
 
 def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
@@ -32,21 +30,7 @@ def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
         return DraftedModel(loaded.model, loaded.mtp, max_requests, max_rows)
     if config.head_dir is None:
         return None
-    drafted = load_drafted(loaded, config.head_dir, max_requests, max_rows)
-    if config.drafter in HEAD_DRAFTERS and config.drafter != drafted.head.kind:
-        raise ConfigError(
-            f"drafter = {config.drafter}: the head in {config.head_dir} is for the drafter "
-            f"{drafted.head.kind}",
-            param="drafter",
-        )
-    window = loaded.config.sliding_window
-    if config.draft_width > 1 and window is not None and window.length <= MAX_TREE_ROWS:
-        raise ConfigError(
-            f"draft_width = {config.draft_width}: layers of this model attend to the last "
-            f"{window.length} positions alone, too few for trees of {MAX_TREE_ROWS} rows; set 1",
-            param="draft_width",
-        )
-    return drafted
+    return load_drafted(loaded, config.head_dir, max_requests, max_rows)
 
 
 def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:

@@ -11,7 +11,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout
-from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool
@@ -143,13 +143,6 @@ def _mapped_pool(
     shared: SharedMemory, layout: CacheLayout, num_pages: int
 ) -> tuple[CacheLayout, RankPool]:
     size, plane = shared.size, layout.plane
-    if layout.states is not None or len(layout.groups) > 1 or len(layout.groups[0].planes) > 1:
-        raise ConfigError(
-            f"tp = {size}: on GPUs pages with recurrent layers or heads of several shapes stay on "
-            "their worker; take tp = 1, or no tiers, no KV store, --transport data and "
-            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
-            param="tp",
-        )
     own = layout_of_rank(layout, size)
     dtype = dtype_of(plane)
     try:

@@ -242,10 +242,6 @@ def device_of_rank(config: EngineConfig, rank: int) -> str:
     """
     devices = config.device.split(",")
     if len(devices) > 1:
-        if len(devices) != config.tp:
-            raise ConfigError(
-                f"device: {len(devices)} devices for tp = {config.tp}; name as many", param="device"
-            )
         return devices[rank].strip()
     kind, _, index = config.device.partition(":")
     return config.device if kind == "cpu" or config.tp == 1 else f"{kind}:{int(index or 0) + rank}"

@@ -7,12 +7,9 @@ pages of that pool are neither cached nor shipped, and the draft model is part o
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.vocabularies import TOKENIZER_FILE, token_ids
-from weft.contract.errors import ConfigError, ModelError
+from weft.contract.errors import ModelError
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.graphs import Progress
 from weft.engine.executor.local import LocalExecutor
@@ -33,15 +30,12 @@ def load_draft_model(
     """Loads the model in `draft_dir`; None if none is configured.
 
     Raises:
-        ModelError: The model cannot be loaded, or its vocabulary is not the target's. The
-            vocabulary is checked before weights are read.
+        ModelError: The model cannot be loaded.
     """
     if config.drafter != "model" or config.draft_dir is None:
         return None
     folder, is_dummy = config.draft_dir, config.dummy_weights
     try:
-        own = ModelConfig.load(folder)
-        _check_same_vocabulary(folder, own, config.model_dir, target.config)
         loaded = load_model(
             folder,
             target.dtype,
@@ -71,9 +65,6 @@ class DraftModel:
         self._loaded = loaded
         self.layout = loaded.model.kv_layout(config.page_size)
         """Layout of a page of its pool."""
-        if self.layout.states is not None:
-            message = f"draft_dir = {config.draft_dir}: models with recurrent layers draft nothing"
-            raise ConfigError(message, param="draft_dir")
         self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
         """Rows of its largest step."""
 
@@ -166,38 +157,3 @@ class DraftModel:
     def _longest(self, max_context_tokens: int) -> int:
         """Length of the longest request for which the model drafts."""
         return min(max_context_tokens, self._loaded.config.max_position_embeddings)
-
-
-def _check_same_vocabulary(
-    draft_dir: Path, draft: ModelConfig, target_dir: Path, target: ModelConfig
-) -> None:
-    """Refuses a draft model whose token ids differ in meaning from the target's.
-
-    Without a `tokenizer.json` beside each of them only the sizes are compared.
-
-    Args:
-        draft_dir: Directory of the draft model.
-        draft: Its configuration.
-        target_dir: Directory of the target model.
-        target: That one's.
-
-    Raises:
-        ModelError: They differ; the message says in what. Or a file is malformed.
-    """
-    if draft.vocab_size != target.vocab_size:
-        raise ModelError(
-            f"vocab_size of the draft model is {draft.vocab_size}, of the target model "
-            f"{target.vocab_size}; give a model of the same family",
-            param="vocab_size",
-        )
-    files = [folder / TOKENIZER_FILE for folder in (draft_dir, target_dir)]
-    if not all(file.is_file() for file in files):
-        return
-    mine, its = (token_ids(file) for file in files)
-    token = next((t for t in sorted(mine.keys() | its.keys()) if mine.get(t) != its.get(t)), None)
-    if token is not None:
-        raise ModelError(
-            f"token {token!r} is {mine.get(token)} for the draft model, "
-            f"{its.get(token)} for the target model (None: it has no such token); "
-            "give a model with the same tokenizer",
-        )

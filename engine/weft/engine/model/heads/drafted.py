@@ -31,12 +31,9 @@ def load_drafted(
     Raises:
         ModelError: The head cannot be used, or does not fit this model.
     """
-    config = loaded.config
-    has_others = config.latent is not None or not config.has_equal_layers
-    has_others |= config.decoder is not None and config.decoder.altup is not None
-    if not isinstance(loaded.model, DecoderOnlyLM) or has_others:
+    if not isinstance(loaded.model, DecoderOnlyLM):
         raise ModelError(
-            f"draft_dir = {draft_dir}: models of {config.architecture} do not support draft heads",
+            f"draft_dir = {draft_dir}: {type(loaded.model).__name__} does not support draft heads",
             param="draft_dir",
         )
     head = load_draft_head(draft_dir, loaded.model)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 
 import torch
 from weft.checkpoint.draft_config import HeadKind
-from weft.contract.errors import ModelError
+from weft.checkpoint.mtp_config import missing_head
 from weft.engine.model.archs.decoder import Decoder, read_norm
 from weft.engine.model.decoder_only import DecoderOnlyLM, LMHead
 from weft.engine.model.interface import Model
@@ -162,10 +162,10 @@ def read_mtp(target: Model, weights: Weights, own: Collection[str], where: str) 
     """
     config = target.config
     if not isinstance(target, Decoder) or config.mtp is None or config.decoder is None:
-        raise _lacks(where, f"{config.architecture} brings none that is supported")
+        raise missing_head(where, f"{config.architecture} brings none that is supported")
     mtp, hidden, parts = config.mtp, config.hidden_size, config.decoder
     if not weights.has(f"{mtp.projection}.weight"):
-        raise _lacks(where, f"there is no tensor {mtp.projection}.weight")
+        raise missing_head(where, f"there is no tensor {mtp.projection}.weight")
 
     def norm(name: str) -> AnyNorm:
         return read_norm(parts.norm, weights, name, hidden)
@@ -187,11 +187,4 @@ def read_mtp(target: Model, weights: Weights, own: Collection[str], where: str) 
         last_norm=None if mtp.last_norm is None else norm(mtp.last_norm),
         logits=logits,
         is_state_first=mtp.is_state_first,
-    )
-
-
-def _lacks(where: str, why: str) -> ModelError:
-    return ModelError(
-        f"{where} has no MTP head: {why}; take another drafter, and leave mtp_head off",
-        param="mtp_head",
     )

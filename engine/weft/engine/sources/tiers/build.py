@@ -67,8 +67,6 @@ def load_tiers(
     """
     if not config.host_cache_bytes and config.disk_cache_dir is None:
         return None
-    if not config.prefix_cache:
-        raise ConfigError("tiers need the prefix cache", param="prefix_cache")
     policy = EVICTION_POLICIES[config.kv_eviction_policy]
     notices: list[str] = []
     if config.host_cache_bytes:

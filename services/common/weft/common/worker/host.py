@@ -20,6 +20,7 @@ from weft.common.tasks import has_returned, start_logged
 from weft.common.telemetry.logging import configure_logging
 from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.telemetry.tracing import make_tracer
+from weft.common.worker.adapter_needs import with_adapter_needs
 from weft.common.worker.adapters import AdapterFollower, open_registry
 from weft.common.worker.admin import WorkerAdmin
 from weft.common.worker.context import WorkerContext
@@ -112,7 +113,8 @@ class WorkerHost:
         self._role: Role = role
         self._make_service = make_service
         self._worker_id = settings.worker_id or default_id(role, settings.port)
-        config = self._config = settings.engine_config(role, self._worker_id)
+        config = with_adapter_needs(settings, settings.engine_config(role, self._worker_id))
+        self._config = config
         registry = open_registry(settings.adapter_root)
         self._identity = load_identity(settings)
         self._dumps: CrashDumps | None = None

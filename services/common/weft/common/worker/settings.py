@@ -86,6 +86,12 @@ class WorkerSettings(_EngineSettings):
         "its model; none = no adapters",
     )
     lora_projections: str = Field("", description=SETTINGS["lora_projections"].help)
+    expected_adapters: list[str] = Field(
+        [],
+        max_length=1000,
+        description="adapters that will be loaded, as folders of the adapter root, so that the "
+        "worker can hold them (lora_projections)",
+    )
     crash_dir: Path | None = Field(
         None, description="folder for dumps of an engine that stalls or dies; none = no dumps"
     )

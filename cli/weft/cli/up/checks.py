@@ -1,0 +1,47 @@
+"""Refuses workers that could not serve before any of them starts: by their own settings, and by
+what the engine would refuse before it loads weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.cli.up.process import ServiceSpec
+from weft.common.settings import load_settings
+from weft.contract.errors import ConfigError, WeftError
+from weft.engine.base.config import Role
+
+_SERVE = "serve"
+
+
+def check_workers(services: Sequence[ServiceSpec]) -> None:
+    """Refuses workers whose settings do not go with one another, their model or its drafts.
+
+    Args:
+        services: The mesh's, with their command lines.
+
+    Raises:
+        ConfigError: The message names the worker and the setting.
+    """
+    for spec in services:
+        program = spec.command[spec.command.index(_SERVE) + 1 :] if _SERVE in spec.command else ()
+        if program and program[0] == "decode":
+            _check(spec.name, "decode", program[1:])
+        elif program and program[0] == "prefill":
+            _check(spec.name, "prefill", program[1:])
+
+
+def _check(name: str, role: Role, flags: Sequence[str]) -> None:
+    # Imported here, so that `weft up --help` is quick.
+    from weft.common.worker.adapter_needs import with_adapter_needs
+    from weft.decode.main import DecodeSettings
+    from weft.engine.loop.combinations import check_combination
+    from weft.prefill.main import PrefillSettings
+
+    kind = DecodeSettings if role == "decode" else PrefillSettings
+    settings = load_settings(kind, flags)
+    try:
+        config = settings.engine_config(role, name)
+        check_combination(with_adapter_needs(settings, config, is_strict=True))
+    except WeftError as error:
+        raise ConfigError(f"{name}: {error.message}", param=error.param) from error

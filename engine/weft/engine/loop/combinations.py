@@ -1,0 +1,199 @@
+"""Combinations of settings and a model that no engine runs, as far as the settings and the files of
+configuration tell them. No torch: `weft up` asks before it starts a worker, the engine before it
+loads weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.checkpoint.adapters.projections import adapted_projections
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.dtypes import resolve_dtype
+from weft.checkpoint.eagle3_config import load_head_config
+from weft.checkpoint.eagle_config import head_kind
+from weft.checkpoint.kv_formats import check_kv_dtype
+from weft.checkpoint.mtp_config import missing_head
+from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
+from weft.checkpoint.quantization import resolve_quantization
+from weft.checkpoint.recurrent_config import MambaConfig
+from weft.checkpoint.vocabularies import check_same_vocabulary
+from weft.contract.errors import ConfigError, ModelError
+from weft.contract.tasks import Task
+from weft.engine.base.config import (
+    HEAD_DRAFTERS,
+    MAX_TREE_NODES,
+    NEVER_SHIP_TOKENS,
+    EngineConfig,
+)
+from weft.engine.parallel.shards import check_ranks
+
+MAX_FIXED_GROUP = 64
+"""Most query heads of a KV head for deterministic attention on a GPU: a tile's rows."""
+_TREE_ROWS = 1 + MAX_TREE_NODES
+_VECTOR = 16
+"""Numbers that one instruction of a CPU takes at most, of those that activations are made with."""
+
+
+def check_combination(config: EngineConfig) -> ModelConfig:
+    """Refuses settings under which this model cannot be served.
+
+    Returns:
+        The model's configuration.
+
+    Raises:
+        ConfigError: Settings that do not go with the model; the message names one.
+        ModelError: The files are malformed or of an unsupported kind.
+    """
+    folder = config.model_dir
+    model = ModelConfig.load(folder, config.max_context_tokens)
+    quantization = resolve_quantization(config.quantization, model.quantization, config.device)
+    dtype = resolve_dtype(config.dtype, config.device, quantization)
+    pooling = load_pooling(folder, config.task)
+    model = with_head_for(pooling.task, model, folder)
+    check_ranks(folder, model, config.task, config.quantization, config.tp, config.ep)
+    if model.decoder is not None and model.decoder.recurrent_layers:
+        check_recurrent(config, model)
+    _check_pages_of_ranks(config, model)
+    check_kv_dtype(config.kv_dtype, model)
+    _check_drafts(config, model, pooling.task)
+    if config.enable_lora:
+        adapted_projections(config, model)
+    if config.deterministic:
+        _check_determinism(config, model, pooling, dtype)
+    return model
+
+
+def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuses settings under which no model with recurrent layers runs.
+
+    Raises:
+        ConfigError: One of them is set.
+    """
+    is_first_mamba = model.decoder is not None and isinstance(model.decoder.recurrent, MambaConfig)
+    refused = (
+        ("device", config.is_on_gpu and is_first_mamba, "cpu for layers of the first Mamba"),
+        (
+            "max_draft_tokens",
+            config.is_on_gpu and config.most_drafts >= config.page_size,
+            f"below page_size = {config.page_size} on a GPU for models with recurrent layers",
+        ),
+        (
+            "tp",
+            config.tp > 1 and config.is_on_gpu and config.moves_pages,
+            "1 on GPUs for models with recurrent layers whose pages leave the worker; or take no "
+            "tiers, no KV store, --transport data and "
+            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+        ),
+        (
+            "drafter",
+            config.drafter not in ("none", "ngram", "mtp"),
+            "none, ngram or mtp for models with recurrent layers",
+        ),
+        (
+            "deterministic",
+            config.deterministic,
+            "off for models with recurrent layers, whose sums depend on how prompts are cut",
+        ),
+        (
+            "window_pages",
+            config.window_pages == "free" and model.has_windows,
+            "auto or keep for models with recurrent layers: pages that workers exchange carry "
+            "states of these or windows, not both",
+        ),
+    )
+    for name, is_wrong, wanted in refused:
+        if is_wrong:
+            raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
+
+
+def _check_pages_of_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    planes = [plane for _, planes in model.page_planes for plane in planes]
+    if config.tp > 1 and config.is_on_gpu and config.moves_pages and len(planes) > 1:
+        raise ConfigError(
+            f"tp = {config.tp}: on GPUs pages with heads of several shapes stay on their worker; "
+            "take tp = 1, or no tiers, no KV store, --transport data and "
+            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+            param="tp",
+        )
+
+
+def _check_drafts(config: EngineConfig, model: ModelConfig, task: Task) -> None:
+    if config.drafter != "none" and task != "generate":
+        raise ConfigError(
+            f"drafter = {config.drafter}: the model serves the task {task}, which draws no "
+            "tokens; leave it at none",
+            param="drafter",
+        )
+    if config.reads_mtp and model.mtp is None:
+        why = f"{model.architecture} brings none that is supported"
+        raise missing_head(str(config.model_dir), why)
+    if config.head_dir is not None:
+        _check_head(config, config.head_dir, model)
+    if config.drafter == "model" and config.draft_dir is not None:
+        _check_draft_model(config, config.draft_dir, model)
+
+
+def _check_head(config: EngineConfig, draft_dir: Path, model: ModelConfig) -> None:
+    has_others = model.latent is not None or not model.has_equal_layers or model.is_encoder
+    has_others |= model.decoder is not None and model.decoder.altup is not None
+    if has_others:
+        raise ModelError(
+            f"draft_dir = {draft_dir}: models of {model.architecture} do not support draft heads",
+            param="draft_dir",
+        )
+    load_head_config(draft_dir).check_target(model, draft_dir)
+    kind = head_kind(draft_dir)
+    if config.drafter in HEAD_DRAFTERS and config.drafter != kind:
+        raise ConfigError(
+            f"drafter = {config.drafter}: the head in {draft_dir} is for the drafter {kind}",
+            param="drafter",
+        )
+    window = model.sliding_window
+    if config.draft_width > 1 and window is not None and window.length <= _TREE_ROWS:
+        raise ConfigError(
+            f"draft_width = {config.draft_width}: layers of this model attend to the last "
+            f"{window.length} positions alone, too few for trees of {_TREE_ROWS} rows; set 1",
+            param="draft_width",
+        )
+
+
+def _check_draft_model(config: EngineConfig, draft_dir: Path, model: ModelConfig) -> None:
+    try:
+        draft = ModelConfig.load(draft_dir, config.max_context_tokens)
+        draft = with_head_for("generate", draft, draft_dir)
+        check_same_vocabulary(draft_dir, draft, config.model_dir, model)
+    except ModelError as error:
+        message = f"draft_dir = {draft_dir}, which drafter = model loads: {error.message}"
+        raise ModelError(message, param="draft_dir") from error
+    if draft.decoder is not None and draft.decoder.recurrent_layers:
+        message = f"draft_dir = {draft_dir}: models with recurrent layers draft nothing"
+        raise ConfigError(message, param="draft_dir")
+
+
+def _check_determinism(
+    config: EngineConfig, model: ModelConfig, pooling: PoolingConfig, dtype: str
+) -> None:
+    on_gpu = config.is_on_gpu
+    reasons = (
+        (model.latent is not None, "latent attention takes another order for other steps"),
+        (
+            pooling.pooling == "mean" and not model.is_encoder,
+            "not with the mean of a decoder's hidden states, which is summed up as prompts are cut",
+        ),
+        (
+            not on_gpu and model.is_encoder and model.intermediate_size % _VECTOR,
+            f"an encoder's intermediate_size must be a multiple of {_VECTOR}",
+        ),
+        (
+            on_gpu and dtype == "float32",
+            "products in float32 are cuBLAS's, which cuts them by their rows; take bfloat16",
+        ),
+        (
+            on_gpu and model.most_grouped > MAX_FIXED_GROUP,
+            f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head",
+        ),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            raise ConfigError(f"deterministic: {reason}", param="deterministic")
