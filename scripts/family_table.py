@@ -26,19 +26,31 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 COLUMNS = (
     "float32 tokens", "bfloat16 near-ties", "chunked prefill", "prefix hit", "P/D over NIXL",
-    "n-gram drafts", "LoRA", "FP8 layout", "on a GPU",
+    "n-gram drafts", "LoRA of attention", "FP8 by rows", "on a GPU",
 )  # fmt: skip
+<<<<<<< main
 FOLDERS = (
     "checkpoint/weft/checkpoint/families",
     "engine/weft/engine/model/archs",
     "engine/weft/engine/model/layers",
 )
+=======
+MEANINGS = """\
+Models are tiny, with random weights, and texts are short. *LoRA of attention*: an adapter of PEFT \
+on the projections of attention that there are; "yes: o_proj alone" where adapters can change no \
+other. Adapters of MLPs, experts, embeddings and LM heads are not part of it. *FP8 by rows*: a copy \
+that the test itself quantised, in the form of compressed-tensors with one scale for each row; \
+experts in one tensor stay floats. Other forms ([quantisation](../quantisation.md)) are tested on \
+a few architectures."""
+FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
+>>>>>>> mine
 _UNKNOWN = "not compared"
-_RANK = {"failed": 3, "refused": 2, "yes": 1, "-": 0}
+_ORDER = ("-", "yes", "yes:", "refused:", "failed")
+"""Beginnings of cells, the worst last."""
 
 
 def cells(results: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """By architecture and column: yes, failed, or `refused: reason`. Where several families have an
+    """By architecture and column: yes, `yes: limit`, failed, or `refused: reason`. Where several families have an
     architecture the worst counts; a test that a later file repeats counts as there.
     """
     cases = {
@@ -52,13 +64,18 @@ def cells(results: Sequence[Path]) -> dict[str, dict[str, str]]:
         if "column" not in said:
             continue
         has_failed = case.find("failure") is not None or case.find("error") is not None
-        found = f"refused: {said['refused']}" if "refused" in said else "yes"
+        limited = f"yes: {said['limit']}" if "limit" in said else "yes"
+        found = f"refused: {said['refused']}" if "refused" in said else limited
         found = "failed" if has_failed else found
         row, column = table[said["architecture"]], said["column"]
         before = row.get(column, "-")
-        if _RANK[found.split(":")[0]] > _RANK[before.split(":")[0]]:
+        if _badness(found) > _badness(before):
             row[column] = found
     return table
+
+
+def _badness(cell: str) -> int:
+    return _ORDER.index(cell.split(" ")[0])
 
 
 def kept_cells(text: str) -> dict[str, dict[str, str]]:
@@ -152,6 +169,7 @@ def page(results: Sequence[Path]) -> str:
         "Made by `scripts/family_table.py`, which names the tests; cells that its last run lacks "
         "are older.",
         "## Features",
+        MEANINGS,
         "\n".join(feature_lines(table)),
         others(table),
         "## Files",

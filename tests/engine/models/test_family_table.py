@@ -153,7 +153,7 @@ def test_ngram_drafts(case: Case, record_property: Record) -> None:
 def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
     """Of attention, for the first prompts of a batch with and without the adapter."""
     refusal = "" if case.config.takes_adapters else "products of different shapes"
-    with cell(case, "LoRA", record_property, refusal):
+    with cell(case, "LoRA of attention", record_property, refusal):
         if refusal:
             answers(case, enable_lora=True)
         models = PeftModels(case.path, tmp_path)
@@ -162,6 +162,7 @@ def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
         targets = [ends[0] for ends in found if ends]
         if case.config.latent is not None:
             targets = ["o_proj"]
+            record_property("limit", "o_proj alone")
         wanted: list[str] | str = targets
         if hasattr(case.reference.config, "vision_config"):
             wanted = rf".*(language_model|text_model)\..*\.({'|'.join(targets)})"
@@ -184,7 +185,7 @@ def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
 def test_quantised_layout(case: Case, record_property: Record, tmp_path: Path) -> None:
     """FP8 with scales of rows; what is one tensor of all experts stays in floats."""
     refusal = "matrices are stored by columns" if case.config.names.has_transposed else ""
-    with cell(case, "FP8 layout", record_property, refusal):
+    with cell(case, "FP8 by rows", record_property, refusal):
         if not (case.path / "model.safetensors").exists():
             pytest.fail("the model is in several files")
         path, floats = fp8_copy(case.path, tmp_path / "fp8", "channel")

@@ -510,3 +510,21 @@ async def test_only_keys_that_may_change_adapters(tmp_path: Path, root: Path) ->
         unloading = gateway_pb2.UnloadAdapterRequest(name="pirate")
         error = await error_of(mesh.typed.UnloadAdapter(unloading, metadata=metadata(plain)))
         assert error.http_status == 403
+
+
+async def test_a_gateway_is_ready_once_the_expected_adapters_were_loaded(
+    tmp_path: Path, root: Path
+) -> None:
+    names = ["pirate", f"{MODEL}:json"]
+    async with gateway(
+        tmp_path, script, adapter_root=root, wait=False, expected_adapters=names
+    ) as mesh:
+        await load(mesh, "pirate")
+        error = await error_of(mesh.openai.Ready(Empty()))
+        assert (error.http_status, error.stage) == (503, "adapter")
+        assert error.message == f"not ready: adapters that are not loaded yet: {MODEL}:json"
+        await load(mesh, "json")
+        assert json.loads((await mesh.openai.Ready(Empty())).data) == {"status": "ready"}
+        # Later unloads are operators' affair.
+        await unload(mesh, "json")
+        assert json.loads((await mesh.openai.Ready(Empty())).data) == {"status": "ready"}

@@ -28,7 +28,7 @@ from weft.cli.up.mesh import run_mesh
 from weft.cli.up.plan import MeshPlan, ModelFolder, plan_mesh
 from weft.cli.up.ports import check_free
 from weft.cli.up.process import ExitedEarly
-from weft.cli.up.readiness import wait_for_mesh
+from weft.cli.up.readiness import wait_for_mesh, wait_for_workers
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.cli.up.summary import keep_summary
@@ -91,16 +91,18 @@ async def _serve(
             reporter.notice(f"{pages} pages that {worker_id} was filling are free again")
 
     async def wait_ready() -> None:
-        edges = plan.rest_edges.values() or [None] * len(plan.gateways)
-        for gateway, edge in zip(plan.gateways.values(), edges, strict=True):
-            url = None if edge is None else f"{plan.rest_scheme}://{edge}"
-            await wait_for_mesh(gateway, url, settings.ready_timeout_s, identity, reporter.notice)
         if settings.adapter:
+            # Gateways are ready once these are loaded.
             first = next(iter(plan.gateways))
+            await wait_for_workers(plan.gateways[first], settings.ready_timeout_s, identity)
             operators = Operators(
                 find_services(state, [first]), read_token(state.admin_token), identity
             )
             await load_adapters(settings, operators, reporter.notice)
+        edges = plan.rest_edges.values() or [None] * len(plan.gateways)
+        for gateway, edge in zip(plan.gateways.values(), edges, strict=True):
+            url = None if edge is None else f"{plan.rest_scheme}://{edge}"
+            await wait_for_mesh(gateway, url, settings.ready_timeout_s, identity, reporter.notice)
 
     is_up = asyncio.Event()
 

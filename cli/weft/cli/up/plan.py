@@ -359,6 +359,8 @@ def _gateway(
                 "prefill": ",".join(prefill) or None,
                 "api-keys-file": settings.api_keys_file,
                 **_adapters(settings),
+                "expected-adapters": list_text(text.partition("=")[0] for text in settings.adapter)
+                or None,
                 "insecure": settings.insecure or None,
                 # Beyond this machine the operators' token should not travel with less.
                 "console": "operate" if is_loopback(settings.host) else None,

@@ -52,7 +52,16 @@ async def wait_for_mesh(
                 next_notice += _NOTICE_EVERY_S
                 notice(f"the mesh is not ready yet: {told}")
             await asyncio.sleep(_INTERVAL_S)
-        deadline = min(deadline, loop.time() + _FLEET_GRACE_S)
+    await wait_for_workers(grpc_address, min(deadline - loop.time(), _FLEET_GRACE_S), identity)
+
+
+async def wait_for_workers(
+    grpc_address: str, timeout_s: float, identity: Identity | None = None
+) -> None:
+    """Returns once a gateway sees all workers, healthy, or after `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    async with open_channel(grpc_address, "gateway", identity) as channel:
         while loop.time() < deadline and not await _sees_everyone(channel):
             await asyncio.sleep(_INTERVAL_S)
 

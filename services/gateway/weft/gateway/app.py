@@ -164,7 +164,7 @@ class GatewayApp:
         )
         cards = AdapterCards(self.adapters)
         served = [self._serve(model) for model in loaded]
-        self.catalogue = Catalogue(served, self.adapters, cards)
+        self.catalogue = Catalogue(served, self.adapters, cards, settings.expected_adapters)
         """The models that requests can name."""
         self._log = GatewayRequestLog(settings) if settings.request_log is not None else None
         tracer = make_tracer(settings, self._gateway_id)

@@ -92,15 +92,21 @@ class Catalogue:
         served: At least one model; `weft chat` uses the first one.
         adapters: Directory of the adapters.
         cards: Cards of adapters.
+        expected: Names of the adapters that `missing_adapters` is about.
     """
 
     def __init__(
-        self, served: Sequence[ServedModel], adapters: AdapterDirectory, cards: AdapterCards
+        self,
+        served: Sequence[ServedModel],
+        adapters: AdapterDirectory,
+        cards: AdapterCards,
+        expected: Sequence[str] = (),
     ) -> None:
         self._served = {one.model.name: one for one in served}
         self.adapters = adapters
         """Directory of the adapters' names."""
         self._cards = cards
+        self._missing = list(expected)
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served.values())
@@ -192,6 +198,19 @@ class Catalogue:
         return [
             ResolvedModel(served, entry) for entry in entries if entry.model == served.model.name
         ]
+
+    def missing_adapters(self) -> list[str]:
+        """The expected adapters that could never be served yet: those that a worker has held once
+        do not count any more.
+        """
+        self._missing = [name for name in self._missing if not self._can_serve(name)]
+        return self._missing
+
+    def _can_serve(self, name: str) -> bool:
+        found = self._known(name)
+        if found is None or found.adapter is None:
+            return False
+        return not found.served.adapter_problem(found.adapter)
 
     def _known(self, name: str) -> ResolvedModel | None:
         if (served := self._served.get(name)) is not None:

@@ -108,6 +108,12 @@ class GatewaySettings(ServiceSettings):
         description="folder that LoRA adapters are loaded from and registered in, the same as the "
         "workers'; none = no adapters",
     )
+    expected_adapters: list[str] = Field(
+        [],
+        max_length=1000,
+        description="names of adapters, MODEL:NAME with several models, that must have been loaded "
+        "before the gateway says for the first time that it is ready",
+    )
     adapter_load_timeout_s: float = Field(
         120.0,
         gt=0,

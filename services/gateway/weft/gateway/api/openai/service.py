@@ -321,6 +321,12 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 stage="route",
                 retry_after_s=_READY_RETRY_S,
             )
+        if missing := self._models.missing_adapters():
+            raise PeerUnavailable(
+                f"not ready: adapters that are not loaded yet: {', '.join(missing)}",
+                stage="adapter",
+                retry_after_s=_READY_RETRY_S,
+            )
         answer: dict[str, object] = {"status": "ready"}
         if len(problems) > 1:
             answer["models"] = {name: problem or "ready" for name, problem in problems.items()}
