@@ -28,30 +28,28 @@ COLUMNS = (
     "float32 tokens", "bfloat16 near-ties", "chunked prefill", "prefix hit", "P/D over NIXL",
     "n-gram drafts", "LoRA of attention", "FP8 by rows", "on a GPU",
 )  # fmt: skip
-<<<<<<< main
+MEANINGS = (
+    "Models are tiny, with random weights, and texts are short. *LoRA of attention*: an adapter of "
+    'PEFT on the projections of attention that there are; "yes: o_proj alone" where adapters can '
+    "change no other. Adapters of MLPs, experts, embeddings and LM heads are not part of it. "
+    "*FP8 by rows*: a copy that the test itself quantised, in the form of compressed-tensors with "
+    "one scale for each row; experts in one tensor stay floats. Other forms "
+    "([quantisation](../quantisation.md)) are tested on a few architectures."
+)
 FOLDERS = (
     "checkpoint/weft/checkpoint/families",
     "engine/weft/engine/model/archs",
     "engine/weft/engine/model/layers",
 )
-=======
-MEANINGS = """\
-Models are tiny, with random weights, and texts are short. *LoRA of attention*: an adapter of PEFT \
-on the projections of attention that there are; "yes: o_proj alone" where adapters can change no \
-other. Adapters of MLPs, experts, embeddings and LM heads are not part of it. *FP8 by rows*: a copy \
-that the test itself quantised, in the form of compressed-tensors with one scale for each row; \
-experts in one tensor stay floats. Other forms ([quantisation](../quantisation.md)) are tested on \
-a few architectures."""
-FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
->>>>>>> mine
 _UNKNOWN = "not compared"
 _ORDER = ("-", "yes", "yes:", "refused:", "failed")
 """Beginnings of cells, the worst last."""
 
 
 def cells(results: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """By architecture and column: yes, `yes: limit`, failed, or `refused: reason`. Where several families have an
-    architecture the worst counts; a test that a later file repeats counts as there.
+    """By architecture and column: yes, `yes: limit`, failed, or `refused: reason`. Where several
+    families have an architecture the worst counts; a test that a later file repeats counts as
+    there.
     """
     cases = {
         (case.get("classname"), case.get("name")): case

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from weft.checkpoint.adapters.digest import adapter_digest
-from weft.checkpoint.adapters.needs import needs_of, with_needs
+from weft.checkpoint.adapters.needs import needs_of
 from weft.checkpoint.config import ModelConfig
 from weft.common.adapters.manifest import Entry
 from weft.common.adapters.registry import Registry
 from weft.common.settings import load_settings
-from weft.common.worker.adapter_needs import with_adapter_needs
+from weft.common.worker.adapter_needs import with_adapter_needs, with_needs
 from weft.contract.errors import AdapterError
 from weft.decode.main import DecodeSettings
 from weft.engine.base.config import EngineConfig
@@ -71,7 +71,7 @@ def test_needs_beyond_the_default(tmp_path: Path, seed: int) -> None:
         ),
     )  # fmt: skip
     for folder, *expected in cases:
-        found = needs_of(folder, model_dir, model)
+        found = needs_of(folder, model_dir, model, 512)
         told = [found.projections, found.rank, found.has_whole_matrix, found.num_added_tokens]
         assert told == expected, folder
 
@@ -82,7 +82,7 @@ def test_needs_of_mixtures(is_shared: bool, tmp_path: Path, seed: int) -> None:
     model = ModelConfig.load(model_dir)
     folder = make_expert_adapter(tmp_path / "a", model_dir, seed, 4, is_shared=is_shared)
     experts = "shared_experts" if is_shared else "experts"
-    found = needs_of(folder, model_dir, model)
+    found = needs_of(folder, model_dir, model, 512)
     assert found.projections == {experts, "router"}
     config = EngineConfig(model_dir=model_dir, enable_lora=True)
     other = replace(found, projections=frozenset({"experts"}))
@@ -99,7 +99,7 @@ def test_a_tied_embedding_needs_the_lm_head_too(tmp_path: Path, seed: int) -> No
     embedding = {name: tensor for name, tensor in vocabulary.items() if "embed" in name}
     settings = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
     folder = write_adapter(tmp_path / "a", embedding, **settings)
-    found = needs_of(folder, model_dir, ModelConfig.load(model_dir))
+    found = needs_of(folder, model_dir, ModelConfig.load(model_dir), 512)
     assert found.projections == {"embed_tokens", "lm_head"}
 
 

@@ -228,14 +228,11 @@ LATE = {
 configurations."""
 EARLY = {
     "base/config.py",
-    "checkpoint/adapters/projections.py",
-    "checkpoint/dtypes.py",
-    "checkpoint/kv_formats.py",
-    "checkpoint/quantization.py",
+    "executor/adapter_projections.py",
     "loop/combinations.py",
     "parallel/shards.py",
 }
-"""Modules that `check_combination` asks."""
+"""Modules that `check_combination` asks, beside those of `weft.checkpoint`."""
 
 
 def test_every_refusal_is_early_or_of_the_machine() -> None:

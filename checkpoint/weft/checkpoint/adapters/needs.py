@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint.adapters.files import open_adapter
 from weft.checkpoint.adapters.names import ROUTER, VOCABULARY
 from weft.checkpoint.adapters.plan import PARTS, plan_adapter
-from weft.checkpoint.adapters.projections import (
-    EXPERTS,
-    SHARED_EXPERTS,
-    default_projections,
-)
+from weft.checkpoint.adapters.projections import EXPERTS, SHARED_EXPERTS
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.vocabularies import num_tokens
-from weft.engine.base.config import BOUNDS, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +27,14 @@ class AdapterNeeds:
     """Tokens that it adds to the vocabulary."""
 
 
-def needs_of(folder: Path, model_dir: Path, model: ModelConfig) -> AdapterNeeds:
+def needs_of(folder: Path, model_dir: Path, model: ModelConfig, max_rank: int) -> AdapterNeeds:
     """Reads what an adapter needs.
 
     Args:
         folder: The adapter's.
         model_dir: The directory of the model that it is for.
         model: That model's configuration.
+        max_rank: Largest rank that any worker takes.
 
     Raises:
         AdapterError: The files are damaged, or do not fit the model.
@@ -48,7 +43,7 @@ def needs_of(folder: Path, model_dir: Path, model: ModelConfig) -> AdapterNeeds:
         plan = plan_adapter(
             files,
             model,
-            max_rank=int(BOUNDS["max_lora_rank"].le or 0),
+            max_rank=max_rank,
             parts=PARTS,
             is_lenient=True,
             num_tokens=lambda: num_tokens(model_dir, model),
@@ -65,25 +60,3 @@ def needs_of(folder: Path, model_dir: Path, model: ModelConfig) -> AdapterNeeds:
         names.add(SHARED_EXPERTS if all(entries == 1 for entries in outer) else EXPERTS)
     rank = max((pair.rank for pair in plan.pairs), default=0)
     return AdapterNeeds(frozenset(names), rank, bool(whole), max(0, added))
-
-
-def with_needs(
-    config: EngineConfig, model: ModelConfig, needs: Iterable[AdapterNeeds]
-) -> EngineConfig:
-    """Settings under which the default projections and all of these adapters can be held."""
-    every = list(needs)
-    names = {name for one in every for name in one.projections}
-    if EXPERTS in names:
-        names.discard(SHARED_EXPERTS)  # They hold every form of adapters of experts.
-    values: dict[str, int | tuple[str, ...]] = {}
-    if names:
-        values["lora_projections"] = (*default_projections(model), *sorted(names))
-    if (rank := max((one.rank for one in every), default=0)) > config.max_lora_rank:
-        values["max_lora_rank"] = rank
-    num_whole = min(sum(one.has_whole_matrix for one in every), config.max_loras)
-    if config.tp == 1 and num_whole > config.lora_whole_matrices:
-        values["lora_whole_matrices"] = num_whole
-    added = max((one.num_added_tokens for one in every), default=0)
-    if added > config.lora_added_tokens:
-        values["lora_added_tokens"] = added
-    return replace(config, **values)

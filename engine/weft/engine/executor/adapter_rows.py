@@ -26,7 +26,6 @@ from weft.checkpoint.adapters.projections import (
     LM_HEAD,
     WHOLE_SUFFIX,
     Projection,
-    adapted_projections,
 )
 from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Rows
 from weft.checkpoint.config import ModelConfig
@@ -34,6 +33,7 @@ from weft.checkpoint.vocabularies import num_tokens
 from weft.contract.errors import AdapterError, ConfigError, ModelError
 from weft.contract.give_way import give_way
 from weft.engine.base.config import EngineConfig
+from weft.engine.executor.adapter_projections import adapted_projections
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights

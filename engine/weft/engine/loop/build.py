@@ -48,7 +48,7 @@ from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
 from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
-from weft.engine.loop.combinations import check_combination
+from weft.engine.loop.combinations import check_combination, check_recurrent
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineParts
@@ -173,6 +173,8 @@ def _load_parts(
     peers = None if ranks is None else peers_of(ranks, config, device)
     models = _load_models(config, model, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
+    if layout.states is not None:
+        check_recurrent(config, loaded.config)  # Classes of others may not tell by their files.
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None

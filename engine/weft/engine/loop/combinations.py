@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.checkpoint.adapters.projections import adapted_projections
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.eagle3_config import load_head_config
@@ -26,6 +25,7 @@ from weft.engine.base.config import (
     NEVER_SHIP_TOKENS,
     EngineConfig,
 )
+from weft.engine.executor.adapter_projections import adapted_projections
 from weft.engine.parallel.shards import check_ranks
 
 MAX_FIXED_GROUP = 64

@@ -65,6 +65,9 @@ class DraftModel:
         self._loaded = loaded
         self.layout = loaded.model.kv_layout(config.page_size)
         """Layout of a page of its pool."""
+        if self.layout.states is not None:
+            message = f"draft_dir = {config.draft_dir}: models with recurrent layers draft nothing"
+            raise ModelError(message, param="draft_dir")
         self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
         """Rows of its largest step."""
 
