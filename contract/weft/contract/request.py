@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,13 @@ MAX_MARK_TOKENS = 16
 """Most tokens in the sequence that ends reasoning, and most alternatives to a constraint."""
 MAX_CONSTRAINT_BYTES = 64 << 10
 """Largest text of a constraint, or of all its choices together, bytes."""
+MAX_WHITESPACE_PATTERN = 256
+"""Most characters of a pattern of `Constraint.whitespace`."""
+_BLANK = r"(?:[ \t\n\r]|\\[nrts]|\\x(?:20|0[9aAdD]))"
+_BLANKS = re.compile(
+    rf"(?:{_BLANK}|\[{_BLANK}++\]|\((?:\?:)?|[)|*+?^$]|\{{[0-9]{{1,4}}(?:,[0-9]{{0,4}})?\}})*+"
+)
+"""Regular expressions whose only characters are blanks of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,10 @@ class Constraint:
     """The schema as JSON, the regular expression or the grammar; empty for choices."""
     choices: tuple[str, ...] = ()
     """The allowed texts; the sample is one of them."""
+    whitespace: str | None = None
+    """Regular expression of the blanks that may stand between two tokens of JSON; empty: none may;
+    None: the worker's own form.
+    """
     reasoning: Reasoning | None = field(default=None, compare=False)
     """Reasoning that may precede the constrained text; None: none may. This field and
     `alternatives` take no part in comparisons, since they do not change the grammar.
@@ -55,6 +67,23 @@ class Constraint:
     def num_bytes(self) -> int:
         """UTF-8 bytes of the text and of all choices."""
         return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
+
+
+def check_whitespace(pattern: str) -> None:
+    """Checks a pattern of `Constraint.whitespace`.
+
+    Raises:
+        ValueError: It may match other texts than blanks, tabs and line breaks, or is too long.
+    """
+    if len(pattern) > MAX_WHITESPACE_PATTERN or not _BLANKS.fullmatch(pattern):
+        raise ValueError(
+            f"must be a regular expression of at most {MAX_WHITESPACE_PATTERN} characters that "
+            r"matches nothing but blanks, tabs and line breaks, such as [ \n]{0,4}"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ async def test_calls_or_an_answer_in_its_type(mesh: TinyMesh) -> None:
     bias = endings(mesh)
     tokenizer = Tokenizer.from_file(str(mesh.model_dir / "tokenizer.json"))
     async with client(mesh) as sdk:
-        for opener in "[{":
+        for opener in "<{":
             first = str(tokenizer.token_to_id(opener))
             answer = await sdk.chat.completions.parse(
                 model=MODEL,

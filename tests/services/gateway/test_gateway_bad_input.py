@@ -147,7 +147,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"thinking_token_budget": 0}, "thinking_token_budget"),
     ({"echo": True}, "echo"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
-    ({"guided_whitespace_pattern": ""}, "guided_whitespace_pattern"),
+    ({"guided_whitespace_pattern": "x*"}, "guided_whitespace_pattern"),
     ({"length_penalty": 1.5}, "length_penalty"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
@@ -167,6 +167,12 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
         ({"response_format": {"type": "json_object", "schema": schema}}, "response_format.schema")
         for schema in ({"type": "string"}, {"type": ["null"]}, {"type": "array", "items": {}})
     ),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {}, "triggers": ["a"]}},
+        "response_format.format",
+    ),
+    ({"response_format": {"type": "text", "format": {}}}, "response_format.format"),
     ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": "a" * 70_000}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
@@ -179,10 +185,13 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
         ({"structured_outputs": {"regex": "a", name: value}}, f"structured_outputs.{name}")
         for name, value in (
             ("structural_tag", "{}"),
-            ("whitespace_pattern", ""),
-            ("disable_any_whitespace", True),
+            ("whitespace_pattern", "( "),
             ("disable_additional_properties", True),
         )
+    ),
+    (
+        {"structured_outputs": {"whitespace_pattern": " ", "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
     ),
     ({"modalities": ["text", "audio"]}, "modalities"),
 ]

@@ -96,7 +96,29 @@ CASES: list[tuple[dict[str, Any], common_pb2.Constraint | None]] = [
     ({"guided_choice": ["a", "b"]}, constraint(choice=CHOICE)),
     ({"structured_outputs": {"choice": ["a", "b"]}}, constraint(choice=CHOICE)),
     ({"structured_outputs": {"regex": "a+"}}, constraint(regex="a+")),
+    *(
+        (
+            {**given, "response_format": {"type": "json_object"}},
+            constraint(json_schema=json.dumps(OBJECT), whitespace_pattern=pattern),
+        )
+        for given, pattern in (
+            ({"guided_whitespace_pattern": r"[ \n]*"}, r"[ \n]*"),
+            ({"structured_outputs": {"whitespace_pattern": ""}}, ""),
+            ({"structured_outputs": {"disable_any_whitespace": True}}, ""),
+        )
+    ),
+    ({"guided_whitespace_pattern": " "}, None),
     ({"structured_outputs": {"grammar": "x"}}, constraint(ebnf="x")),
+    *(
+        (
+            {"response_format": {"type": "structural_tag", **tags}},
+            constraint(structural_tag=json.dumps(tags)),
+        )
+        for tags in (
+            {"format": {"type": "const_string", "value": "a"}},
+            {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<"]},
+        )
+    ),
     ({"structured_outputs": {"structural_tag": "{}"}}, constraint(structural_tag="{}")),
     ({"structured_outputs": {"structural_tag": {"a": 1}}}, constraint(structural_tag='{"a": 1}')),
     (
@@ -117,8 +139,33 @@ async def test_constraints_reach_the_worker(
         assert (sampling.constraint if sampling.HasField("constraint") else None) == expected
 
 
+@pytest.mark.parametrize(
+    ("setting", "pattern"),
+    [
+        ({"disable_any_whitespace": True}, ""),
+        ({"constrained_json_whitespace_pattern": r"\n?"}, r"\n?"),
+    ],
+)
+async def test_the_gateways_whitespace_holds_where_requests_give_none(
+    tmp_path: Path, setting: dict[str, Any], pattern: str
+) -> None:
+    tokens = byte_level_bpe().encode("an answer").ids
+    async with gateway(tmp_path, lambda *_: Script(tokens=[tokens]), **setting) as mesh:
+        given = {"response_format": {"type": "json_object"}}
+        own = {"guided_whitespace_pattern": " "}
+        for fields in (given, given | own):
+            await mesh.json("ChatCompletions", {"model": MODEL, "messages": USER, **fields})
+            await mesh.json("Completions", {"model": MODEL, "prompt": "hi", **fields})
+        sent = [one.sampling.constraint.whitespace_pattern for one in mesh.workers[0].submits]
+        assert sent == [pattern, pattern, " ", " "]
+
+
 async def test_the_typed_face_passes_constraints_on(mesh: Harness) -> None:
-    for given in (constraint(choice=CHOICE), constraint(ebnf="root ::= [a]")):
+    for given in (
+        constraint(choice=CHOICE),
+        constraint(ebnf="root ::= [a]"),
+        constraint(json_schema="{}", whitespace_pattern=r"\n?"),
+    ):
         sampling = common_pb2.SamplingParams(constraint=given)
         request = gateway_pb2.CompleteRequest(text="hi", sampling=sampling)
         _ = [response async for response in mesh.typed.Complete(request)]

@@ -12,7 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import AddedToken
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.features.constraints.schema import prepare_schema
+from weft.contract.request import Constraint
+from weft.testing.engine.constraint_texts import SOURCE, accepts
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.answering_mesh import Mesh
 from weft.testing.services.gateway_harness import MODEL, gateway
@@ -42,6 +43,8 @@ HARMONY = "{{ messages[-1].content }}<|start|>assistant{# <|channel|> <|call|> #
 UNTOLD = "{{ messages[-1].content }}<think>{# </think> #}"
 """Of a model whose marks are no tokens."""
 PLAIN = "{{ messages[-1].content }}"
+LLAMA = "{{ messages[-1].content }}ipython"
+TAGS = "{{ messages[-1].content }}{# <tool_call> <parameter= #}"
 MARKS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|start|>", "<|channel|>"),
     *("<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
@@ -57,7 +60,7 @@ async def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
     folder.mkdir()
     (folder / "chat_template.jinja").write_text(request.param)
     tokenizer = byte_level_bpe()
-    if request.param not in (PLAIN, UNTOLD):
+    if request.param not in (PLAIN, UNTOLD, LLAMA, TAGS):
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     async with gateway(
         tmp_path, mesh.script, max_context_tokens=4096, tokenizer=tokenizer
@@ -203,31 +206,62 @@ async def test_either_calls_or_an_answer_of_a_schema(mesh: Mesh) -> None:
     assert from_rpc_error(raised.value).param == "guided_choice"
 
 
-@templates(PLAIN)
+def may_be(mesh: Mesh, text: str) -> bool:
+    """Whether the last request's constraint allows a text."""
+    given = Constraint(kind="structural_tag", text=mesh.constraint.structural_tag)
+    return accepts(SOURCE.compile(given), text)
+
+
+HERMES_CALL = f"<tool_call>\n{CALL}\n</tool_call>"
+LLAMA_CALL = CALL.replace("arguments", "parameters")
+
+
+@templates(PLAIN, LLAMA)
 async def test_either_calls_or_an_answer_without_tokens(mesh: Mesh) -> None:
-    """One schema has both: a list of calls, or the answer's object."""
+    """The mark of a call is plain text, or the call is JSON as the answer is."""
+    await mesh.whole()
+    called = LLAMA_CALL if mesh.prompt.endswith("?ipython") else HERMES_CALL
     answer = {"$ref": "#/$defs/a", "$defs": {"a": ANSWER}}
     given = {"type": "json_schema", "json_schema": {"name": "a", "schema": answer}}
-    for schema in (FORMAT, given):
-        mesh.text = f"[{CALL}]"
-        message, reason = await mesh.whole(tools=TOOLS, response_format=schema)
+    sunny = '{"sunny": true}'
+    for fields, own in (
+        ({"response_format": FORMAT}, sunny),
+        ({"response_format": given}, sunny),
+        ({"response_format": {"type": "json_object"}}, '{"name": "x", "parameters": {}}'),
+        ({"response_format": {"type": "json_object"}}, '{"parameters": {}, "to": ["x"]}'),
+        ({"guided_json": {"type": "array", "items": {"type": "integer"}}}, "[1, 2]"),
+        ({"guided_choice": ["yes", *map(str, range(300))]}, "299"),
+        ({"guided_regex": "[a-z]+"}, "cloudy"),
+    ):
+        mesh.text = called
+        message, reason = await mesh.whole(tools=TOOLS, **fields)
         assert (message["content"], message["tool_calls"]) == (None, [call()])
         assert reason == "tool_calls"
-        validator = Draft202012Validator(json.loads(mesh.constraint.json_schema))
-        assert prepare_schema(mesh.constraint.json_schema)
-        for text in (mesh.text, '{"sunny": false}', '[{"name": "stop", "arguments": {}}]'):
-            assert validator.is_valid(json.loads(text))
-        for text in ("[]", "{}", '{"sunny": 1}', '[{"name": "x", "arguments": {}}]', f"{CALL}"):
-            assert not validator.is_valid(json.loads(text)), text
-        # Also an answer that looks like a call.
-        mesh.text = '{"name": "get_weather", "arguments": {}, "sunny": true}'
-        message, reason = await mesh.whole(tools=TOOLS, response_format=schema)
+        stop = called.replace("get_weather", "stop").replace(ARGUMENTS, "{}")
+        assert all(may_be(mesh, text) for text in (called, stop, own))
+        assert not any(may_be(mesh, wrong) for wrong in ("", "Hm.", f" {own}", f"{own} {called}"))
+        # What is wrong with a call may be right as the answer.
+        is_any = called == LLAMA_CALL and "json_object" in str(fields)
+        assert may_be(mesh, called.replace('"Köln"', "1")) == is_any
+        mesh.text = own
+        message, reason = await mesh.whole(tools=TOOLS, **fields)
+        assert (message["content"], reason) == (own, "stop")
+        assert "tool_calls" not in message
+    # As many calls as the request allows.
+    calls = f"{called}; {called}" if called == LLAMA_CALL else f"{called}\n{called}"
+    mesh.text = calls
+    message, _ = await mesh.whole(tools=TOOLS, response_format=FORMAT)
+    assert message["tool_calls"] == [call()] * 2
+    assert may_be(mesh, calls)
+    await mesh.whole(tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False)
+    assert may_be(mesh, called)
+    assert not may_be(mesh, calls)
+    # An answer with a tool's name, but without arguments.
+    if called == LLAMA_CALL:
+        mesh.text = '{"name": "get_weather", "sunny": true}'
+        message, reason = await mesh.whole(tools=TOOLS, response_format={"type": "json_object"})
         assert (message["content"], reason) == (mesh.text, "stop")
-    for wrong in (
-        {"guided_choice": ["a"]},
-        {"guided_json": {"type": "array"}},
-        {"guided_json": "{"},
-    ):
+    for wrong in ({"guided_json": "{"}, {"guided_grammar": 'root ::= "a"'}):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await mesh.whole(tools=TOOLS, **wrong)
         error = from_rpc_error(raised.value)
@@ -235,6 +269,31 @@ async def test_either_calls_or_an_answer_without_tokens(mesh: Mesh) -> None:
     # Without tools, or with those that are not to be called, it is alone.
     await mesh.whole(tools=TOOLS, tool_choice="none", guided_choice=["a"])
     assert list(mesh.constraint.choice.choices) == ["a"]
+
+
+@templates(PLAIN)
+async def test_what_cannot_be_enforced_of_arguments_is_left_free_beside_an_answer(
+    mesh: Mesh,
+) -> None:
+    """As without `response_format`: one tool's odd schema is no reason to refuse."""
+    odd = {"type": "object", "properties": {"x": {"$dynamicRef": "#y"}}}
+    tool = {"type": "function", "function": {"name": "odd", "parameters": odd}}
+    mesh.text = '{"sunny": true}'
+    message, _ = await mesh.whole(tools=[*TOOLS, tool], response_format=FORMAT)
+    assert message["content"] == mesh.text
+    for text in (HERMES_CALL, HERMES_CALL.replace("get_weather", "odd"), mesh.text):
+        assert may_be(mesh, text), text
+    for before, after in (('"Köln"', "1"), ("get_weather", "other")):
+        assert not may_be(mesh, HERMES_CALL.replace(before, after))
+
+
+@templates(TAGS)
+async def test_calls_of_tags_begin_with_their_mark_beside_an_answer(mesh: Mesh) -> None:
+    mesh.text = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+    message, reason = await mesh.whole(tools=TOOLS, response_format=FORMAT)
+    assert (message["tool_calls"], reason) == ([call("{}", "stop")], "tool_calls")
+    assert all(may_be(mesh, text) for text in (mesh.text, '{"sunny": true}'))
+    assert not any(may_be(mesh, text) for text in ("", "Hm.", "<tool", '{"sunny": 1}'))
 
 
 @templates(HARMONY)

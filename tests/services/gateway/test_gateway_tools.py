@@ -297,7 +297,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": NAMED}, "tool_choice"),
     ({"tools": TOOLS[1:], "tool_choice": NAMED}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
-    ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex"),
+    ({"tools": TOOLS, "guided_grammar": "a"}, "guided_grammar"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
     ({"messages": [*USER, {"role": "tool"}]}, "messages[1].content"),

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator, validators
+from llguidance import LLMatcher
 from weft.contract import schema_formats
-from weft.testing.engine.constraint_texts import accepts, compiled, random_text
+from weft.contract.request import Constraint, check_whitespace
+from weft.testing.engine.constraint_texts import SOURCE, accepts, compiled, random_text
 from weft.testing.engine.random_schemas import varied_schemas
 from weft.testing.kernels.kernel_checks import fresh_seed
 
@@ -228,12 +230,54 @@ def test_no_name_comes_twice_under_another_spelling() -> None:
         assert not accepts(grammar, f'{{"a": "x", "{name}": 5}}'), name
 
 
-def test_blanks_have_an_end() -> None:
-    grammar = compiled({"type": "array", "items": {"type": "integer"}})
-    assert accepts(grammar, "[" + " " * 32 + "1,\n\t2]")
-    assert not accepts(grammar, "[" + " " * 33 + "1]")
-    assert not accepts(grammar, " [1]")
-    assert not accepts(grammar, "[1] ")
+STRING = re.compile(r'"(?:[^"\\]|\\.)*+"')
+
+
+def of_form(schema: Any, whitespace: str | None) -> LLMatcher:
+    text = json.dumps(schema)
+    return SOURCE.compile(Constraint(kind="json_schema", text=text, whitespace=whitespace))
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "blanks"),
+    [
+        (None, r"(?:[^\s]|(?<=[,:]) )*"),
+        ("", r"\S*"),
+        ("[ ]?", r"(?:\S| (?! ))*"),
+        (r"\s{0,2}", r"(?:\S|\s{1,2}(?!\s))*"),
+    ],
+)
+def test_blanks_stand_where_the_form_has_them(whitespace: str | None, blanks: str) -> None:
+    """What texts have outside their strings, on random ways through the masks."""
+    rng = random.Random(fresh_seed())
+    for schema in varied_schemas(12):
+        text = random_text(of_form(schema, whitespace), rng, favoured=b' "}]')
+        assert re.fullmatch(blanks, STRING.sub("s", text)), text
+        Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_json_is_compact_or_has_one_blank() -> None:
+    """Unless the request says otherwise."""
+    schema = {"type": "array", "items": {"type": "object", "additionalProperties": True}}
+    values = [{"a": 1, "b": [1, {"c": ", : "}]}, {}]
+    grammar = of_form(schema, None)
+    assert accepts(grammar, json.dumps(values))
+    assert accepts(grammar, json.dumps(values, separators=(",", ":")))
+    assert accepts(of_form(schema, r"[ \n]{0,32}"), json.dumps(values, indent=4))
+    for text in (' [{"a": 1}]', '[ {"a": 1}]', '[{"a" : 1}]', '[{"a":  1}]', '[{"a":\n1}]'):
+        assert not accepts(grammar, text), text
+
+
+@pytest.mark.parametrize("pattern", ["x", "[^a]", ".", r"\S", "[ x]", "[ -~]", "(?= )", " " * 257])
+def test_patterns_of_more_than_blanks_are_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="nothing but blanks"):
+        check_whitespace(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["", " ", r"[\n\t ]*", r"(?: |\n){1,3}", r"\s?", r"^\x20$"])
+def test_patterns_of_blanks_are_taken(pattern: str) -> None:
+    check_whitespace(pattern)
+    assert accepts(of_form({"const": [1, 2]}, pattern), "[1,2]")
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 3), (1, None), (2, 2), (0, 0), (127, 300)])

@@ -10,18 +10,19 @@ from typing import Any, get_args
 
 import pytest
 from weft.contract.errors import InvalidRequest
-from weft.contract.request import Constraint
+from weft.contract.request import MAX_CONSTRAINT_BYTES, Constraint
+from weft.engine.features.constraints.schema import prepare_schema
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer import AnswerParser, AnswerPart, TextParser, joined
 from weft.gateway.text.answer.demand import blame_constraint, calls_or_answer
 from weft.gateway.text.answer.formats import (
     CALLS_ONLY,
-    CALLS_OR_ANSWER,
     DEEPSEEK_R1,
     FORMATS,
     GEMMA4_REASONING,
     HARMONY,
     HARMONY_REASONING,
+    HERMES,
     MISTRAL_REASONING,
     QWEN3,
     REASONING_FORMATS,
@@ -32,6 +33,7 @@ from weft.gateway.text.answer.formats import (
 )
 from weft.gateway.text.answer.harmony import HarmonyParser
 from weft.gateway.text.answer.reasoning_gate import ReasoningGate
+from weft.testing.engine.constraint_texts import SOURCE, accepts
 
 SCHEMAS = [
     {
@@ -558,7 +560,7 @@ OPTIONS: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize(
     "tools",
-    [*{id(one): one for one in FORMATS.values()}.values(), CALLS_ONLY, CALLS_OR_ANSWER],
+    [*{id(one): one for one in FORMATS.values()}.values(), CALLS_ONLY],
     ids=lambda one: one.name,
 )
 def test_any_text_is_shown_or_parsed(tools: ToolFormat, num_texts: int) -> None:
@@ -663,20 +665,33 @@ def test_all_formats_can_be_set() -> None:
     }
 
 
-def test_places_in_the_schema_of_calls_or_an_answer_are_those_of_the_request() -> None:
-    answer = Constraint(kind="json_schema", text='{"type": "object", "$ref": "#/$defs/x"}')
-    schema = json.loads(calls_or_answer(SCHEMAS, answer, 1, "response_format").text)
-    (place,) = [name for name in schema["$defs"] if name.startswith("answer")]
-    assert schema["$defs"][place]["$ref"] == f"#/$defs/{place}/$defs/x"
-    for given, param, message in (
-        (f"at $.$defs.{place}.properties.a: no", "response_format", "at $.properties.a: no"),
-        (f"at $['$defs']['{place}'].a: no", "response_format", "at $.a: no"),
-        (
-            "at $.$defs.arguments-1.properties.a: no",
-            "tools[1].function.parameters",
-            "at $.properties.a: no",
-        ),
-    ):
-        error = InvalidRequest(given, stage="compile", param="constraint")
-        blame_constraint(error, "response_format")
-        assert (error.param, error.message) == (param, f"{param}: {message}")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"$ref": "#/$defs/x"},
+        {"type": "object", "properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"pattern": "("}}, "$defs": {"arguments-0": {}}},
+    ],
+)
+def test_places_in_the_schema_of_an_answer_beside_calls_are_the_requests(given: Any) -> None:
+    with pytest.raises(ValueError, match=r".") as alone:
+        prepare_schema(json.dumps(given))
+    answer = Constraint(kind="json_schema", text=json.dumps(given))
+    with pytest.raises(ValueError, match=r".") as beside:
+        SOURCE.compile(calls_or_answer(HERMES, SCHEMAS, answer, 1, "response_format"))
+    error = InvalidRequest(str(beside.value), stage="compile", param="constraint")
+    blame_constraint(error, "response_format")
+    expected = ("response_format", f"response_format: {alone.value}")
+    assert (error.param, error.message) == expected
+
+
+def test_arguments_are_free_beside_an_answer_where_their_schemas_are_too_large() -> None:
+    values = [f"{number:0>60}" for number in range(1500)]
+    parameters = {"type": "object", "properties": {"x": {"enum": values}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    answer = Constraint(kind="json_schema", text='{"type": "boolean"}')
+    constraint = calls_or_answer(HERMES, [tool], answer, 1, "response_format")
+    assert constraint.num_bytes <= MAX_CONSTRAINT_BYTES
+    grammar = SOURCE.compile(constraint)
+    assert accepts(grammar, '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
+    assert not accepts(grammar, '<tool_call>{"name": "g", "arguments": {"x": 1}}</tool_call>')

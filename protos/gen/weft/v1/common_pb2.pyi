@@ -204,6 +204,7 @@ class Constraint(_message.Message):
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     ALTERNATIVES_FIELD_NUMBER: _builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema, as JSON. At most 64 KiB."""
     regex: _builtins.str
@@ -213,8 +214,13 @@ class Constraint(_message.Message):
     At most 64 KiB.
     """
     structural_tag: _builtins.str
-    """Free text in which triggers begin tags with JSON in them, as JSON: `{"structures": [{"begin",
-    "schema", "end"}], "triggers": [...]}`. At most 64 KiB.
+    """A text of several parts, as JSON: `{"format": ...}` in the form of xgrammar's structural
+    tags, or `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`. At most 64 KiB.
+    """
+    whitespace_pattern: _builtins.str
+    """Regular expression of the blanks, tabs and line breaks that may stand between two tokens of
+    JSON; at most 256 characters. Empty: none may. Absent: the gateway's setting, else at most one
+    blank behind each comma and each colon.
     """
     @_builtins.property
     def choice(self) -> Global___Constraint.Choice: ...
@@ -238,17 +244,22 @@ class Constraint(_message.Message):
         structural_tag: _builtins.str = ...,
         reasoning: Global___Constraint.Reasoning | None = ...,
         alternatives: _abc.Iterable[_builtins.int] | None = ...,
+        whitespace_pattern: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "alternatives", b"alternatives", "choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_whitespace_pattern", b"_whitespace_pattern", "alternatives", b"alternatives", "choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    _WhichOneofReturnType__whitespace_pattern: _TypeAlias = _typing.Literal["whitespace_pattern"]  # noqa: Y015
+    _WhichOneofArgType__whitespace_pattern: _TypeAlias = _typing.Literal["_whitespace_pattern", b"_whitespace_pattern"]  # noqa: Y015
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__whitespace_pattern) -> _WhichOneofReturnType__whitespace_pattern | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -20,6 +20,7 @@ from weft.contract.request import (
     Reasoning,
     SamplingParams,
     StopCriteria,
+    check_whitespace,
 )
 from weft.contract.submits import SampleProgress, Submit
 from weft.contract.tasks import Output, Pool
@@ -174,6 +175,12 @@ def _constraint(message: common_pb2.Constraint) -> Constraint:
     if kind is None:
         raise InvalidRequest("no kind of constraint is set", param="constraint")
     reasoning, alternatives = _reasoning(message), tuple(message.alternatives)
+    whitespace = message.whitespace_pattern if message.HasField("whitespace_pattern") else None
+    if whitespace:
+        try:
+            check_whitespace(whitespace)
+        except ValueError as error:
+            raise InvalidRequest(f"whitespace_pattern {error}", param="constraint") from None
     if len(message.alternatives) > MAX_MARK_TOKENS:
         raise InvalidRequest(f"more than {MAX_MARK_TOKENS} alternatives", param="constraint")
     if kind == "choice":
@@ -181,8 +188,13 @@ def _constraint(message: common_pb2.Constraint) -> Constraint:
         return Constraint(
             kind=kind, choices=choices, reasoning=reasoning, alternatives=alternatives
         )
-    text = getattr(message, kind)
-    return Constraint(kind=kind, text=text, reasoning=reasoning, alternatives=alternatives)
+    return Constraint(
+        kind=kind,
+        text=getattr(message, kind),
+        whitespace=whitespace,
+        reasoning=reasoning,
+        alternatives=alternatives,
+    )
 
 
 def _reasoning(message: common_pb2.Constraint) -> Reasoning | None:

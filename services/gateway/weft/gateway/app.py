@@ -107,6 +107,7 @@ def _load_cards(settings: GatewaySettings) -> list[ModelCard]:
             reasoning_parser=settings.reasoning_parser,
             has_own_sampling=settings.generation_config == "auto",
             chat_template="" if number else settings.chat_template,
+            json_whitespace=settings.json_whitespace,
         )
         for number, (name, folder) in enumerate(settings.model_folders)
     ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from weft.common.settings import ServiceSettings, is_loopback
+from weft.contract.request import check_whitespace
 from weft.gateway.admission.keys import parse_hash
 from weft.gateway.fleet.addresses import split_address, split_service
 from weft.gateway.routing import PolicyOptions
@@ -102,6 +103,15 @@ class GatewaySettings(ServiceSettings):
         "auto",
         description="how models write the reasoning before an answer; think = between think tags, "
         "none = they do not; auto = as the chat template says",
+    )
+    constrained_json_whitespace_pattern: str | None = Field(
+        None,
+        description="regular expression of the blanks, tabs and line breaks that may stand between "
+        "two tokens of JSON under a constraint, for requests that give none; none = at most one "
+        "blank behind each comma and each colon",
+    )
+    disable_any_whitespace: bool = Field(
+        False, description="allow no blanks there, as an empty pattern does"
     )
     adapter_root: Path | None = Field(
         None,
@@ -520,6 +530,23 @@ class GatewaySettings(ServiceSettings):
         if len(set(names)) != len(names):
             raise ValueError("an address is given twice; name each worker once")
         return names
+
+    @field_validator("constrained_json_whitespace_pattern")
+    @classmethod
+    def _check_whitespace(cls, pattern: str | None) -> str | None:
+        check_whitespace(pattern or "")
+        return pattern
+
+    @model_validator(mode="after")
+    def _check_json_whitespace(self) -> Self:
+        if self.disable_any_whitespace and self.constrained_json_whitespace_pattern:
+            raise ValueError("disable_any_whitespace contradicts the whitespace pattern")
+        return self
+
+    @property
+    def json_whitespace(self) -> str | None:
+        """`Constraint.whitespace` of requests that do not give one."""
+        return "" if self.disable_any_whitespace else self.constrained_json_whitespace_pattern
 
     @model_validator(mode="after")
     def _check_console(self) -> Self:

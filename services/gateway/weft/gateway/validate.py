@@ -12,6 +12,7 @@ from weft.contract.request import (
     MAX_SESSION_ID_BYTES,
     MAX_TOP_LOGPROBS,
     Constraint,
+    check_whitespace,
 )
 from weft.contract.token_ids import are_below
 from weft.gateway.request import (
@@ -276,6 +277,11 @@ def check_constraint(constraint: Constraint, param: str) -> None:
     if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
         message = f"has {constraint.num_bytes} bytes; at most {MAX_CONSTRAINT_BYTES} are accepted"
         raise invalid(param, message)
+    if constraint.whitespace:
+        try:
+            check_whitespace(constraint.whitespace)
+        except ValueError as error:
+            raise invalid(f"{param}.whitespace_pattern", str(error)) from None
 
 
 def _check_marks(constraint: Constraint, param: str, vocabulary_size: int) -> None:

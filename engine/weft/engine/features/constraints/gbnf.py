@@ -74,8 +74,13 @@ class _Sets(NamedTuple):
     """Characters that may extend a text of the node to a longer text of the node."""
 
 
-def convert_gbnf(text: str) -> str:
+def convert_gbnf(text: str, part: str = "") -> str:
     """Writes the grammar in the notation of llguidance, beginning at the rule `root`.
+
+    Args:
+        text: The grammar.
+        part: Lower-case beginning of all names, for a grammar that is a part of another one, where
+            any text may follow it; empty: it is the whole grammar.
 
     Raises:
         ValueError: The grammar is malformed, and the message says where; or it is too complex.
@@ -83,12 +88,13 @@ def convert_gbnf(text: str) -> str:
     rules = _Reader(text).rules()
     if "root" not in rules:
         raise ValueError("has no rule `root`")
-    return _Writer(rules).write()
+    return _Writer(rules, part).write()
 
 
 class _Writer:
-    def __init__(self, rules: dict[str, _Node]) -> None:
+    def __init__(self, rules: dict[str, _Node], part: str = "") -> None:
         self._rules = rules
+        self._part = part
         self._numbers = {name: number for number, name in enumerate(rules)}
         self._terminals = _terminals(rules)
         """Rules without recursion, in themselves or in the rules that they name."""
@@ -112,16 +118,19 @@ class _Writer:
             if not wrong:
                 break
             lifted -= wrong
-        lines = [f"start: {self._name('root', lifted)}"]
+        lines = [f"{self._part}start: {self._name('root', lifted)}"]
         for name, node in self._rules.items():
             if name in self._terminals:
-                lines.append(f"T{self._numbers[name]}: {self._written(node, self._terminals)}")
+                lines.append(
+                    f"{self._name(name, self._terminals)}: {self._written(node, self._terminals)}"
+                )
             if name not in lifted:
-                lines.append(f"r{self._numbers[name]}: {self._written(node, lifted)}")
+                lines.append(f"{self._name(name, set())}: {self._written(node, lifted)}")
         return "\n".join(lines)
 
     def _name(self, name: str, lifted: set[str]) -> str:
-        return f"{'T' if name in lifted else 'r'}{self._numbers[name]}"
+        written = f"{self._part}{'t' if name in lifted else 'r'}{self._numbers[name]}"
+        return written.upper() if name in lifted else written
 
     def _written(self, node: _Node, lifted: set[str]) -> str:
         if isinstance(node, _Text):
@@ -176,7 +185,7 @@ class _Writer:
 
     def _follow(self, lifted: set[str]) -> dict[str, int]:
         """The characters that may follow each rule that is named by others."""
-        follow = {"root": 0}
+        follow = {"root": (1 << len(self._edges)) - 1 if self._part else 0}
         before: dict[str, int] = {}
         while before != follow:
             before = dict(follow)

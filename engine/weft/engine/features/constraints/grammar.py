@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from weft.contract.request import Constraint
@@ -12,10 +13,6 @@ from weft.engine.features.constraints.patterns import convert_regex
 from weft.engine.features.constraints.schema import prepare_schema
 from weft.engine.features.constraints.tags import convert_tags
 
-MAX_WHITESPACE = 32
-"""Most whitespace characters between two tokens of JSON: enough for deep indentation, while a model
-that emits nothing else is stopped.
-"""
 LIMITS = LLParserLimits(
     max_items_in_row=10_000,
     initial_lexer_fuel=1_000_000,
@@ -30,11 +27,17 @@ ms), with 100 MB of memory.
 """
 _HEAD = '%llguidance {"no_forcing": true}\n'
 """`no_forcing`: a mask allows every token that may come, also where only one text is left."""
-_JSON = {
-    # Without `\u` escapes each name has one spelling, so no property can come twice unnoticed.
-    "json_allowed_escapes": 'nrbtf\\"',
-    "whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}",
+DEFAULT_FORM: dict[str, str | bool] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
 }
+"""The blanks of JSON where a request says nothing about them: at most one behind each comma and
+each colon. `bench/json_forms.py` compares forms.
+"""
+# Without `\u` escapes each name has one spelling, so no property can come twice unnoticed.
+_ESCAPES = 'nrbtf\\"'
+_BLANK_SETS = re.compile(r"\[[^\]]*\]|\\s")
 # Clients' grammars are searched with these two patterns, so each must take time in proportion to
 # the grammar's length. So `_LARK` skips blanks within one line only. `_LARK_SKIPPED` matches a
 # string or expression that is never closed as `open`, so that the search ends there and does not
@@ -87,20 +90,40 @@ class GrammarSource:
     def _lark(self, constraint: Constraint) -> str:
         """Writes the constraint as a grammar of llguidance."""
         kind, text = constraint.kind, constraint.text
+        form = _form(constraint.whitespace)
         if kind == "json_schema":
-            return f"{_HEAD}start: {self._json_rule(text)}"
+            return f"{_HEAD}start: {self._json_rule(text, form)}"
         if kind == "regex":
             return f"{_HEAD}start: /{convert_regex(text)}/" if text else f'{_HEAD}start: ""'
         if kind == "structural_tag":
-            return _HEAD + convert_tags(text, self._json_rule)
+            return _HEAD + convert_tags(text, lambda schema: self._json_rule(schema, form))
         if kind == "choice":
             return f"{_HEAD}start: " + " | ".join(map(json.dumps, constraint.choices))
         return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
 
-    def _json_rule(self, schema: str) -> str:
+    def _json_rule(self, schema: str, form: Mapping[str, str | bool]) -> str:
         """Writes a grammar's rule for a value of a JSON schema."""
         prepared = prepare_schema(schema, is_closed=self._is_closed)
-        return f"%json {json.dumps({**prepared, 'x-guidance': _JSON})}"
+        options = {**form, "json_allowed_escapes": _ESCAPES}
+        return f"%json {json.dumps({**prepared, 'x-guidance': options})}"
+
+
+def _form(whitespace: str | None) -> Mapping[str, str | bool]:
+    """llguidance's options for the blanks between two tokens of JSON."""
+    if whitespace is None:
+        return DEFAULT_FORM
+    if not whitespace:
+        return {"whitespace_flexible": False}
+    try:
+        pattern = convert_regex(_BLANK_SETS.sub(_with_blanks_of_json, whitespace))
+    except ValueError as error:
+        raise ValueError(f"at the whitespace pattern {whitespace!r}: {error}") from None
+    return {"whitespace_pattern": pattern}
+
+
+def _with_blanks_of_json(found: re.Match[str]) -> str:
+    """A class of characters, or `\\s`, in which `\\s` is what JSON takes for a blank."""
+    return r"[ \t\n\r]" if found[0] == r"\s" else found[0].replace(r"\s", r" \t\n\r")
 
 
 def _checked_lark(text: str) -> str:

@@ -172,6 +172,8 @@ def _constraint(constraint: Constraint | None) -> common_pb2.Constraint | None:
         message.choice.choices.extend(constraint.choices)
     else:
         setattr(message, constraint.kind, constraint.text)
+    if constraint.whitespace is not None:
+        message.whitespace_pattern = constraint.whitespace
     if (given := constraint.reasoning) is not None:
         told = common_pb2.Constraint.Reasoning(begin=given.begin, end=given.end, until=given.until)
         message.reasoning.CopyFrom(told)

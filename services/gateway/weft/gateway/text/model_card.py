@@ -61,6 +61,8 @@ class ModelCard:
     tool_parser: str
     reasoning_parser: str
     """Settings from which the two formats follow."""
+    json_whitespace: str | None
+    """`Constraint.whitespace` of requests that do not give one."""
     sampling: SamplingDefaults
     """Sampling parameters for requests that do not give them."""
     eos_ids: frozenset[int]
@@ -111,8 +113,8 @@ class ModelCard:
     @property
     def call_opener_ids(self) -> tuple[int, ...]:
         """The special tokens with which tool calls begin, if there are any."""
-        added = self.vocabulary.added_ids
-        return tuple(added[one] for one in self.tool_format.openers if one in added)
+        added, form = self.vocabulary.added_ids, self.tool_format
+        return tuple(added[one] for one in form.openers or form.beginnings if one in added)
 
 
 def load_model_card(
@@ -124,6 +126,7 @@ def load_model_card(
     reasoning_parser: str = AUTO,
     has_own_sampling: bool = True,
     chat_template: str = "",
+    json_whitespace: str | None = None,
 ) -> ModelCard:
     """Reads a Hugging Face model directory.
 
@@ -138,6 +141,7 @@ def load_model_card(
         has_own_sampling: Whether generation_config.json gives the defaults of sampling.
         chat_template: A file with the template of chats, or the name of one of the folder's; empty:
             the one called `default`.
+        json_whitespace: `Constraint.whitespace` of requests that do not give one.
 
     Raises:
         ModelError: A file is missing or cannot be understood; the message names it.
@@ -156,6 +160,7 @@ def load_model_card(
         controls=_controls(parts),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        json_whitespace=json_whitespace,
         sampling=_sampling(folder, generation_config) if has_own_sampling else SamplingDefaults(),
         eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
         vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),

@@ -440,6 +440,7 @@ def _constraint(given: common_pb2.Constraint) -> Constraint:
         kind=kind,
         text="" if is_choice else getattr(given, kind),
         choices=tuple(given.choice.choices),
+        whitespace=given.whitespace_pattern if given.HasField("whitespace_pattern") else None,
         reasoning=reasoning,
         alternatives=tuple(given.alternatives),
     )

@@ -334,11 +334,18 @@ class ResponseFormat(BaseModel):
 
     model_config = _CONFIG
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = Field(None, description="with type json_schema")
     schema_: dict[str, Any] | None = Field(
         None, alias="schema", description="with type json_object: as llama.cpp takes a schema"
     )
+    format: dict[str, Any] | None = Field(
+        None, description="with type structural_tag: xgrammar's form of a text of several parts"
+    )
+    structures: list[dict[str, Any]] | None = Field(
+        None, description="with type structural_tag: the older form, with triggers"
+    )
+    triggers: list[str] | None = Field(None, description="with structures")
 
 
 class StructuredOutputs(BaseModel):
@@ -354,10 +361,16 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = Field(None, description="GBNF from `root` on, or Lark from `start` on")
     json_object: bool | None = Field(None, description="any JSON object")
     structural_tag: str | dict[str, Any] | None = Field(
-        None, description="text in which triggers begin tags with JSON: structures and triggers"
+        None,
+        description="xgrammar's `format` of a text of several parts, or the older form: "
+        "structures and triggers",
     )
-    whitespace_pattern: str | None = Field(None, description="not supported")
-    disable_any_whitespace: bool | None = Field(None, description="not supported")
+    whitespace_pattern: str | None = Field(
+        None, description="regular expression of the blanks between two tokens of JSON"
+    )
+    disable_any_whitespace: bool | None = Field(
+        None, description="JSON without blanks between its tokens"
+    )
     disable_additional_properties: bool | None = Field(None, description="not supported")
 
 
@@ -462,6 +475,9 @@ class GenerationBody(Body):
     guided_regex: str | None = Field(None, description="matches the whole text")
     guided_choice: Choices | None = Field(None, description="the text is one of these")
     guided_grammar: str | None = Field(None, description="GBNF, beginning at `root`")
+    guided_whitespace_pattern: str | None = Field(
+        None, description="regular expression of the blanks between two tokens of JSON"
+    )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
     )

@@ -6,28 +6,29 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from weft.contract.request import Constraint
+from weft.contract.request import Constraint, check_whitespace
 from weft.gateway.api.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from weft.gateway.validate import invalid, unsupported
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
 _UNSUPPORTED = {
-    "whitespace_pattern": "whitespace of JSON by a pattern",
-    "disable_any_whitespace": "JSON without whitespace",
     "disable_additional_properties": "a schema says so itself, by additionalProperties",
 }
 """Fields of `structured_outputs` that would change the output, by name."""
+_OF_TAGS = ("format", "structures", "triggers")
+"""Fields of `response_format` with type structural_tag."""
 _MAX_DEPTH = 32
 """Most references and alternatives that are followed to find out whether they are objects."""
 
 
+WHITESPACE = "guided_whitespace_pattern"
 CONSTRAINING = frozenset(
     (
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("response_format", "structured_outputs"),
+        *("response_format", "structured_outputs", WHITESPACE),
     )
 )
-"""Fields of a body that may hold a constraint."""
+"""Fields of a body that may hold a constraint, or say how it is written."""
 
 
 class GivenConstraint(NamedTuple):
@@ -51,11 +52,46 @@ def constraint_of(body: GenerationBody) -> GivenConstraint | None:
     return given[0] if given else None
 
 
+def whitespace_of(body: GenerationBody) -> str | None:
+    """The pattern of the blanks between two tokens of JSON; None: the body has none.
+
+    Raises:
+        InvalidRequest: The pattern may match other texts than blanks, or fields contradict.
+    """
+    given: dict[str, str] = {}
+    if body.guided_whitespace_pattern is not None:
+        given[WHITESPACE] = body.guided_whitespace_pattern
+    if (structured := body.structured_outputs) is not None:
+        if structured.whitespace_pattern is not None:
+            given["structured_outputs.whitespace_pattern"] = structured.whitespace_pattern
+        if structured.disable_any_whitespace:
+            given["structured_outputs.disable_any_whitespace"] = ""
+    for param, pattern in given.items():
+        try:
+            check_whitespace(pattern)
+        except ValueError as error:
+            raise invalid(param, str(error)) from None
+    if len(set(given.values())) > 1:
+        first, second = [*given][:2]
+        raise invalid(second, f"contradicts {first}")
+    return next(iter(given.values()), None)
+
+
 def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
     if given is None:
         return
     if given.type != "json_schema" and given.json_schema is not None:
         raise invalid("response_format.json_schema", "is for type json_schema")
+    tags = {name: getattr(given, name) for name in _OF_TAGS if getattr(given, name) is not None}
+    if tags and given.type != "structural_tag":
+        raise invalid(f"response_format.{next(iter(tags))}", "is for type structural_tag")
+    if given.type == "structural_tag":
+        if given.schema_ is not None:
+            raise invalid("response_format.schema", "is for type json_object")
+        if ("format" in tags) == ("structures" in tags or "triggers" in tags):
+            raise invalid("response_format.format", "give it, or structures and triggers")
+        yield _tags("response_format", tags)
+        return
     if given.type == "text":
         if given.schema_ is not None:
             raise invalid("response_format.schema", "is for type json_object")
@@ -168,11 +204,8 @@ def _structured(given: StructuredOutputs) -> list[GivenConstraint]:
         grammar = Constraint(kind="ebnf", text=given.grammar)
         found.append(GivenConstraint("structured_outputs.grammar", grammar))
     if given.structural_tag is not None:
-        tags = given.structural_tag
-        text = tags if isinstance(tags, str) else json.dumps(tags, ensure_ascii=False)
-        constraint = Constraint(kind="structural_tag", text=text)
-        found.append(GivenConstraint("structured_outputs.structural_tag", constraint))
-    if not found:
+        found.append(_tags("structured_outputs.structural_tag", given.structural_tag))
+    if not found and given.whitespace_pattern is None and not given.disable_any_whitespace:
         names = "json, regex, choice, grammar, json_object, structural_tag"
         raise invalid("structured_outputs", f"give one of {names}")
     return found
@@ -181,3 +214,8 @@ def _structured(given: StructuredOutputs) -> list[GivenConstraint]:
 def _schema(param: str, schema: str | Mapping[str, Any]) -> GivenConstraint:
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     return GivenConstraint(param, Constraint(kind="json_schema", text=text))
+
+
+def _tags(param: str, tags: str | Mapping[str, Any]) -> GivenConstraint:
+    text = tags if isinstance(tags, str) else json.dumps(tags, ensure_ascii=False)
+    return GivenConstraint(param, Constraint(kind="structural_tag", text=text))

@@ -64,9 +64,8 @@ UNSERVED: Mapping[str, Unserved] = {
     **_same("json_schema", "a schema is given as response_format or guided_json"),
     **_same("grammar ebnf grammar_string", "a grammar is given as guided_grammar"),
     **_same("regex", "a regular expression is given as guided_regex"),
-    **_same("structural_tag", "given in structured_outputs"),
+    **_same("structural_tag", "given in structured_outputs, or as response_format"),
     **_same("grammar_lazy grammar_triggers", "constraints between tags"),
-    "guided_whitespace_pattern": Unserved("whitespace of JSON by a pattern", asks_when_empty=True),
     # Prompts.
     **_same("input_ids", "token ids are the prompt of /v1/completions"),
     **_same("prompt_embeds input_embeds", "embeddings as a prompt"),
@@ -147,7 +146,6 @@ OF_TOOLS: Mapping[str, Unserved] = {
 """Unserved fields of tools and their functions."""
 OF_FORMATS: Mapping[str, Unserved] = {
     **_same("grammar regex pattern", "give guided_grammar or guided_regex instead"),
-    **_same("structures triggers format", "constraints between tags"),
 }
 """Refused fields of response_format."""
 LEVELS: tuple[tuple[tuple[str, ...], Mapping[str, Unserved]], ...] = (

@@ -19,7 +19,12 @@ from weft.gateway.api.openai.bodies import (
     ToolBody,
     ToolChoiceBody,
 )
-from weft.gateway.api.openai.constrain import CONSTRAINING, GivenConstraint, constraint_of
+from weft.gateway.api.openai.constrain import (
+    CONSTRAINING,
+    GivenConstraint,
+    constraint_of,
+    whitespace_of,
+)
 from weft.gateway.api.tools import (
     NO_TOOLS,
     ToolUse,
@@ -203,6 +208,7 @@ def _request(
         raise unsupported("best_of", "choosing among more answers than n")
     is_free = body.model_fields_set.isdisjoint(CONSTRAINING)
     constraint = None if is_free else constraint_of(body)
+    whitespace = None if is_free else whitespace_of(body)
     if constraint is not None and tool_use.constraint is not None and not _is_format(constraint):
         raise invalid(
             constraint.param,
@@ -210,6 +216,9 @@ def _request(
         )
     if tool_use.constraint is not None:
         constraint = GivenConstraint(tool_use.param, tool_use.constraint)
+    if constraint is not None and whitespace is not None:
+        value = replace(constraint.value, whitespace=whitespace)
+        constraint = GivenConstraint(constraint.param, value)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
     prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)

@@ -22,6 +22,10 @@ _HEAD = re.compile(
 """Beginning of a call whose name stands before the arguments, so that these can be passed on as
 they arrive.
 """
+_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
+"""What calls have."""
+_FIRST = re.compile(r'\{\s*+"((?:[^"\\]|\\.)*+)"\s*+:\s*+("(?:[^"\\]|\\.)++")?')
+"""The first member of an object, with its value if this is a text."""
 _MAX_HEAD = 512
 """Longest such beginning. Names of functions are short, and each piece of text is matched from the
 beginning.
@@ -121,7 +125,8 @@ class CallReader:
             object is read.
         given_id: Id of the call; empty: it has none.
         marks: Texts that end a call.
-        names: Functions that may be called; None: any.
+        names: Functions that may be called; None: any. With names, an object that has no arguments
+            but members that calls do not have is no call.
     """
 
     __slots__ = (
@@ -183,6 +188,7 @@ class CallReader:
         head = None
         if self._num_chars <= _MAX_HEAD:
             head = _HEAD.match(whole := self.text)
+            self._check_beginning(whole)
         self._num_chars += len(text)
         if head is not None:
             self.name = self._checked(_name(head.group(1)))
@@ -197,6 +203,16 @@ class CallReader:
         if not self._is_streamed or not self._is_in_arguments:
             return ""
         return self._note(*self._end.finish())
+
+    def _check_beginning(self, text: str) -> None:
+        """Raises ValueError as soon as a beginning tells that the object is no call of a given
+        tool.
+        """
+        if self._names is None or (first := _FIRST.match(text)) is None:
+            return
+        key, value = first.groups()
+        if key not in _KEYS or (key == "name" and value and _name(value) not in self._names):
+            raise ValueError("no call of a given tool")
 
     def _checked(self, name: str) -> str:
         if self._names is not None and name not in self._names:
@@ -239,6 +255,8 @@ class CallReader:
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not name:
             raise ValueError("no name")
+        if self._names is not None and not (name in self._names and call.keys() <= _KEYS):
+            raise ValueError("no call of a given tool")
         arguments = call.get("arguments", call.get("parameters")) or {}
         if isinstance(arguments, str):
             arguments = loads(arguments)  # Some models write them as a string.

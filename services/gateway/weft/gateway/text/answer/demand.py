@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.contract.errors import WeftError
-from weft.contract.request import Constraint
+from weft.contract.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.contract.schema_keywords import unknown_parts
 from weft.gateway.text.answer.call_reader import parse_json
+from weft.gateway.text.answer.formats import ToolFormat
+from weft.gateway.text.answer.syntaxes import JsonObject
 from weft.gateway.validate import invalid
 from weft.gateway.warnings import warn
 
@@ -20,14 +22,15 @@ _IN_ARGUMENTS = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)argume
 """Places within a tool's arguments, as errors of schemas write them: paths of two forms, and
 references.
 """
-_ANSWER = "answer-beside-calls"
-_IN_ANSWER = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)answer-beside-calls(?:'\])?")
-"""Places within the answer's schema beside calls."""
+_IN_ANSWER = re.compile(r"#/format/elements/0(?:/json_schema|/pattern|/grammar)?(?=[/:])")
+"""Places within the answer beside calls."""
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value has a schema for each name, and so may have any name."""
 _OF_VALUES = ("const", "enum")
+_MAX_ITEMS = 128
+"""Most alternatives of one format of structural tags."""
 _OF_READERS = ("title", "description", "examples", "default", "$comment")
 """Keywords that enforce nothing, and would only make the constraint larger."""
 _OF_TAGS = ("schema", "json_schema")
@@ -50,51 +53,106 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
 
 
 def calls_or_answer(
-    tools: Sequence[Mapping[str, Any]], answer: Constraint, most: int | None, param: str
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    answer: Constraint,
+    most: int | None,
+    param: str,
 ) -> Constraint:
-    """The constraint of a list of calls or an object of an answer's schema, for models whose calls
-    begin with no special token.
+    """The constraint of an answer under a constraint of its own, or of calls as the model writes
+    them, for models whose calls begin with no special token.
 
     Models whose calls begin with such a token use `Constraint.alternatives` instead.
 
     Args:
+        form: How the model writes calls.
         tools: See `demanded_calls`.
         answer: The constraint of an answer without calls.
         most: See `demanded_calls`.
         param: The field that gave `answer`.
 
     Raises:
-        InvalidRequest: The answer need not be an object, so that it could be mistaken for a list.
+        InvalidRequest: The answer's constraint cannot stand beside calls.
     """
-    schema: Any = None
+    own = _as_format(answer, param)
+    for is_free in (False, True):
+        calls = _own_calls(form, tools, most, is_free=is_free)
+        text = json.dumps({"format": {"type": "or", "elements": [own, calls]}}, ensure_ascii=False)
+        if len(text.encode()) <= MAX_CONSTRAINT_BYTES:
+            break
+    return Constraint(kind="structural_tag", text=text, whitespace=answer.whitespace)
+
+
+def _as_format(answer: Constraint, param: str) -> Mapping[str, Any]:
+    """A constraint as a format of structural tags."""
+    if answer.kind == "regex":
+        return {"type": "regex", "pattern": answer.text}
+    if answer.kind == "choice":
+        values = [{"type": "const_string", "value": choice} for choice in answer.choices]
+        lists = [values[at : at + _MAX_ITEMS] for at in range(0, len(values), _MAX_ITEMS)]
+        return _or([_or(one) for one in lists])
     if answer.kind == "json_schema":
         try:
-            schema = parse_json(answer.text)
+            return {"type": "json_schema", "json_schema": parse_json(answer.text)}
         except ValueError as error:
             raise invalid(param, f"is not JSON: {error}") from None
-    if not isinstance(schema, dict) or not _is_of_objects(schema):
-        raise invalid(
-            param,
-            "beside tools, must be a JSON schema of type object with this model, whose calls no "
-            "token tells from an answer; or set tool_choice to none",
-        )
-    calls = _calls(tools, most)
-    places = {**calls.pop("$defs"), _ANSWER: _moved(schema, f"#/$defs/{_ANSWER}")}
-    return _constraint({"anyOf": [{"$ref": f"#/$defs/{_ANSWER}"}, calls], "$defs": places})
+    raise invalid(
+        param,
+        "beside tools, must be JSON, a regular expression or choices with this model, whose calls "
+        "no token tells from an answer; or set tool_choice to none",
+    )
 
 
-def _is_of_objects(schema: Mapping[str, Any]) -> bool:
-    """Whether only objects are valid under a schema, as far as its first level shows."""
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/") and "type" not in schema:
-        there: Any = schema
-        for step in reference[2:].split("/"):
-            there = there.get(step) if isinstance(there, Mapping) else None
-        return isinstance(there, Mapping) and there.get("type") == "object"
-    return schema.get("type") == "object"
+def _own_calls(
+    form: ToolFormat, tools: Sequence[Mapping[str, Any]], most: int | None, *, is_free: bool
+) -> Mapping[str, Any]:
+    """Calls in a model's own format: JSON where the format has nothing else, else any text behind
+    the mark that begins calls.
+    """
+    if not form.openers:
+        schema = _calls(tools, None, form.arguments)
+        one = _json({**schema["items"], "$defs": schema["$defs"]}, is_free=is_free)
+        return _joined(one, {"type": "regex", "pattern": "[ \n]?;[ \n]?"}, most)
+    openers = [{"type": "const_string", "value": opener} for opener in form.openers]
+    if any(not isinstance(syntax, JsonObject) for syntax in form.syntaxes):
+        return _sequence(_or(openers), {"type": "any_text"})
+    schema = _calls(tools, most, form.arguments)
+    schema = {"anyOf": [schema["items"], schema], "$defs": schema.pop("$defs")}
+    blanks = {"type": "regex", "pattern": "[ \n]{0,2}"}
+    closer = {"type": "const_string", "value": form.closer}
+    one = _sequence(_or(openers), blanks, _json(schema, is_free=is_free), blanks, closer)
+    return _joined(one, blanks, most)
 
 
-def _calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
+def _joined(
+    call: Mapping[str, Any], between: Mapping[str, Any], most: int | None
+) -> Mapping[str, Any]:
+    """One or more calls."""
+    if most == 1:
+        return call
+    more = {"type": "repeat", "min": 0, "max": -1 if most is None else most - 1}
+    return _sequence(call, {**more, "content": _sequence(between, call)})
+
+
+def _json(schema: Mapping[str, Any], *, is_free: bool) -> Mapping[str, Any]:
+    """JSON with calls, whose arguments are any objects where their schemas cannot be enforced."""
+    names = [*schema["$defs"]]
+    if is_free:
+        schema = {**schema, "$defs": dict.fromkeys(names, _ANY_OBJECT)}
+    return {"type": "json_schema", "json_schema": schema, "lenient_defs": names}
+
+
+def _sequence(*elements: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "sequence", "elements": elements}
+
+
+def _or(elements: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _calls(
+    tools: Sequence[Mapping[str, Any]], most: int | None, arguments_name: str = "arguments"
+) -> dict[str, Any]:
     """The schema of a list of calls."""
     branches, arguments = [], {}
     for number, tool in enumerate(tools):
@@ -107,9 +165,9 @@ def _calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, An
                 "type": "object",
                 "properties": {
                     "name": {"const": function["name"]},
-                    "arguments": {"$ref": f"#/$defs/{place}"},
+                    arguments_name: {"$ref": f"#/$defs/{place}"},
                 },
-                "required": ["name", "arguments"],
+                "required": ["name", arguments_name],
                 "additionalProperties": False,
             }
         )
@@ -144,7 +202,7 @@ def blame_constraint(error: WeftError, param: str) -> None:
     if place := _IN_ARGUMENTS.search(error.message):
         param = parameters_of(int(place[2]))
         error.message = _IN_ARGUMENTS.sub(r"\1", error.message)
-    error.message = _IN_ANSWER.sub(r"\1", error.message)
+    error.message = _IN_ANSWER.sub("#", error.message)
     error.blame(param)
 
 
@@ -157,10 +215,9 @@ def warn_of_unknown(constraint: Constraint, param: str) -> None:
     """
     for schema in _schemas_of(constraint):
         for part in unknown_parts(schema):
-            place = _IN_ANSWER.sub(r"\1", part.at)
-            tool = _IN_ARGUMENTS.search(place)
+            tool = _IN_ARGUMENTS.search(part.at)
             field = param if tool is None else parameters_of(int(tool[2]))
-            place = _IN_ARGUMENTS.sub(r"\1", place)
+            place = _IN_ARGUMENTS.sub(r"\1", part.at)
             what = f"`{part.name}` at {place} constrains nothing"
             if part.meant:
                 what += f" (is `{part.meant}` meant?)"

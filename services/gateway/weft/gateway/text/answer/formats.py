@@ -47,6 +47,8 @@ class ToolFormat:
     """Random characters of a call's id. With nine, which some chat templates check, the id has no
     prefix.
     """
+    arguments: str = "arguments"
+    """Name of the arguments in calls that are JSON objects."""
     is_harmony: bool = False
     """Calls are messages to functions (`weft.gateway.text.answer.harmony`)."""
     bare_openers: tuple[str, ...] = ()
@@ -246,6 +248,7 @@ LLAMA3_JSON = ToolFormat(
     (JsonObject(names_decide=True),),
     separators=(";", "<|python_tag|>"),
     beginnings=("{", "<|python_tag|>"),
+    arguments="parameters",
 )
 """Llama 3.1 and later, its JSON calls."""
 HARMONY = ToolFormat(
@@ -257,10 +260,6 @@ HARMONY = ToolFormat(
 """gpt-oss."""
 CALLS_ONLY = ToolFormat("calls", (), separators=_JOINTS, tails=_TAILS, beginnings=("{", "["))
 """A text that a constraint made a list of calls."""
-CALLS_OR_ANSWER = ToolFormat(
-    "calls_or_answer", (), separators=_JOINTS, tails=_TAILS, beginnings=("[",)
-)
-"""A text that a constraint made a list of calls, or an object that is none."""
 
 FORMATS: Mapping[str, ToolFormat] = {
     **{

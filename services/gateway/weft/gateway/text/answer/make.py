@@ -10,7 +10,7 @@ from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
 from weft.gateway.text.answer.demand import calls_or_answer
 from weft.gateway.text.answer.formats import (
     CALLS_ONLY,
-    CALLS_OR_ANSWER,
+    LLAMA3_JSON,
     ReasoningFormat,
     ToolFormat,
 )
@@ -40,17 +40,20 @@ def reasoning_of(
 def settle_constraint(
     request: GenerateRequest, model: ModelCard, prompts: Sequence[PreparedPrompt]
 ) -> GenerateRequest:
-    """The request with the final constraint of its chat: it begins behind the model's reasoning,
+    """The request with its final constraint. That of a chat begins behind the model's reasoning,
     and allows calls beside an answer if the request allows both.
 
     Raises:
         InvalidRequest: The request's constraint does not go with calls.
     """
     constraint = request.sampling.constraint
-    if constraint is None or not isinstance(request.prompts[0], ChatPrompt):
+    if constraint is None:
         return request
-    settled = _Reading(request, model, prompts[0]).constraint(constraint)
-    return replace(request, sampling=replace(request.sampling, constraint=settled))
+    if constraint.whitespace is None:
+        constraint = replace(constraint, whitespace=model.json_whitespace)
+    if isinstance(request.prompts[0], ChatPrompt):
+        constraint = _Reading(request, model, prompts[0]).constraint(constraint)
+    return replace(request, sampling=replace(request.sampling, constraint=constraint))
 
 
 class _Reading:
@@ -96,9 +99,11 @@ class _Reading:
         # Harmony's calls come in a channel of their own, which is not constrained.
         if self._has_choice and (reasoning is None or not self._model.is_harmony):
             alternatives = self._model.call_opener_ids
-            if not alternatives:
+            form = self._model.tool_format
+            if not (alternatives and form.openers):
                 most = None if self._calls is None else self._calls.most
-                constraint = calls_or_answer(self._tools, constraint, most, self._param)
+                form = LLAMA3_JSON if form.is_harmony else form
+                constraint = calls_or_answer(form, self._tools, constraint, most, self._param)
         return replace(constraint, reasoning=reasoning, alternatives=alternatives)
 
     def parser(self) -> MakeParser | None:
@@ -119,7 +124,7 @@ class _Reading:
             return lambda: self._text(CALLS_ONLY, is_demanded=True)
         if not self._has_choice:
             return lambda: self._text(own)
-        either = own if self._model.call_opener_ids else CALLS_OR_ANSWER
+        either = LLAMA3_JSON if own.is_harmony else own
         return lambda: self._text(either, is_answer_else=True)
 
     def _text(self, tools: ToolFormat | None, **options: bool) -> TextParser:
