@@ -116,6 +116,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterat
         flags += ["--model", list_text([str(model)]), "--model-name", model.name]
     mesh = LocalMesh(folder, *flags)
     mesh.wait_ready()
+    mesh.wait_healthy()  # the workers of both models
     yield Stage(mesh, folder, secret)
     assert mesh.stop() == 0, mesh.text
 
