@@ -52,6 +52,8 @@ FRONT = ("gateway", "rest")
 WORKERS = ("decode", "prefill")
 DISAGGREGATED = ("cpu-demo", "gpu")
 """Overlays with prefill workers and a KV store."""
+READY_GRACE_S = 5
+"""Time for others to see that a pod leaves, in which it still takes requests."""
 STOP_MARGIN_S = 5
 """After the grace a server ends what is left, and an engine goes."""
 
@@ -187,9 +189,15 @@ def test_what_stands_still_is_ended_soon_and_leaves_its_dumps(objects: tuple[Obj
 
 def test_there_is_time_to_drain(objects: tuple[Object, ...]) -> None:
     for workload in workloads(objects):
-        wait = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        flags = dict(flag[2:].split("=", 1) for flag in workload.flags(objects))
+        if workload.service in ("rest", "gateway"):
+            # They say that they leave while they still serve, so they need no pause before SIGTERM.
+            assert "lifecycle" not in workload.container
+            wait = float(flags["ready-grace-s"])
+        else:
+            wait = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert wait == READY_GRACE_S
         if workload.service == "rest":
-            flags = dict(flag[2:].split("=", 1) for flag in workload.flags(objects))
             grace = float(flags["drain-timeout"].removesuffix("s"))
         else:
             grace = settings_of(workload, objects).drain_grace_s

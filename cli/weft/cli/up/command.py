@@ -124,7 +124,7 @@ async def _serve(
             tell_workers,
             wait_ready,
             on_ready,
-            settings.drain_grace_s,
+            settings.ready_grace_s + settings.drain_grace_s,
             is_alive=health_checker(identity),
             stall_timeout_s=settings.stall_timeout_s,
             max_restart_delay_s=settings.max_restart_delay_s,

@@ -23,7 +23,7 @@ async def run_mesh(
     report_exit: ExitReporter,
     wait_ready: Callable[[], Awaitable[None]],
     on_ready: Callable[[], None],
-    drain_grace_s: float,
+    stop_grace_s: float,
     *,
     is_alive: IsAlive | None = None,
     stall_timeout_s: float | None = None,
@@ -41,7 +41,7 @@ async def run_mesh(
         report_exit: See `Supervisor`.
         wait_ready: Returns once the mesh as a whole answers.
         on_ready: Called once the mesh is ready.
-        drain_grace_s: Time that running requests get at the end.
+        stop_grace_s: Time that the services of a phase get at the end.
         is_alive: See `Supervisor`.
         stall_timeout_s: See `Supervisor`.
         max_restart_delay_s: Longest delay before a service that died soon after its start is
@@ -80,8 +80,8 @@ async def run_mesh(
                 await _until(stop, serve())
         finally:
             if stop.is_set():
-                reporter.stopping(drain_grace_s)
-            await supervisor.stop(drain_grace_s, at_once)
+                reporter.stopping(stop_grace_s)
+            await supervisor.stop(stop_grace_s, at_once)
 
 
 async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -362,6 +362,7 @@ def _gateway(
                 "expected-adapters": list_text(text.partition("=")[0] for text in settings.adapter)
                 or None,
                 "insecure": settings.insecure or None,
+                "ready-grace-s": settings.ready_grace_s,
                 # Beyond this machine the operators' token should not travel with less.
                 "console": "operate" if is_loopback(settings.host) else None,
                 **_common(settings, state),
@@ -397,6 +398,7 @@ def _rest(settings: UpSettings, gateways: Iterable[str], rest_address: str) -> l
                 "listen": rest_address,
                 "backend": ",".join(gateways),
                 "metrics-listen": f"{WORKER_HOST}:0",
+                "ready-grace-s": settings.ready_grace_s,
                 "drain-timeout": f"{settings.drain_grace_s}s",
                 "insecure": settings.insecure or None,
                 **_tls(settings, "rest"),

@@ -135,11 +135,18 @@ class UpSettings(Settings):
         "info",
         description="lowest level that services log",
     )
+    ready_grace_s: float = Field(
+        0.0,
+        ge=0,
+        le=600,
+        description="time at the end in which /readyz already says 503, while requests are still "
+        "taken, so that a load balancer goes elsewhere, in seconds",
+    )
     drain_grace_s: float = Field(
         3.0,
         ge=0,
         le=600,
-        description="grace period for running requests at the end, in seconds",
+        description="grace period for running requests then, in seconds",
     )
     stall_timeout_s: float | None = Field(
         30.0,

@@ -10,6 +10,7 @@ from weft.contract.layout import CacheLayout
 from weft.contract.reports import EngineInfo
 from weft.engine.base.config import EngineConfig
 from weft.engine.model.loader import LoadedModel
+from weft.engine.transfer.nixl_binding import nixl_version
 from weft.engine.transfer.transport import Transport
 
 
@@ -67,8 +68,8 @@ def describe_engine(
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
-    for name in ("weft", "torch", "nixl"):
+    versions = {"nixl": nixl_version()}
+    for name in ("weft", "torch"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

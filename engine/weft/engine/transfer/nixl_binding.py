@@ -1,4 +1,4 @@
-"""The only module that imports `nixl`: loads and configures it, and creates agents."""
+"""The only module that imports NIXL: loads and configures it, and creates agents."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from weft.engine.transfer.nixl_wire import TransferError, TransportMismatch
 
 logger = logging.getLogger(__name__)
 
+_PACKAGES = ("nixl", "nixl-cu13", "nixl-cu12")
+"""Distributions that bring NIXL: the meta package, which needs one of the others, and these. NIXL
+calls CUDA through the driver alone, so either of them works beside any PyTorch.
+"""
+
 PROGRESS_DELAY_US = 50_000
 """Longest sleep of an agent's progress thread; events wake it at once. With 0, the wrapper's
 choice, the thread spins and takes a core. Each time it wakes, it takes a core from a thread of a
@@ -36,6 +41,18 @@ _WORKER_NAME_CHARS = 31
 """UCX cuts agent names to this length in its log."""
 
 
+def nixl_version() -> str:
+    """Version of the installed NIXL; empty: there is none."""
+    return next((version for _, version in _installed()), "")
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    """Import names and versions of the installed packages of NIXL."""
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield package.replace("-", "_"), importlib.metadata.version(package)
+
+
 def nixl_available() -> tuple[bool, str]:
     """Whether NIXL can be used in this process, and if not, why (one line)."""
     try:
@@ -47,15 +64,19 @@ def nixl_available() -> tuple[bool, str]:
 
 @functools.cache
 def load_binding() -> Binding:
-    """Imports nixl on first use.
+    """Imports NIXL on first use.
 
     Raises:
         TransportMismatch: It is not installed or does not load.
     """
-    try:
-        return Binding()
-    except (ImportError, OSError, importlib.metadata.PackageNotFoundError) as error:
-        raise TransportMismatch(f"NIXL is not usable here: {error}") from error
+    problem = f"none of the packages {', '.join(_PACKAGES)} is installed"
+    for module, version in _installed():
+        try:
+            return Binding(module, version)
+        except (ImportError, OSError) as error:
+            problem = f"{module} {version}: {error}"
+            logger.debug("NIXL is not usable as %s", module, exc_info=True)
+    raise TransportMismatch(f"NIXL is not usable here: {problem}")
 
 
 def is_destroyed(agent: weakref.ref[Any]) -> bool:
@@ -66,13 +87,18 @@ def is_destroyed(agent: weakref.ref[Any]) -> bool:
 
 
 class Binding:
-    """The nixl package as loaded in this process."""
+    """A package of NIXL as loaded in this process.
 
-    def __init__(self) -> None:
-        self.version = importlib.metadata.version("nixl")
+    Args:
+        module: Its import name.
+        version: Its version, which both ends of a transfer compare.
+    """
+
+    def __init__(self, module: str, version: str) -> None:
+        self.version = version
         raise_exceptions = logging.raiseExceptions
-        self._api: Any = importlib.import_module("nixl._api")
-        bindings: Any = importlib.import_module("nixl._bindings")
+        self._api: Any = importlib.import_module(f"{module}._api")
+        bindings: Any = importlib.import_module(f"{module}._bindings")
         logging.raiseExceptions = raise_exceptions  # The import changes it for the whole process.
         _adopt_logger()
         named = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]

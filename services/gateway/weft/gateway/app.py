@@ -401,6 +401,14 @@ class GatewayApp:
                     await asyncio.sleep(_LOOK_EVERY_S)
         await self.server.set_serving(True)
 
+    async def run_until_signal(self) -> None:
+        """Serves until SIGTERM or SIGINT, then leaves and stops.
+
+        Edges may send requests until the ready grace is over, since there may be no other gateway.
+        """
+        grace_s = self._settings.ready_grace_s
+        await self.server.run_until_signal(self.leave, grace_s, but=(_EDGES_FACE,))
+
     async def leave(self) -> None:
         """Waits until edges know that this gateway is NOT_SERVING, then drains.
 

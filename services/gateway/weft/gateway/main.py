@@ -49,7 +49,7 @@ async def _serve(settings: GatewaySettings) -> int:
         _log.error("cannot start: %s", error.message)
         return 1
     try:
-        await app.server.run_until_signal(app.leave)
+        await app.run_until_signal()
     finally:
         await app.close()
     return 0

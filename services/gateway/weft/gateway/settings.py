@@ -335,6 +335,13 @@ class GatewaySettings(ServiceSettings):
     max_prompts: int = Field(
         256, ge=1, le=MAX_PROMPTS, description="prompts in one completions request"
     )
+    ready_grace_s: float = Field(
+        0.0,
+        ge=0,
+        le=600,
+        description="time after SIGTERM in which health already says NOT_SERVING, while requests "
+        "are still taken, before drain_grace_s begins, in seconds",
+    )
     max_connection_age_s: float = Field(
         300.0,
         ge=1,

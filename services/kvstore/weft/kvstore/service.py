@@ -16,6 +16,7 @@ from weft.common.worker.tiers import tier_to_proto
 from weft.contract.clock import monotonic
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import LEASE_ID_BYTES
+from weft.engine.transfer.nixl_binding import nixl_version
 from weft.kvstore.convert import check_keys, lookup_keys, put_order
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore
@@ -37,7 +38,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     def __init__(self, store: KvStore, admin_port: Callable[[], int] = lambda: 0) -> None:
         self._store = store
         self._admin_port = admin_port
-        self._versions = _versions("weft", "nixl")
+        self._versions = _versions()
 
     async def Lookup(
         self, request: kvstore_pb2.LookupRequest, context: Context
@@ -145,15 +146,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         )
 
 
-def _versions(*names: str) -> dict[str, str]:
-    """Versions of packages; empty where one is not installed."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+def _versions() -> dict[str, str]:
+    return {"weft": importlib.metadata.version("weft"), "nixl": nixl_version()}
 
 
 def _put_response(outcome: PutOutcome) -> kvstore_pb2.PutResponse:

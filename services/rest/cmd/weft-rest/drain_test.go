@@ -17,6 +17,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"google.golang.org/protobuf/types/known/emptypb"
+
 	weftv1 "weft.dev/weft/services/rest/gen/weft/v1"
 	"weft.dev/weft/services/rest/internal/backend"
 	"weft.dev/weft/services/rest/internal/edge"
@@ -25,7 +27,7 @@ import (
 const drainError = `{"error":{"message":"the REST edge is shutting down; send the request again",` +
 	`"type":"server_error","param":null,"code":"draining"}}`
 
-// stuckGateway never ends an answer.
+// stuckGateway never ends a streamed call; it is ready.
 type stuckGateway struct {
 	weftv1.UnimplementedOpenAIServiceServer
 	first *httpbody.HttpBody // sent before it gets stuck
@@ -43,6 +45,10 @@ func (g *stuckGateway) ChatCompletions(
 	close(g.begun)
 	<-stream.Context().Done()
 	return stream.Context().Err()
+}
+
+func (g *stuckGateway) Ready(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return &httpbody.HttpBody{ContentType: "application/json", Data: []byte("{}")}, nil
 }
 
 // dial serves a gateway and connects to it.
@@ -70,10 +76,18 @@ func served(
 	t *testing.T, gateway *stuckGateway, config *tls.Config,
 ) (url string, stop func(), ended chan error) {
 	t.Helper()
+	return servedLeaving(t, gateway, config, context.Background())
+}
+
+// servedLeaving is served with an edge that is not ready once leaving is done.
+func servedLeaving(
+	t *testing.T, gateway *stuckGateway, config *tls.Config, leaving context.Context,
+) (url string, stop func(), ended chan error) {
+	t.Helper()
 	logger := slog.New(slog.NewTextHandler(io.Discard, nil))
 	handler, err := edge.New(context.Background(), edge.Config{
 		Backend: dial(t, gateway), MaxBodyBytes: 1 << 16, Logger: logger,
-		Metrics: edge.NewMetrics(prometheus.NewRegistry()),
+		Metrics: edge.NewMetrics(prometheus.NewRegistry()), Leaving: leaving,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -205,4 +219,63 @@ func TestAnUploadIsToldThatTheDrainTimeEnds(t *testing.T) {
 			t.Fatalf("serve: %v", err)
 		}
 	})
+}
+
+// get returns the status of an answer, and whether the edge closes the connection behind it.
+func get(t *testing.T, client *http.Client, url string) (int, bool) {
+	t.Helper()
+	response, err := client.Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, _ = io.Copy(io.Discard, response.Body)
+	_ = response.Body.Close()
+	return response.StatusCode, response.Close
+}
+
+func TestAnEdgeThatLeavesIsNotReadyButServes(t *testing.T) {
+	eachProtocol(t, func(t *testing.T, client *http.Client, config *tls.Config) {
+		leaving, leave := context.WithCancel(context.Background())
+		defer leave()
+		url, stop, ended := servedLeaving(t, &stuckGateway{}, config, leaving)
+		if code, closes := get(t, client, url+"/readyz"); code != http.StatusOK || closes {
+			t.Fatalf("before: %d, closes %v", code, closes)
+		}
+		leave()
+		isHTTP2 := config != nil // it has GOAWAY in place of the header
+		for path, want := range map[string]int{
+			"/readyz": http.StatusServiceUnavailable, "/ping": http.StatusServiceUnavailable,
+			"/healthz": http.StatusOK, "/v1/models": http.StatusNotImplemented,
+		} {
+			for range 2 { // each on a connection of its own
+				if code, closes := get(t, client, url+path); code != want || closes == isHTTP2 {
+					t.Fatalf("%s: %d, closes %v", path, code, closes)
+				}
+			}
+		}
+		stop()
+		if err := waitFor(t, "end", ended); err != nil {
+			t.Fatalf("serve: %v", err)
+		}
+		if _, err := client.Get(url + "/readyz"); err == nil {
+			t.Fatal("the listener is still open")
+		}
+	})
+}
+
+func TestAnAnswerThatBeginsWhileTheEdgeLeavesClosesItsConnection(t *testing.T) {
+	leaving, leave := context.WithCancel(context.Background())
+	gateway := &stuckGateway{begun: make(chan struct{})}
+	url, stop, ended := servedLeaving(t, gateway, nil, leaving)
+	answered := make(chan outcome, 1)
+	go func() { answered <- chat(&http.Client{}, url, strings.NewReader("{}")) }()
+	waitFor(t, "call", gateway.begun)
+	leave()
+	stop()
+	if got := waitFor(t, "answer", answered); got.err != nil || !got.response.Close {
+		t.Fatalf("%+v", got)
+	}
+	if err := waitFor(t, "end", ended); err != nil {
+		t.Fatalf("serve: %v", err)
+	}
 }

@@ -87,7 +87,9 @@ func run(ctx context.Context, settings settings, logger *slog.Logger) error {
 	defer flush()
 
 	registry := prometheus.NewRegistry()
-	handler, err := edge.New(ctx, edge.Config{
+	draining, drainNow := context.WithCancel(context.Background())
+	defer drainNow()
+	handler, err := edge.New(draining, edge.Config{
 		Backend:      connection,
 		MaxBodyBytes: settings.maxBodyBytes,
 		MaxHeldBytes: settings.maxHeldBytes,
@@ -97,6 +99,7 @@ func run(ctx context.Context, settings settings, logger *slog.Logger) error {
 		Tracing:      tracing,
 
 		AllowedOrigins: settings.allowedOrigins(),
+		Leaving:        ctx,
 	})
 	if err != nil {
 		return err
@@ -116,7 +119,11 @@ func run(ctx context.Context, settings settings, logger *slog.Logger) error {
 		return fmt.Errorf("--ready-file %s: %w", settings.readyFile, err)
 	}
 	logger.Info("serving REST", "address", address, "backend", settings.backend)
-	return serve(ctx, newServer(handler, logger), listener, settings.drainTimeout, logger)
+	context.AfterFunc(ctx, func() {
+		logger.Info("not ready", "ready_grace_s", settings.readyGrace.Seconds())
+		time.AfterFunc(settings.readyGrace, drainNow)
+	})
+	return serve(draining, newServer(handler, logger), listener, settings.drainTimeout, logger)
 }
 
 // startTracing exports spans if an endpoint is set; the function it returns sends the remaining

@@ -28,6 +28,7 @@ func TestSettingsAreChecked(t *testing.T) {
 	for _, arguments := range [][]string{
 		{"--nonsense"}, {"stray"}, {"--backend", ""}, {"--max-body-bytes", "0"}, {"--drain-timeout", "-1s"},
 		{"--listen", "0.0.0.0:8000"}, {"--listen", ":8000"}, {"--listen", "[::]:8000"},
+		{"--ready-grace-s", "-1"}, {"--ready-grace-s", "5s"}, {"--ready-grace-s", "NaN"},
 		{"--trace-sample-ratio", "1.5"}, {"--trace-sample-ratio", "NaN"},
 		{"--tls-cert", "c", "--tls-key", "k"}, {"--https-cert", "c"},
 	} {

@@ -5,8 +5,10 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/netip"
+	"strconv"
 	"strings"
 	"time"
 
@@ -16,6 +18,27 @@ import (
 
 const envPrefix = "WEFT_REST_"
 
+const maxReadyGrace = 10 * time.Minute
+
+// seconds is a duration that flags give as a number of seconds, as the other services' do.
+type seconds struct{ value *time.Duration }
+
+func (s seconds) String() string {
+	if s.value == nil {
+		return "0"
+	}
+	return strconv.FormatFloat(s.value.Seconds(), 'g', -1, 64)
+}
+
+func (s seconds) Set(text string) error {
+	number, err := strconv.ParseFloat(text, 64)
+	if err != nil || !(math.Abs(number) <= math.MaxInt32) {
+		return errors.New("must be a number of seconds")
+	}
+	*s.value = time.Duration(number * float64(time.Second))
+	return nil
+}
+
 // settings of the edge, from defaults < environment (WEFT_REST_*) < flags.
 type settings struct {
 	listen        string
@@ -24,6 +47,7 @@ type settings struct {
 	readyFile     string
 	maxBodyBytes  int64
 	maxHeldBytes  int64
+	readyGrace    time.Duration
 	drainTimeout  time.Duration
 	commentAfter  time.Duration
 	tls           identity.Files
@@ -54,8 +78,11 @@ func parseSettings(
 		"largest request body in `bytes`; a larger one is answered with 413")
 	flags.Int64Var(&s.maxHeldBytes, "max-held-bytes", 128<<20,
 		"most `bytes` of request bodies that are not passed on yet; more are answered with 503")
+	flags.Var(seconds{&s.readyGrace}, "ready-grace-s",
+		"`seconds` after SIGTERM in which /readyz already says 503, while requests are still taken; "+
+			"load balancers go elsewhere in this time")
 	flags.DurationVar(&s.drainTimeout, "drain-timeout", 10*time.Second,
-		"`time` that running requests get to finish after SIGTERM")
+		"`time` that running requests then get to finish")
 	flags.DurationVar(&s.commentAfter, "comment-after", 15*time.Second,
 		"`time` without an event after which a stream gets a comment; 0: never")
 	flags.StringVar(&s.tls.Cert, "tls-cert", "",
@@ -149,6 +176,9 @@ func (s settings) check(flags *flag.FlagSet) error {
 		return fmt.Errorf("--max-body-bytes %d: must be 1 to 1073741824", s.maxBodyBytes)
 	case s.maxHeldBytes < 1:
 		return fmt.Errorf("--max-held-bytes %d: must be above 0", s.maxHeldBytes)
+	case s.readyGrace < 0 || s.readyGrace > maxReadyGrace:
+		return fmt.Errorf("--ready-grace-s %g: must be 0 to %g",
+			s.readyGrace.Seconds(), maxReadyGrace.Seconds())
 	case s.drainTimeout < 0:
 		return fmt.Errorf("--drain-timeout %s: must not be negative", s.drainTimeout)
 	case s.commentAfter < 0:

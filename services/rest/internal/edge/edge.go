@@ -48,6 +48,9 @@ type Config struct {
 	// AllowedOrigins are the origins whose pages may send requests other than GET, and read answers,
 	// in a browser; "*": all.
 	AllowedOrigins []string
+	// Leaving is done once clients should go elsewhere: the edge still serves, but says that it is not
+	// ready and closes connections behind their next answer. nil: as soon as it drains.
+	Leaving context.Context
 }
 
 // watchPath is that of a stream without an end, which must not keep the edge from ending.
@@ -66,6 +69,9 @@ type edge struct {
 func New(ctx context.Context, config Config) (http.Handler, error) {
 	if config.BodyPause == 0 {
 		config.BodyPause = bodyPause
+	}
+	if config.Leaving == nil {
+		config.Leaving = ctx
 	}
 	e := &edge{
 		config:  config,
@@ -103,7 +109,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 	if err := console.Register(e.mux); err != nil {
 		return nil, err
 	}
-	return e.origins.allow(e), nil
+	return closing(config.Leaving, e.origins.allow(e)), nil
 }
 
 // register adds the routes of every service that has any.
@@ -137,10 +143,12 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	trimSlashes(r)
 	r = r.WithContext(apierror.WithShape(ctx, e.shapes.of(r.URL.Path), info.ID))
 
-	recorder := &statusRecorder{ResponseWriter: w, limits: e.config.Streams}
+	recorder := &statusRecorder{
+		ResponseWriter: w, limits: e.config.Streams, leaving: e.config.Leaving,
+	}
 	defer e.config.Metrics.observe(recorder, info)()
 
-	if e.origins.refuse(recorder, r) {
+	if e.origins.refuse(recorder, r) || e.refuseReadiness(recorder, r) {
 		return
 	}
 	if !utf8.ValidString(r.URL.Path) {

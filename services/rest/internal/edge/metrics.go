@@ -1,6 +1,7 @@
 package edge
 
 import (
+	"context"
 	"net/http"
 	"strconv"
 	"time"
@@ -65,23 +66,29 @@ func (m *Metrics) observe(recorder *statusRecorder, info *reqinfo.Info) func() {
 	}
 }
 
-// statusRecorder remembers the status code of a response, and bounds how long a client may leave
-// it unread.
+// statusRecorder remembers the status code of a response, bounds how long a client may leave it
+// unread, and closes its connection behind it if the edge leaves.
 type statusRecorder struct {
 	http.ResponseWriter
-	limits forward.Limits
-	code   int
+	limits  forward.Limits
+	leaving context.Context // nil: another recorder sees to it
+	code    int
 }
 
 func (s *statusRecorder) WriteHeader(code int) {
 	if s.code == 0 {
 		s.code = code
+		closeIfLeaving(s.leaving, s.Header())
 	}
 	s.limits.LimitWrite(s.ResponseWriter)
 	s.ResponseWriter.WriteHeader(code)
 }
 
 func (s *statusRecorder) Write(data []byte) (int, error) {
+	if s.code == 0 {
+		s.code = http.StatusOK
+		closeIfLeaving(s.leaving, s.Header())
+	}
 	s.limits.LimitWrite(s.ResponseWriter)
 	return s.ResponseWriter.Write(data)
 }

@@ -253,11 +253,19 @@ class ServiceServer:
         """Ends `run_until_signal` as a signal would."""
         self._stop_wanted.set()
 
-    async def run_until_signal(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def run_until_signal(
+        self,
+        drain: Callable[[], Awaitable[None]] | None = None,
+        ready_grace_s: float = 0.0,
+        but: Collection[str] = (),
+    ) -> None:
         """Serves until SIGTERM or SIGINT, then drains and stops; a second one stops at once.
 
         Args:
             drain: Lets running work finish; it gets `drain_grace_s` at most.
+            ready_grace_s: Time before that in which health reports NOT_SERVING and work is still
+                taken.
+            but: Names of services that are SERVING in this time.
 
         Raises:
             Exception: What `drain` raised; everything has been stopped nevertheless.
@@ -272,8 +280,8 @@ class ServiceServer:
         try:
             await asyncio.wait({signalled, wanted}, return_when=asyncio.FIRST_COMPLETED)
             name = signalled.result().name if signalled.done() else None
-            _log.info("draining", extra={"signal": name})
-            stopping = asyncio.create_task(self.stop(drain))
+            leaving = self._leave(name, drain, ready_grace_s, but)
+            stopping = asyncio.create_task(leaving)
             if signalled.done():
                 signalled = asyncio.create_task(_second(received))
             done, _ = await asyncio.wait({stopping, signalled}, return_when=asyncio.FIRST_COMPLETED)
@@ -292,6 +300,21 @@ class ServiceServer:
                 await asyncio.gather(stopping, return_exceptions=True)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    async def _leave(
+        self,
+        signal_name: str | None,
+        drain: Callable[[], Awaitable[None]] | None,
+        ready_grace_s: float,
+        but: Collection[str],
+    ) -> None:
+        if ready_grace_s:
+            _log.info("not ready", extra={"signal": signal_name, "ready_grace_s": ready_grace_s})
+            self._is_stopping = True
+            await self.set_serving(False, but)
+            await asyncio.sleep(ready_grace_s)
+        _log.info("draining", extra={"signal": signal_name})
+        await self.stop(drain)
 
     async def stop(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
         """Refuses new work, lets `drain` finish within the grace period, then ends what is left.
