@@ -161,7 +161,9 @@ class GatewayStatus:
     queued_prompts: int
     held_requests: int
     first_token_s: float | None
-    """Seconds that a short prompt would wait for its first token; None: not known."""
+    """Seconds that a prompt of 128 tokens would wait for its first token, by the forecast that
+    admission decides by; None: not known.
+    """
     requests_with_target: int
     requests_within_target: int
     limit_scale: float
@@ -375,7 +377,7 @@ def describe_load(load: gateway_pb2.GatewayLoad) -> str:
     ]
     if load.HasField("first_token"):
         seconds = load.first_token.ToNanoseconds() / 1e9
-        parts.append(f"a short prompt would wait about {seconds:.2f} s for its first token")
+        parts.append(f"a prompt of 128 tokens would wait about {seconds:.2f} s for its first token")
     if load.requests_with_target:
         share = load.requests_within_target / load.requests_with_target
         parts.append(f"{share:.1%} of {load.requests_with_target:,} requests met their targets")

@@ -17,6 +17,7 @@ from weft.gateway.admission.slo import (
     Targets,
 )
 from weft.gateway.admission.slo.forecast import Side
+from weft.gateway.admission.slo.gate import SHORT_PROMPT_TOKENS
 from weft.gateway.routing import LoadEstimate, PolicyOptions, PoolView, Speed, make_policy
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.step_model import StepModel
@@ -545,3 +546,48 @@ def test_cache_aware_passes_over_who_would_be_late() -> None:
     view.tokens_per_s[:] = 0
     assert chosen(0.5) == [0, 1]
     assert math.isfinite(view.queued_tokens.sum())
+
+
+# What operators are shown
+
+
+@pytest.mark.parametrize("is_holding", [False, True])
+def test_status_shows_what_admission_forecasts(is_holding: bool) -> None:
+    """The same figure, to the digit, with which `offer` refuses a short prompt."""
+    rng = random.Random()
+    for _ in range(50):
+        fleet = Fleet(num_prefill=rng.choice([0, 3]))
+        for load in fleet.loads or fleet.owners:
+            load.take_speed(Speed(rng.uniform(50.0, 2000.0)))
+            load.report(1, queued := rng.randrange(4000), queued)
+        gate = LatencyGate(fleet.forecaster, rng.uniform(0.1, 2.0), lambda: is_holding)
+        gate.bias_s = rng.uniform(-0.5, 2.0)
+        now = rng.uniform(0.0, 100.0)
+        for number in range(rng.randrange(4)):
+            ask = AdmissionRequest(
+                prompts=(route([3] * rng.randrange(1, 900)),), arrival=now, tenant=f"t{number}"
+            )
+            gate.offer(ask, now)
+        later = now + rng.uniform(0.0, 30.0)
+        shown = gate.first_token_s(later)
+        assert shown is not None
+        assert shown == gate.first_token_s(later)
+        short = route([rng.randrange(9) for _ in range(SHORT_PROMPT_TOKENS)])
+        refused = AdmissionRequest(
+            prompts=(short,), arrival=later, targets=Targets(shown - 1e-6, None), tenant="new"
+        )
+        with pytest.raises(TargetUnattainable, match=f"after about {shown:.2f} s"):
+            gate.offer(refused, later)
+        taken = replace(refused, targets=Targets(shown + 1e-6, None))
+        gate.offer(taken, later)
+
+
+def test_prompts_that_wait_are_in_the_forecast_that_status_shows() -> None:
+    """Eight prompts before a busy worker: the next one waits for them, and for itself."""
+    fleet = Fleet(num_prefill=0, num_decode=1)
+    fleet.owners[0].take_speed(Speed(200.0))
+    fleet.owners[0].report(8, 0, 0)
+    gate = LatencyGate(fleet.forecaster, 1.0, lambda: False)
+    assert gate.first_token_s(0.0) == pytest.approx(SHORT_PROMPT_TOKENS / 200.0)
+    fleet.owners[0].report(8, 300, 300)
+    assert gate.first_token_s(0.0) == pytest.approx((300 + SHORT_PROMPT_TOKENS) / 200.0)

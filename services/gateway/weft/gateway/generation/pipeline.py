@@ -123,7 +123,8 @@ class RequestPipeline:
     def load(self) -> gateway_pb2.GatewayLoad:
         """The gateway's load, and how many requests meet their latency targets."""
         gates, metrics = [one.latency_admission.gate for one in self._models], self._metrics
-        firsts = [seconds for gate in gates if (seconds := gate.first_token_s()) is not None]
+        now = asyncio.get_running_loop().time()
+        firsts = [seconds for gate in gates if (seconds := gate.first_token_s(now)) is not None]
         return gateway_pb2.GatewayLoad(
             running_prompts=self._admission.num_running,
             queued_prompts=self._admission.num_queued,

@@ -25,6 +25,8 @@ _DRAIN_WINDOW_S = 5.0
 """Window over which the speed of the held queue is measured; older times count less and less."""
 _MIN_DRAIN_S = 0.5
 """Least holding time to be observed before that speed is trusted."""
+SHORT_PROMPT_TOKENS = 128
+"""Tokens of the prompt that `LatencyGate.first_token_s` forecasts; no worker holds any of them."""
 _BIAS_LIFE_S = 10.0
 """Half-life of the learned forecast error while no first token comes, since the error itself may be
 the reason.
@@ -139,9 +141,8 @@ class LatencyGate:
         self._fade_bias(now)
         forecast = self._weigh(ask)
         self._refuse_slow_pace(ask)
-        must_wait = self._is_holding() and (len(self._held) > 0 or not self._has_room(ask))
-        wait_s = self._wait_s(ask) if must_wait else 0.0
-        self._check(ask, forecast, now, wait_s)
+        must_wait = self._must_wait(ask)
+        self._check(ask, forecast, now, self._wait_s(ask) if must_wait else 0.0)
         if not must_wait:
             self._let_through(ask, forecast, now)
             return True
@@ -149,7 +150,8 @@ class LatencyGate:
         self._held.push(ask, ask.tenant, ask.cost, ask.weight)
         target_s = ask.targets.first_token_s
         if target_s is not None and forecast.first_token_s is not None:
-            ask.hopeless_at = ask.arrival + target_s - self._service_s(forecast.first_token_s)
+            service_s = self._service_s(forecast.first_token_s, now)
+            ask.hopeless_at = ask.arrival + target_s - service_s
             self._hopeful[ask] = None
         return False
 
@@ -221,12 +223,19 @@ class LatencyGate:
         if num_generated:
             self._mean_output += _SMOOTHING * (num_generated - self._mean_output)
 
-    def first_token_s(self) -> float | None:
-        """Forecast for a short prompt of a new tenant, sent now; None: unknown."""
-        backlog_s = self._forecaster.backlog_s()
-        if backlog_s is None:
+    def first_token_s(self, now: float) -> float | None:
+        """What `offer` would forecast for a short prompt of a new tenant; None: unknown. Changes
+        nothing.
+        """
+        prompt = RoutingRequest(
+            request_id="", prompt_ids=range(SHORT_PROMPT_TOKENS), cache_salt="forecast"
+        )
+        ask = AdmissionRequest(prompts=(prompt,), arrival=now)
+        forecast_s = self._weigh(ask).first_token_s
+        if forecast_s is None:
             return None
-        return self._service_s(min(backlog_s, self._ahead_s) if self._is_holding() else backlog_s)
+        wait_s = self._wait_s(ask) if self._must_wait(ask) else 0.0
+        return self._predicted_s(ask, forecast_s, now, wait_s)
 
     # -- internals -------------------------------------------------------------------------------
 
@@ -234,8 +243,15 @@ class LatencyGate:
         if self._bias_at is None:
             self._bias_at = now
         elif now >= self._bias_at + _BIAS_LIFE_S:
-            self.bias_s *= 0.5 ** ((now - self._bias_at) / _BIAS_LIFE_S)
-            self._bias_at = now
+            self.bias_s, self._bias_at = self._faded_bias_s(now), now
+
+    def _faded_bias_s(self, now: float) -> float:
+        if self._bias_at is None or now < self._bias_at + _BIAS_LIFE_S:
+            return self.bias_s
+        return self.bias_s * 0.5 ** ((now - self._bias_at) / _BIAS_LIFE_S)
+
+    def _must_wait(self, ask: AdmissionRequest) -> bool:
+        return self._is_holding() and (len(self._held) > 0 or not self._has_room(ask))
 
     def _weigh(self, ask: AdmissionRequest) -> Forecast:
         """Forecasts the slowest of its prompts; records the cost of the request."""
@@ -264,13 +280,19 @@ class LatencyGate:
         rate = self._drain.per_s or self._forecaster.tokens_per_s()
         return before / rate if rate else 0.0
 
-    def _service_s(self, forecast_s: float) -> float:
-        return max(0.0, forecast_s + self.bias_s)
+    def _service_s(self, forecast_s: float, now: float) -> float:
+        return max(0.0, forecast_s + self._faded_bias_s(now))
+
+    def _predicted_s(
+        self, ask: AdmissionRequest, forecast_s: float, now: float, wait_s: float
+    ) -> float:
+        """Time from its arrival to its first token, if it is held for another `wait_s`."""
+        return now - ask.arrival + wait_s + self._service_s(forecast_s, now)
 
     def _check(self, ask: AdmissionRequest, forecast: Forecast, now: float, wait_s: float) -> None:
         if ask.targets.first_token_s is None or forecast.first_token_s is None:
             return
-        predicted_s = now - ask.arrival + wait_s + self._service_s(forecast.first_token_s)
+        predicted_s = self._predicted_s(ask, forecast.first_token_s, now, wait_s)
         if predicted_s > ask.targets.first_token_s:
             raise self._late(ask, predicted_s)
 
