@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from weft.contract.errors import ModelError
 
@@ -14,6 +16,8 @@ Progress = Callable[[int, int], None]
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _MAX_NAME_BYTES = 255
+_MAX_HEADER_BYTES = 100 << 20
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 GGUF_FILE = "model.gguf"
 """The weights in a directory that was made for a GGUF file (`gguf_folder`)."""
 
@@ -50,6 +54,29 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     if missing:
         raise ModelError(f"{index} names files that are not there: {', '.join(missing)}")
     return tuple(model_dir / name for name in names)
+
+
+def num_parameters(model_dir: Path) -> int:
+    """Number of the parameters in a directory's safetensors files, from their headers; 0 if there
+    are no such files, or if they are packed (quantised), so that shapes do not tell it.
+    """
+    try:
+        headers = [_header(path) for path in weight_files(model_dir)]
+        tensors = [one for header in headers for name, one in header.items() if name[:2] != "__"]
+        if any(one["dtype"] not in _FLOATS for one in tensors):
+            return 0
+        return sum(math.prod(one["shape"]) for one in tensors)
+    except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_MAX_HEADER_BYTES, path.stat().st_size):
+            raise ModelError(f"{path} is not a safetensors file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    return header
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

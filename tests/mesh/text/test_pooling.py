@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import ollama
 import openai
 import psutil
 import pytest
@@ -88,9 +89,14 @@ class ManyTasks(LocalMesh):
         return list(self.tokenizer.encode(text).ids)
 
     @torch.no_grad()
+    def raw(self, ids: Sequence[int]) -> torch.Tensor:
+        vector: torch.Tensor = loaded(AutoModel, self.embedder)(
+            torch.tensor([ids])
+        ).last_hidden_state[0, -1]
+        return vector
+
     def embedding(self, ids: Sequence[int], size: int | None = None) -> torch.Tensor:
-        model = loaded(AutoModel, self.embedder)
-        vector = model(torch.tensor([ids])).last_hidden_state[0, -1][:size]
+        vector = self.raw(ids)[:size]
         return vector / vector.norm()
 
     @torch.no_grad()
@@ -312,6 +318,32 @@ def test_models_show_what_they_serve(mesh: ManyTasks) -> None:
         name: {"embed": ["embedding"], "generate": ["completion", "tools"]}.get(task, [])
         for name, task in tasks.items()
     }
+
+
+def test_ollamas_vectors_are_those_of_openais(mesh: ManyTasks) -> None:
+    client = ollama.Client(host=mesh.url, timeout=60, trust_env=False)
+    given = {"model": "embedder", "input": TEXTS}
+    wanted = [one["embedding"] for one in mesh.json("/v1/embeddings", **given)["data"]]
+    found = client.embed(model="embedder:latest", input=TEXTS)
+    assert found.model == "embedder:latest"
+    assert np.allclose(found.embeddings, wanted, atol=1e-5)
+    usage = mesh.json("/v1/embeddings", **given)["usage"]
+    assert found.prompt_eval_count == usage["prompt_tokens"]
+    (one,) = client.embed(model="embedder", input=TEXTS[1], dimensions=8, keep_alive=0).embeddings
+    assert np.allclose(one, np.array(wanted[1][:8]) / np.linalg.norm(wanted[1][:8]), atol=1e-5)
+    raw = np.array(client.embeddings(model="embedder", prompt=TEXTS[2]).embedding)
+    assert np.allclose(raw / np.linalg.norm(raw), wanted[2], atol=1e-5)
+    assert np.allclose(raw, mesh.raw(mesh.ids(TEXTS[2])).numpy(), atol=1e-3)
+    # Without a text there is no vector; a long one is cut unless that is refused.
+    assert client.embed(model="embedder", input=[]).embeddings == []
+    assert mesh.json("/api/embeddings", model="embedder", prompt="") == {"embedding": []}
+    long = "mesh " * 2 * CONTEXT
+    assert len(client.embed(model="embedder", input=long).embeddings) == 1
+    for body in ({"input": long, "truncate": False}, {"input": "x", "dimensions": 10**6}):
+        refused = mesh.post("/api/embed", model="embedder", **body)
+        assert (refused.status_code, list(refused.json())) == (400, ["error"]), refused.text
+    assert mesh.post("/api/embed", model="chat", input="x").status_code == 400
+    assert mesh.post("/api/embed", model="nobody", input=[]).status_code == 404
 
 
 def test_a_model_that_says_yes_or_no_is_asked_in_its_template(mesh: ManyTasks) -> None:

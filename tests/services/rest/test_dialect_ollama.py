@@ -142,7 +142,24 @@ async def test_generations(edge: DialectEdge, client: ollama.AsyncClient) -> Non
     loaded = await client.generate(model=MODEL, prompt="")
     assert (loaded.done_reason, loaded.done) == ("load", True)
     assert (await client.chat(model=MODEL)).done_reason == "load"
+    for nothing in (0, "0", "0s", "0m"):
+        ended = await client.generate(model=MODEL, keep_alive=nothing)
+        assert (ended.done_reason, ended.response, ended.done) == ("unload", "", True)
+    assert (await client.chat(model=MODEL, keep_alive=0)).done_reason == "unload"
+    assert (await client.chat(model=MODEL, keep_alive="10m")).done_reason == "load"
     assert len(edge.mesh.workers[0].submits) == num_submits
+
+
+async def test_ollamas_default_window_of_a_penalty_is_left_out_and_told(edge: DialectEdge) -> None:
+    options: dict[str, Any] = {"repeat_penalty": 1.1, "repeat_last_n": 64}
+    body = {"model": MODEL, "messages": USER, "stream": False}
+    answer = await edge.post("/api/chat", {**body, "options": options})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-weft-warnings"].startswith("options.repeat_last_n: left out")
+    assert edge.submit.sampling.repetition_penalty == pytest.approx(1.1)
+    for silent in ({"repeat_last_n": 64}, {**options, "repeat_last_n": -1}):
+        answer = await edge.post("/api/chat", {**body, "options": silent})
+        assert "x-weft-warnings" not in answer.headers, answer.headers
 
 
 async def test_what_is_served(edge: DialectEdge, client: ollama.AsyncClient) -> None:
@@ -151,7 +168,10 @@ async def test_what_is_served(edge: DialectEdge, client: ollama.AsyncClient) -> 
     shown = await client.show(MODEL)
     assert shown.capabilities == ["completion", "tools", "thinking"]
     assert shown.modelinfo is not None
-    assert shown.modelinfo["weft.context_length"] == 4096
+    kind = shown.modelinfo["general.architecture"]
+    assert shown.details is not None
+    assert (kind, shown.details.family, shown.details.families) == ("llama", "llama", ["llama"])
+    assert shown.modelinfo[f"{kind}.context_length"] == 4096
     with pytest.raises(ollama.ResponseError) as missing:
         await client.show("other")
     assert missing.value.status_code == 404
@@ -159,7 +179,9 @@ async def test_what_is_served(edge: DialectEdge, client: ollama.AsyncClient) -> 
     assert all(len(model.digest or "") == 64 for model in (await client.list()).models)
     assert (await edge.http.head(edge.url)).status_code == 200
     version = await edge.http.get(f"{edge.url}/api/version")
-    assert version.json().keys() == {"version"}
+    assert version.json().keys() == {"version", "weft"}
+    # VS Code's client, among others, asks for at least 0.6.4.
+    assert tuple(map(int, version.json()["version"].split("."))) >= (0, 6, 4)
 
 
 @pytest.mark.parametrize(

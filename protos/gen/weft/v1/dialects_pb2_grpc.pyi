@@ -175,6 +175,10 @@ class OllamaServiceStub:
     """Answers a conversation."""
     Generate: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Answers one prompt, or continues a text."""
+    Embed: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Turns texts into vectors of length 1."""
+    EmbedPrompt: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Turns one text into a vector as the model has it, in the form of Ollama's older clients."""
     ListTags: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """Lists the models that requests can name."""
     ShowModel: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
@@ -182,7 +186,7 @@ class OllamaServiceStub:
     ListRunning: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """Lists the models that are loaded, which all served ones are."""
     GetVersion: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
-    """Tells the version of this server."""
+    """Tells the version of Ollama's API that this server speaks, and its own."""
 
 @_typing.type_check_only
 class OllamaServiceAsyncStub(OllamaServiceStub):
@@ -195,6 +199,10 @@ class OllamaServiceAsyncStub(OllamaServiceStub):
     """Answers a conversation."""
     Generate: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Answers one prompt, or continues a text."""
+    Embed: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Turns texts into vectors of length 1."""
+    EmbedPrompt: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Turns one text into a vector as the model has it, in the form of Ollama's older clients."""
     ListTags: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Lists the models that requests can name."""
     ShowModel: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -202,7 +210,7 @@ class OllamaServiceAsyncStub(OllamaServiceStub):
     ListRunning: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Lists the models that are loaded, which all served ones are."""
     GetVersion: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
-    """Tells the version of this server."""
+    """Tells the version of Ollama's API that this server speaks, and its own."""
 
 class OllamaServiceServicer(metaclass=_abc_1.ABCMeta):
     """Ollama's API. A streamed answer, which is the default, is application/x-ndjson messages of whole
@@ -224,6 +232,22 @@ class OllamaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
         """Answers one prompt, or continues a text."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Turns texts into vectors of length 1."""
+
+    @_abc_1.abstractmethod
+    def EmbedPrompt(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Turns one text into a vector as the model has it, in the form of Ollama's older clients."""
 
     @_abc_1.abstractmethod
     def ListTags(
@@ -255,7 +279,7 @@ class OllamaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _empty_pb2.Empty,
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
-        """Tells the version of this server."""
+        """Tells the version of Ollama's API that this server speaks, and its own."""
 
 def add_OllamaServiceServicer_to_server(servicer: OllamaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -1695,7 +1695,9 @@ class GatewayLoad(_message.Message):
     """Share of their rates at which limits of requests and tokens fill, 0.1..1: less under load."""
     @_builtins.property
     def first_token(self) -> _duration_pb2.Duration:
-        """Forecast of the time to the first token of a short prompt that comes now; absent = not known."""
+        """What admission forecasts for a prompt of 128 tokens that comes now and that no worker holds: the
+        time to its first token; absent = not known.
+        """
 
     def __init__(
         self,

@@ -74,6 +74,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.AnthropicService/CountTokens": _FRONT,
     "/weft.v1.OllamaService/Chat": _FRONT,
     "/weft.v1.OllamaService/Generate": _FRONT,
+    "/weft.v1.OllamaService/Embed": _FRONT,
+    "/weft.v1.OllamaService/EmbedPrompt": _FRONT,
     "/weft.v1.OllamaService/ListTags": _FRONT,
     "/weft.v1.OllamaService/ShowModel": _FRONT,
     "/weft.v1.OllamaService/ListRunning": _FRONT,

@@ -12,7 +12,13 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from weft.gateway.api.anthropic import answers as anthropic
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.ollama import answers as ollama
-from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, ShowBody
+from weft.gateway.api.ollama.bodies import (
+    ChatBody,
+    EmbedBody,
+    EmbedPromptBody,
+    GenerateBody,
+    ShowBody,
+)
 from weft.gateway.api.openai.answers import ErrorAnswer
 from weft.gateway.api.pooling import answers as pooling
 from weft.gateway.api.pooling.bodies import (
@@ -142,6 +148,14 @@ _DIALECTS = (
                 GenerateBody,
                 ollama.GenerateAnswer,
                 _LINES,
+            ),
+            Route("post", "/api/embed", "Turns texts into vectors.", ollama.EmbedAnswer, EmbedBody),
+            Route(
+                "post",
+                "/api/embeddings",
+                "Turns a text into a vector.",
+                ollama.EmbeddingsAnswer,
+                EmbedPromptBody,
             ),
             Route("get", "/api/tags", "Lists the served models.", ollama.ModelsAnswer),
             Route("get", "/api/ps", "Lists the models that are ready.", ollama.ModelsAnswer),

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from weft.checkpoint.adapters.files import TOKENIZER_FILE
 from weft.checkpoint.end_tokens import end_token_ids
+from weft.checkpoint.files import num_parameters
 from weft.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.checkpoint.tokenizer_files import read_json, read_tokenizer
 from weft.contract.errors import ModelError
@@ -75,6 +76,10 @@ class ModelCard:
     """Why these files cannot be used, so that the model can only generate; empty: they can."""
     model_type: str = ""
     """`model_type` of config.json."""
+    hidden_size: int = 0
+    """Width of the model; 0: config.json does not tell."""
+    num_parameters: int = 0
+    """Number of parameters; 0: not known."""
     unweighted_ids: frozenset[int] = frozenset()
     """Special tokens that get no lexical weight."""
     labels: tuple[str, ...] = ()
@@ -170,6 +175,8 @@ def load_model_card(
         pooling=pooling,
         pooling_problem=problem,
         model_type=str(config.get("model_type", "")),
+        hidden_size=_integer(config, "hidden_size", 1) if config.get("hidden_size") else 0,
+        num_parameters=num_parameters(folder),
         unweighted_ids=_ids_of(tokenizer, specials, _UNWEIGHTED),
         labels=_labels(config),
         created=int(time.time()),

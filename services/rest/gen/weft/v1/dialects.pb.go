@@ -488,10 +488,13 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"data: {\"type\":\"error\",\"error\":{\"type\":{type},\"message\":{message}},\"request_id\":{request_id}}\n" +
 	"\n" +
 	"\x1a\x1a\b\x90\x03\x12\x15invalid_request_error\x1a\x19\b\x91\x03\x12\x14authentication_error\x1a\x15\b\x93\x03\x12\x10permission_error\x1a\x14\b\x94\x03\x12\x0fnot_found_error\x1a\x16\b\x9d\x03\x12\x11request_too_large\x1a\x15\b\xad\x03\x12\x10rate_limit_error\x1a\x0e\b\xf4\x03\x12\tapi_error\x1a\x15\b\xf7\x03\x12\x10overloaded_error\x1a\x12\b\xf8\x03\x12\rtimeout_error\"\n" +
-	"request-id2\x9c\x04\n" +
+	"request-id2\xc3\x05\n" +
 	"\rOllamaService\x12J\n" +
 	"\x04Chat\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/api/chat0\x01\x12R\n" +
-	"\bGenerate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/api/generate0\x01\x12K\n" +
+	"\bGenerate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/api/generate0\x01\x12L\n" +
+	"\x05Embed\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x15\x82\xd3\xe4\x93\x02\x0f:\x01*\"\n" +
+	"/api/embed0\x01\x12W\n" +
+	"\vEmbedPrompt\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/api/embeddings0\x01\x12K\n" +
 	"\bListTags\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x11\x82\xd3\xe4\x93\x02\v\x12\t/api/tags\x12M\n" +
 	"\tShowModel\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/api/show\x12L\n" +
 	"\vListRunning\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\x12\a/api/ps\x12P\n" +
@@ -560,48 +563,52 @@ var file_weft_v1_dialects_proto_depIdxs = []int32{
 	8,  // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
 	8,  // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
 	8,  // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
-	9,  // 13: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
-	8,  // 14: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
-	9,  // 15: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
-	9,  // 16: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
-	9,  // 17: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
-	9,  // 18: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
-	9,  // 19: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
-	6,  // 20: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
-	9,  // 21: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
-	8,  // 22: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	8,  // 23: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	8,  // 24: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	8,  // 25: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	8,  // 26: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	8,  // 27: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	8,  // 28: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	8,  // 29: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	8,  // 30: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	8,  // 31: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	8,  // 32: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	8,  // 33: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	8,  // 34: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	8,  // 35: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	8,  // 36: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	8,  // 37: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	8,  // 38: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	8,  // 39: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	8,  // 40: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	8,  // 41: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	8,  // 42: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	8,  // 43: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	8,  // 44: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	8,  // 45: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	8,  // 46: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	8,  // 47: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	8,  // 48: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	8,  // 49: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	8,  // 50: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	8,  // 51: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	8,  // 52: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	28, // [28:53] is the sub-list for method output_type
-	3,  // [3:28] is the sub-list for method input_type
+	8,  // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
+	8,  // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
+	9,  // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
+	8,  // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
+	9,  // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
+	9,  // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
+	9,  // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
+	9,  // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
+	9,  // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
+	6,  // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
+	9,  // 23: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	8,  // 24: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	8,  // 25: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	8,  // 26: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	8,  // 27: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	8,  // 28: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	8,  // 29: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	8,  // 30: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	8,  // 31: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	8,  // 32: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	8,  // 33: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	8,  // 34: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	8,  // 35: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	8,  // 36: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	8,  // 37: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	8,  // 38: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	8,  // 39: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	8,  // 40: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	8,  // 41: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	8,  // 42: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	8,  // 43: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	8,  // 44: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	8,  // 45: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	8,  // 46: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	8,  // 47: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	8,  // 48: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	8,  // 49: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	8,  // 50: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	8,  // 51: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	8,  // 52: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	8,  // 53: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	8,  // 54: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	8,  // 55: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	8,  // 56: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	30, // [30:57] is the sub-list for method output_type
+	3,  // [3:30] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name

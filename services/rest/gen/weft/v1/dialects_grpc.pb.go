@@ -487,6 +487,8 @@ var AnthropicService_ServiceDesc = grpc.ServiceDesc{
 const (
 	OllamaService_Chat_FullMethodName        = "/weft.v1.OllamaService/Chat"
 	OllamaService_Generate_FullMethodName    = "/weft.v1.OllamaService/Generate"
+	OllamaService_Embed_FullMethodName       = "/weft.v1.OllamaService/Embed"
+	OllamaService_EmbedPrompt_FullMethodName = "/weft.v1.OllamaService/EmbedPrompt"
 	OllamaService_ListTags_FullMethodName    = "/weft.v1.OllamaService/ListTags"
 	OllamaService_ShowModel_FullMethodName   = "/weft.v1.OllamaService/ShowModel"
 	OllamaService_ListRunning_FullMethodName = "/weft.v1.OllamaService/ListRunning"
@@ -504,13 +506,17 @@ type OllamaServiceClient interface {
 	Chat(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Answers one prompt, or continues a text.
 	Generate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Turns texts into vectors of length 1.
+	Embed(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Turns one text into a vector as the model has it, in the form of Ollama's older clients.
+	EmbedPrompt(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Lists the models that requests can name.
 	ListTags(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Describes one model.
 	ShowModel(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Lists the models that are loaded, which all served ones are.
 	ListRunning(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
-	// Tells the version of this server.
+	// Tells the version of Ollama's API that this server speaks, and its own.
 	GetVersion(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 }
 
@@ -559,6 +565,44 @@ func (c *ollamaServiceClient) Generate(ctx context.Context, in *httpbody.HttpBod
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type OllamaService_GenerateClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *ollamaServiceClient) Embed(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &OllamaService_ServiceDesc.Streams[2], OllamaService_Embed_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OllamaService_EmbedClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *ollamaServiceClient) EmbedPrompt(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &OllamaService_ServiceDesc.Streams[3], OllamaService_EmbedPrompt_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OllamaService_EmbedPromptClient = grpc.ServerStreamingClient[httpbody.HttpBody]
 
 func (c *ollamaServiceClient) ListTags(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -611,13 +655,17 @@ type OllamaServiceServer interface {
 	Chat(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Answers one prompt, or continues a text.
 	Generate(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Turns texts into vectors of length 1.
+	Embed(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Turns one text into a vector as the model has it, in the form of Ollama's older clients.
+	EmbedPrompt(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Lists the models that requests can name.
 	ListTags(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// Describes one model.
 	ShowModel(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Lists the models that are loaded, which all served ones are.
 	ListRunning(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
-	// Tells the version of this server.
+	// Tells the version of Ollama's API that this server speaks, and its own.
 	GetVersion(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	mustEmbedUnimplementedOllamaServiceServer()
 }
@@ -634,6 +682,12 @@ func (UnimplementedOllamaServiceServer) Chat(*httpbody.HttpBody, grpc.ServerStre
 }
 func (UnimplementedOllamaServiceServer) Generate(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
 	return status.Error(codes.Unimplemented, "method Generate not implemented")
+}
+func (UnimplementedOllamaServiceServer) Embed(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method Embed not implemented")
+}
+func (UnimplementedOllamaServiceServer) EmbedPrompt(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method EmbedPrompt not implemented")
 }
 func (UnimplementedOllamaServiceServer) ListTags(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListTags not implemented")
@@ -689,6 +743,28 @@ func _OllamaService_Generate_Handler(srv interface{}, stream grpc.ServerStream) 
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type OllamaService_GenerateServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _OllamaService_Embed_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(OllamaServiceServer).Embed(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OllamaService_EmbedServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _OllamaService_EmbedPrompt_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(OllamaServiceServer).EmbedPrompt(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OllamaService_EmbedPromptServer = grpc.ServerStreamingServer[httpbody.HttpBody]
 
 func _OllamaService_ListTags_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
@@ -795,6 +871,16 @@ var OllamaService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "Generate",
 			Handler:       _OllamaService_Generate_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "Embed",
+			Handler:       _OllamaService_Embed_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "EmbedPrompt",
+			Handler:       _OllamaService_EmbedPrompt_Handler,
 			ServerStreams: true,
 		},
 	},

@@ -92,6 +92,7 @@ def write_model_dir(
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": tokenizer.get_vocab_size(),
         "max_position_embeddings": max_context_tokens,
+        "model_type": "llama",
         "eos_token_id": end,
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -23,7 +23,7 @@ class Line(BaseModel):
     created_at: str
     logprobs: list[dict[str, Any]] | None = None
     done: bool
-    done_reason: Literal["stop", "length", "load", "abort"] | None = None
+    done_reason: Literal["stop", "length", "load", "unload", "abort"] | None = None
     total_duration: int | None = Field(None, description="nanoseconds")
     load_duration: int | None = Field(None, description="0: served models are loaded")
     prompt_eval_count: int | None = None
@@ -81,7 +81,24 @@ class ShowAnswer(BaseModel):
 class VersionAnswer(BaseModel):
     """Answer to GET /api/version."""
 
-    version: str
+    version: str = Field(description="of Ollama's API, as its clients compare it")
+    weft: str = Field(description="Weft's own version")
+
+
+class EmbedAnswer(BaseModel):
+    """Answer to POST /api/embed."""
+
+    model: str
+    embeddings: list[list[float]] = Field(description="of length 1, in the order of the inputs")
+    total_duration: int = Field(description="nanoseconds")
+    load_duration: int = Field(description="0: served models are loaded")
+    prompt_eval_count: int = Field(description="tokens of all inputs")
+
+
+class EmbeddingsAnswer(BaseModel):
+    """Answer to POST /api/embeddings."""
+
+    embedding: list[float] = Field(description="as the model has it; empty without a prompt")
 
 
 class ErrorAnswer(BaseModel):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
+from weft.gateway.api.pooling.bodies import Inputs
 from weft.gateway.api.unserved import left_out, refused, unused
 
 Think = bool | Literal["low", "medium", "high"]
@@ -32,7 +33,9 @@ class OptionsBody(StrictPart):
     presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
     frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
     repeat_last_n: int | None = Field(
-        None, description="0: no repeat_penalty; -1: the whole text; others are not supported"
+        None,
+        description="0: no repeat_penalty; -1: the whole text; 64, the default of Ollama's "
+        "clients: the whole text, with a warning; others are not supported beside a repeat_penalty",
     )
     typical_p: float | None = refused("this kind of sampling", 1, asks_when_empty=True)
     tfs_z: float | None = refused("this kind of sampling", 1, asks_when_empty=True)
@@ -156,6 +159,38 @@ class GenerateBody(GenerationBody):
     width: int | None = refused("images")
     height: int | None = refused("images")
     steps: int | None = refused("images")
+
+
+class EmbeddingBody(DialectBody):
+    """Fields common to bodies for vectors."""
+
+    options: OptionsBody | None = Field(None, description="accepted, without effect on vectors")
+    keep_alive: float | str | None = Field(
+        None, description="accepted, without effect: served models stay loaded"
+    )
+    # Weft's own, the same as in other dialects.
+    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
+    priority: int | None = Field(None, description="less is more urgent")
+    session_id: str | None = Field(None, description="names the chat, see docs/api.md")
+    end_session: bool | None = Field(None, description="the chat is over with this request")
+
+
+class EmbedBody(EmbeddingBody):
+    """Body of POST /api/embed."""
+
+    input: str | Inputs[str] | None = Field(
+        None, description="a text, or texts; without one there are no vectors"
+    )
+    truncate: bool | None = Field(
+        None, description="cut longer texts to the model's context, default true; else a 400"
+    )
+    dimensions: int | None = Field(None, description="leading entries of each vector")
+
+
+class EmbedPromptBody(EmbeddingBody):
+    """Body of POST /api/embeddings."""
+
+    prompt: str | None = Field(None, description="the text; without one there is no vector")
 
 
 class ShowBody(DialectBody):

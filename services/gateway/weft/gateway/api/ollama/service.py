@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
+from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.contract.tasks import Task
-from weft.gateway.api.answer import LINES, field_names, json_body, run_answer
-from weft.gateway.api.edge import Context, begin_answer, call_facts
-from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, GenerationBody, ShowBody
+from weft.gateway.api.answer import JSON, LINES, field_names, json_body, run_answer
+from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts
+from weft.gateway.api.ollama.bodies import (
+    ChatBody,
+    EmbedBody,
+    EmbeddingBody,
+    EmbedPromptBody,
+    GenerateBody,
+    GenerationBody,
+    ShowBody,
+)
 from weft.gateway.api.ollama.translate import (
     NAMES,
     TOO_LONG,
     chat_request,
+    embed_prompt_request,
+    embed_request,
     generation_request,
     model_name,
+    unloads,
 )
 from weft.gateway.api.ollama.writer import LineWriter, loaded
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.pooling.vectors import vectors_of
 from weft.gateway.api.server.version import version
 from weft.gateway.catalogue import Catalogue, ResolvedModel
 from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.generation.stream import TokenStream
 from weft.gateway.request import GenerateRequest
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.validate import invalid
+from weft.gateway.warnings import warn
 from weft.v1 import dialects_pb2_grpc
 
+API_VERSION = "0.12.0"
+"""The version of Ollama's API that this face speaks, since clients compare it with what they need.
+"""
+B = TypeVar("B", bound=EmbeddingBody)
 _NEVER = "9999-12-31T23:59:59Z"
 """When a served model is unloaded."""
 
@@ -73,7 +95,10 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
             raise invalid("think", f"the model `{resolved.name}` does not reason; leave it out")
         named = body.model or resolved.name
         if request is None:
-            line = to_json(loaded(named, is_chat=is_chat)) + b"\n"
+            is_end = unloads(body)
+            if is_end:
+                warn("keep_alive", "left out: served models stay loaded")
+            line = to_json(loaded(named, is_chat=is_chat, is_end=is_end)) + b"\n"
             kind = LINES if is_streamed else "application/json"
             await begin_answer(context, "load", kind)
             await context.write(HttpBody(content_type=kind, data=line))
@@ -85,6 +110,55 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
             context,
             is_streamed=is_streamed,
         )
+
+    async def Embed(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+        begin_ns = time.monotonic_ns()
+
+        def write(body: EmbedBody, stream: TokenStream | None) -> Mapping[str, object]:
+            return {
+                "model": body.model or ("" if stream is None else stream.model),
+                "embeddings": _vectors(stream),
+                "total_duration": time.monotonic_ns() - begin_ns,
+                "load_duration": 0,
+                "prompt_eval_count": 0 if stream is None else stream.usage().prompt_tokens,
+            }
+
+        await self._embed(EmbedBody, request, embed_request, write, context)
+
+    async def EmbedPrompt(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+
+        def write(body: EmbedPromptBody, stream: TokenStream | None) -> Mapping[str, object]:
+            return {"embedding": next(iter(_vectors(stream)), [])}
+
+        await self._embed(EmbedPromptBody, request, embed_prompt_request, write, context)
+
+    async def _embed(
+        self,
+        cls: type[B],
+        request: HttpBody,
+        translate: Callable[[B, CallFacts], GenerateRequest | None],
+        write: Callable[[B, TokenStream | None], Mapping[str, object]],
+        context: Context,
+    ) -> None:
+        with field_names({}, {}):
+            facts = call_facts(context, "embd")
+            body, wanted = await self._bodies.parse(
+                cls, request, lambda body: translate(body, facts)
+            )
+            if wanted is None:
+                await self._models.find(model_name(body.model))
+                await begin_answer(context, facts.request_id, JSON)
+                await context.write(json_body(write(body, None)))
+                return
+            async with self._pipeline.open(wanted) as stream:
+                while await stream.next_deltas():
+                    pass
+                await stream.settle()
+                await begin_answer(context, wanted.request_id, JSON, stream.headers)
+                data = await asyncio.to_thread(lambda: to_json(write(body, stream)))
+        await context.write(HttpBody(content_type=JSON, data=data))
 
     async def ListTags(self, request: Empty, context: Context) -> HttpBody:
         """See dialects.proto."""
@@ -110,6 +184,11 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         resolved = await self._models.find(model_name(body.model or body.name))
         card = await self._models.card(resolved)
         described = _describe(resolved)
+        kind = card.model_type or "unknown"
+        facts = {
+            "general.parameter_count": card.num_parameters,
+            f"{kind}.embedding_length": card.hidden_size,
+        }
         return json_body(
             {
                 "modelfile": "",
@@ -118,10 +197,11 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
                 "license": "",
                 "details": described["details"],
                 "model_info": {
-                    "general.architecture": "weft",
+                    "general.architecture": kind,
                     "general.basename": resolved.name,
-                    "weft.context_length": resolved.served.context_tokens,
-                    "weft.vocab_size": card.vocabulary_size,
+                    f"{kind}.context_length": resolved.served.context_tokens,
+                    f"{kind}.vocab_size": card.vocabulary_size,
+                    **{name: number for name, number in facts.items() if number},
                 },
                 "capabilities": _capabilities(resolved.served.task, card),
                 "modified_at": described["modified_at"],
@@ -130,7 +210,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
 
     async def GetVersion(self, request: Empty, context: Context) -> HttpBody:
         """See dialects.proto."""
-        return json_body({"version": version()})
+        return json_body({"version": API_VERSION, "weft": version()})
 
     def _resolved(self) -> list[ResolvedModel]:
         return [
@@ -151,6 +231,20 @@ def _capabilities(task: Task, card: ModelCard) -> list[str]:
     return found
 
 
+def _vectors(stream: TokenStream | None) -> list[list[float]]:
+    return [] if stream is None else [vectors_of(one)[0].tolist() for one in stream.generations]
+
+
+def _size(num_parameters: int) -> str:
+    """A number of parameters as Ollama writes it, such as "134.52M"; empty: not known."""
+    if not num_parameters:
+        return ""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if num_parameters >= unit:
+            return f"{num_parameters / unit:.{1 if name == 'B' else 2}f}{name}"
+    return str(num_parameters)
+
+
 def _describe(resolved: ResolvedModel) -> dict[str, object]:
     """A model as lists show it. The gateway does not know sizes and digests of weights; the digest
     is of the name, since Ollama's own client ends with an error where there is none.
@@ -167,9 +261,9 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
         "details": {
             "parent_model": parent,
             "format": "safetensors",
-            "family": served.model.name,
-            "families": [served.model.name],
-            "parameter_size": "",
+            "family": served.model.model_type,
+            "families": [served.model.model_type],
+            "parameter_size": _size(served.model.num_parameters),
             "quantization_level": "",
         },
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from weft.contract.request import Constraint
@@ -10,6 +12,9 @@ from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.ollama.bodies import (
     ChatBody,
+    EmbedBody,
+    EmbeddingBody,
+    EmbedPromptBody,
     GenerateBody,
     GenerationBody,
     MessageBody,
@@ -32,10 +37,16 @@ from weft.gateway.request import (
     Sampling,
     Stopping,
     TextPrompt,
+    Wants,
 )
 from weft.gateway.validate import invalid, unsupported
+from weft.gateway.warnings import warn
 
 _TAG = ":latest"
+_DEFAULT_LAST_N = 64
+"""Ollama's default of `repeat_last_n`, which its clients send unasked."""
+_ZERO = re.compile(r"[+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
+"""A duration of nothing, as Ollama reads them."""
 _SAMPLING = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -61,6 +72,43 @@ TOO_LONG = (
 def model_name(name: str | None) -> str:
     """A model's name without the tag that Ollama's clients append."""
     return (name or "").removesuffix(_TAG)
+
+
+def unloads(body: GenerationBody) -> bool:
+    """Whether a request without a prompt asks for the model to be unloaded, not loaded."""
+    wanted = body.keep_alive
+    if isinstance(wanted, str):
+        return _ZERO.fullmatch(wanted.strip()) is not None
+    return wanted == 0
+
+
+def embed_request(body: EmbedBody, facts: CallFacts) -> GenerateRequest | None:
+    """Translates a body for vectors; None: there are no texts."""
+    texts = [body.input] if isinstance(body.input, str) else body.input or []
+    cut = None if body.truncate is False else 0
+    wants = Wants(
+        output="embedding", dimensions=body.dimensions, normalises=True, truncate_tokens=cut
+    )
+    return _vectors(body, facts, texts, wants)
+
+
+def embed_prompt_request(body: EmbedPromptBody, facts: CallFacts) -> GenerateRequest | None:
+    """Translates a body for one vector; None: there is no text."""
+    texts = [body.prompt] if body.prompt else []
+    wants = Wants(output="embedding", normalises=False, truncate_tokens=0)
+    return _vectors(body, facts, texts, wants)
+
+
+def _vectors(
+    body: EmbeddingBody, facts: CallFacts, texts: Sequence[str], wants: Wants
+) -> GenerateRequest | None:
+    if not texts:
+        return None
+    return GenerateRequest(
+        **{**call_fields(body, facts), "model": model_name(body.model)},
+        prompts=tuple(TextPrompt(text=text) for text in texts),
+        wants=wants,
+    )
 
 
 def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest | None:
@@ -127,7 +175,11 @@ def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
     given = given_sampling(options, _SAMPLING)
     if options.repeat_last_n == 0:
         given.pop("repetition_penalty", None)
-    elif options.repeat_last_n not in (None, -1) and given.get("repetition_penalty", 1) != 1:
+    elif given.get("repetition_penalty", 1) == 1:
+        pass
+    elif options.repeat_last_n == _DEFAULT_LAST_N:
+        warn("options.repeat_last_n", "left out: repeat_penalty applies to the whole text")
+    elif options.repeat_last_n not in (None, -1):
         raise unsupported("options.repeat_last_n", "a penalty over a part of the text")
     return Sampling(**given, constraint=constraint)
 

@@ -28,12 +28,18 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def loaded(model: str, *, is_chat: bool) -> dict[str, object]:
-    """The answer to a request that only asks for the model to be loaded."""
+def loaded(model: str, *, is_chat: bool, is_end: bool) -> dict[str, object]:
+    """The answer to a request that only asks for the model to be loaded, or unloaded."""
     empty: dict[str, object] = (
         {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     )
-    return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+    return {
+        "model": model,
+        "created_at": now(),
+        **empty,
+        "done": True,
+        "done_reason": "unload" if is_end else "load",
+    }
 
 
 class LineWriter:

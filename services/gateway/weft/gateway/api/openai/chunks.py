@@ -262,6 +262,7 @@ class ChatWriter(AnswerWriter):
         parser = self._parsers.get(delta.sample)
         if parser is None:
             parser = self._parsers[delta.sample] = make_parser()
+        had_called = parser.has_called
         part = parser.push(delta.text, is_last=delta.finish_reason is not None)
         added: dict[str, object] = {}
         if part.reasoning and self._shows_reasoning:
@@ -269,6 +270,8 @@ class ChatWriter(AnswerWriter):
         if part.content:
             added["content"] = part.content
         if part.calls:
+            if not had_called:
+                added.setdefault("content", None)
             added["tool_calls"] = [_call_delta(call) for call in part.calls]
         return self._whole_event(delta, added) if added or self._has_rare(delta) else b""
 
