@@ -164,10 +164,8 @@ class GenerateBody(GenerationBody):
 class EmbeddingBody(DialectBody):
     """Fields common to bodies for vectors."""
 
-    options: OptionsBody | None = Field(None, description="accepted, without effect on vectors")
-    keep_alive: float | str | None = Field(
-        None, description="accepted, without effect: served models stay loaded"
-    )
+    options: OptionsBody | None = unused("they are about texts")
+    keep_alive: float | str | None = unused("served models stay loaded")
     # Weft's own, the same as in other dialects.
     cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
     priority: int | None = Field(None, description="less is more urgent")

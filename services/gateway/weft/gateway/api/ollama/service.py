@@ -38,13 +38,13 @@ from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.pooling.vectors import vectors_of
 from weft.gateway.api.server.version import version
+from weft.gateway.api.unserved import leave_out
 from weft.gateway.catalogue import Catalogue, ResolvedModel
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.stream import TokenStream
 from weft.gateway.request import GenerateRequest
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.validate import invalid
-from weft.gateway.warnings import warn
 from weft.v1 import dialects_pb2_grpc
 
 API_VERSION = "0.12.0"
@@ -97,7 +97,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         if request is None:
             is_end = unloads(body)
             if is_end:
-                warn("keep_alive", "left out: served models stay loaded")
+                leave_out("keep_alive", "served models stay loaded")
             line = to_json(loaded(named, is_chat=is_chat, is_end=is_end)) + b"\n"
             kind = LINES if is_streamed else "application/json"
             await begin_answer(context, "load", kind)

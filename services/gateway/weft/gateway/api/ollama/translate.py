@@ -40,7 +40,6 @@ from weft.gateway.request import (
     Wants,
 )
 from weft.gateway.validate import invalid, unsupported
-from weft.gateway.warnings import warn
 
 _TAG = ":latest"
 _DEFAULT_LAST_N = 64
@@ -178,7 +177,7 @@ def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
     elif given.get("repetition_penalty", 1) == 1:
         pass
     elif options.repeat_last_n == _DEFAULT_LAST_N:
-        warn("options.repeat_last_n", "left out: repeat_penalty applies to the whole text")
+        leave_out("options.repeat_last_n", "repeat_penalty applies to the whole text")
     elif options.repeat_last_n not in (None, -1):
         raise unsupported("options.repeat_last_n", "a penalty over a part of the text")
     return Sampling(**given, constraint=constraint)
