@@ -21,7 +21,7 @@ from weft.engine.transfer.nixl_wire import TransferError, TransportMismatch
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("nixl", "nixl-cu13", "nixl-cu12")
+PACKAGES = ("nixl", "nixl-cu13", "nixl-cu12")
 """Distributions that bring NIXL: the meta package, which needs one of the others, and these. NIXL
 calls CUDA through the driver alone, so either of them works beside any PyTorch.
 """
@@ -48,7 +48,7 @@ def nixl_version() -> str:
 
 def _installed() -> Iterator[tuple[str, str]]:
     """Import names and versions of the installed packages of NIXL."""
-    for package in _PACKAGES:
+    for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield package.replace("-", "_"), importlib.metadata.version(package)
 
@@ -69,7 +69,7 @@ def load_binding() -> Binding:
     Raises:
         TransportMismatch: It is not installed or does not load.
     """
-    problem = f"none of the packages {', '.join(_PACKAGES)} is installed"
+    problem = f"none of the packages {', '.join(PACKAGES)} is installed"
     for module, version in _installed():
         try:
             return Binding(module, version)

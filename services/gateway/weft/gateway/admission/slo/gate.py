@@ -248,7 +248,7 @@ class LatencyGate:
     def _faded_bias_s(self, now: float) -> float:
         if self._bias_at is None or now < self._bias_at + _BIAS_LIFE_S:
             return self.bias_s
-        return self.bias_s * 0.5 ** ((now - self._bias_at) / _BIAS_LIFE_S)
+        return self.bias_s * math.pow(0.5, (now - self._bias_at) / _BIAS_LIFE_S)
 
     def _must_wait(self, ask: AdmissionRequest) -> bool:
         return self._is_holding() and (len(self._held) > 0 or not self._has_room(ask))
