@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 1e-3
@@ -86,22 +87,97 @@ def check_whitespace(pattern: str) -> None:
         raise ValueError(f"is no regular expression: {error}") from None
 
 
+class Parameter(NamedTuple):
+    """A number that requests give of how tokens are drawn: declared once, for every dialect, the
+    validation, the documents and the wire.
+    """
+
+    name: str
+    """Its name in OpenAI's dialect, in typed gRPC and in `SamplingParams`."""
+    default: float
+    help: str
+    low: float
+    high: float
+    excludes_low: bool = False
+    is_whole: bool = False
+    of_model: bool = False
+    """Whether a model's generation_config.json may give another default."""
+    names: Mapping[str, str] = {}
+    """Its name in dialects where that differs; empty where a dialect lacks it."""
+    aliases: Mapping[float, float | None] = {}
+    """Values that clients give for another value; None: for an absent one."""
+
+    def name_in(self, dialect: str) -> str:
+        """Its name in a dialect; empty: the dialect lacks it."""
+        return self.names.get(dialect, self.name)
+
+    @property
+    def description(self) -> str:
+        """What it does, its range and its default, for clients."""
+        range_ = f"{'above ' if self.excludes_low else ''}{self.low:g} to {self.high:g}"
+        shown = "" if self.is_whole and self.high >= 1 << 31 else f"; {range_}"
+        default = "the model's" if self.of_model else f"{self.default:g}"
+        return f"{self.help}{shown}" + ("" if self.name == "seed" else f"; default {default}")
+
+
+def _parameter(default: float, help: str, low: float, high: float, **more: Any) -> Any:
+    return field(default=default, metadata={"of_request": (default, help, low, high, more)})
+
+
+_OPENAI_ALONE = {"responses": "", "anthropic": "", "ollama": ""}
+_NOT_ANTHROPIC = {"anthropic": ""}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of drawing the next token; ranges as in protos/weft/v1/common.proto."""
+    """Parameters of drawing the next token."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """Number of most likely tokens to draw from; 0: all."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _parameter(1.0, "0 = greedy", 0, 100, of_model=True)
+    top_p: float = _parameter(
+        1.0, "probability mass kept (nucleus)", 0, 1, excludes_low=True, of_model=True
+    )
+    top_k: int = _parameter(
+        0,
+        "number of most likely tokens to draw from; 0 or -1 = all",
+        0,
+        2**31 - 1,
+        is_whole=True,
+        of_model=True,
+        aliases={-1: 0},
+    )
+    min_p: float = _parameter(
+        0.0,
+        "tokens below this share of the largest probability are dropped",
+        0,
+        1,
+        of_model=True,
+        names=_NOT_ANTHROPIC,
+    )
+    repetition_penalty: float = _parameter(
+        1.0,
+        "divides positive and multiplies negative logits of tokens that occurred",
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+        of_model=True,
+        names={**_NOT_ANTHROPIC, "ollama": "repeat_penalty"},
+    )
+    presence_penalty: float = _parameter(
+        0.0, "subtracted from logits of generated tokens", -2, 2, names=_NOT_ANTHROPIC
+    )
+    frequency_penalty: float = _parameter(
+        0.0, "subtracted for each time that a token was generated", -2, 2, names=_NOT_ANTHROPIC
+    )
     logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int = 0
-    """Unsigned 64 bits; noise is a function of (seed, absolute position, token id)."""
-    n: int = 1
+    seed: int = _parameter(
+        0,
+        "64-bit; same seed, same text; -1 = random",
+        -(2**63),
+        2**64 - 1,
+        is_whole=True,
+        aliases={-1: None},
+    )
+    """Unsigned 64 bits here; noise is a function of (seed, absolute position, token id)."""
+    n: int = _parameter(1, "samples of each prompt", 1, 128, is_whole=True, names=_OPENAI_ALONE)
     constraint: Constraint | None = None
     speculates: bool = True
     """Whether the engine may speculate where that pays; the text does not change."""
@@ -144,3 +220,15 @@ class PromptLogprobs(NamedTuple):
     first_position: int
     """Position in the prompt of the first of these tokens; position 0 has no log-probability."""
     logprobs: list[TokenLogprob]
+
+
+PARAMETERS: Mapping[str, Parameter] = {
+    one.name: Parameter(one.name, *given[:4], **given[4])
+    for one in fields(SamplingParams)
+    if (given := one.metadata.get("of_request")) is not None
+}
+"""The numbers that requests give of sampling, by their names in `SamplingParams`."""
+SAMPLING_DEFAULTS: Mapping[str, float] = {
+    name: one.default for name, one in PARAMETERS.items() if one.of_model
+}
+"""Values of the parameters of which a model may have its own default, where it has none."""

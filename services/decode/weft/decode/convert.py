@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import ADAPTER_DIGEST_BYTES
 from weft.contract.request import (
     MAX_MARK_TOKENS,
     MAX_PRIORITY,
-    MAX_REPETITION_PENALTY,
     MAX_SESSION_ID_BYTES,
     MAX_TENANT_BYTES,
     MAX_TOP_LOGPROBS,
-    MIN_REPETITION_PENALTY,
+    PARAMETERS,
     Constraint,
     Reasoning,
     SamplingParams,
@@ -145,26 +144,17 @@ def _in_range(name: str, value: float, low: float, high: float) -> float:
 
 
 def _sampling(message: common_pb2.SamplingParams) -> SamplingParams:
-    def get(name: str, default: float, low: float, high: float) -> float:
-        is_set = message.HasField(name)  # type: ignore[arg-type]
-        return _in_range(name, getattr(message, name) if is_set else default, low, high)
-
+    numbers: dict[str, Any] = {
+        name: _in_range(name, getattr(message, name), one.low, one.high)
+        for name, one in PARAMETERS.items()
+        if message.HasField(name)  # type: ignore[arg-type]
+    }
     bias = {int(token): value for token, value in message.logit_bias.items()}
     for value in bias.values():
         _in_range("logit_bias", value, -100, 100)
     return SamplingParams(
-        temperature=get("temperature", 1.0, 0, 100),
-        top_p=get("top_p", 1.0, 0, 1),
-        top_k=int(get("top_k", 0, 0, 2**31)),
-        min_p=get("min_p", 0.0, 0, 1),
-        repetition_penalty=get(
-            "repetition_penalty", 1.0, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        ),
-        presence_penalty=get("presence_penalty", 0.0, -2, 2),
-        frequency_penalty=get("frequency_penalty", 0.0, -2, 2),
+        **numbers,
         logit_bias=bias,
-        seed=message.seed,
-        n=int(get("n", 1, 1, 128)),
         constraint=_constraint(message.constraint) if message.HasField("constraint") else None,
         speculates=message.speculate or not message.HasField("speculate"),
     )

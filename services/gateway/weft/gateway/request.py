@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.contract.request import (
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-    Constraint,
-)
+from weft.contract.request import PARAMETERS, Constraint
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
 
@@ -151,60 +147,37 @@ class Wants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
-    """Sampling parameters for requests that do not give them; a model may have its own."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """See `Sampling`, as for the others."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-
-SAMPLING_RANGES = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-}
-"""Least and largest value of each parameter that a model may have a default of; top_p must be above
-its least.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn; bounds are those of `weft.v1.SamplingParams`.
+    """How the next token is drawn."""
 
-    The first five may be None, which is the model's default.
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """The parameters that the client gave, by their names in `PARAMETERS`; all of them but perhaps
+    the seed after `with_defaults`.
     """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    """Number of most likely tokens to draw from; 0: all."""
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    """Seed, 64 bits, signed or unsigned; None: drawn by the gateway."""
-    n: int = 1
     constraint: Constraint | None = None
     speculate: bool = True
     """Whether the worker may speculate; the text is the same."""
 
-    def with_defaults(self, defaults: SamplingDefaults) -> Sampling:
-        """A copy with defaults for the parameters that the client did not give."""
-        missing = {
-            field.name: getattr(defaults, field.name)
-            for field in fields(defaults)
-            if getattr(self, field.name) is None
-        }
-        return replace(self, **missing) if missing else self
+    @property
+    def n(self) -> int:
+        """Samples of each prompt."""
+        return int(self.numbers.get("n", 1))
+
+    @property
+    def seed(self) -> int | None:
+        """Seed, 64 bits, signed or unsigned; None: drawn by the gateway."""
+        seed = self.numbers.get("seed")
+        return None if seed is None else int(seed)
+
+    def with_defaults(self, of_model: Mapping[str, float]) -> Sampling:
+        """A copy with a value of every parameter.
+
+        Args:
+            of_model: The model's own defaults.
+        """
+        defaults = {name: one.default for name, one in PARAMETERS.items() if name != "seed"}
+        return replace(self, numbers={**defaults, **of_model, **self.numbers})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from weft.contract.request import (
     MAX_PRIORITY,
     MAX_SESSION_ID_BYTES,
     MAX_TOP_LOGPROBS,
+    PARAMETERS,
     Constraint,
     check_whitespace,
 )
@@ -18,7 +19,6 @@ from weft.contract.token_ids import are_below
 from weft.gateway.request import (
     MAX_TARGET_S,
     MIN_TARGET_S,
-    SAMPLING_RANGES,
     ChatPrompt,
     GenerateRequest,
     PreparedPrompt,
@@ -31,7 +31,6 @@ from weft.gateway.request import (
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.stop_patterns import PatternError, stop_patterns
 
-MAX_SAMPLES = 128
 MAX_REQUEST_SAMPLES = 1024
 """Most samples of all prompts of a request, unless more prompts are allowed."""
 MAX_STOPS = 16
@@ -197,14 +196,9 @@ def _check_prompts(request: GenerateRequest, model: ModelCard, max_prompts: int)
 
 def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
     """Raises InvalidRequest for a sampling parameter out of its range."""
-    for name, (low, high) in SAMPLING_RANGES.items():
-        if (value := getattr(sampling, name)) is not None:
-            check_range(name, value, low, high, above=name == "top_p")
-    check_range("presence_penalty", sampling.presence_penalty, -2, 2)
-    check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    check_range("n", sampling.n, 1, MAX_SAMPLES)
-    if sampling.seed is not None:
-        check_range("seed", sampling.seed, -(2**63), 2**64 - 1)
+    for name, value in sampling.numbers.items():
+        one = PARAMETERS[name]
+        check_range(name, value, one.low, one.high, above=one.excludes_low)
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
     for value in sampling.logit_bias.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,24 +64,6 @@ class CallFacts:
     """Time limit from the metadata `x-first-token-timeout-ms`; None: none."""
     worker: WorkerChoice | None = None
     """Decode worker from the metadata `x-worker-id` or `x-data-parallel-rank`; None: none."""
-
-
-def given_sampling(body: object, names: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `Sampling` that a body gives. As in vLLM, -1 means no limit as `top_k`, and no
-    seed as `seed`.
-
-    Args:
-        body: Has the values.
-        names: Its names of them, by those of `Sampling`.
-    """
-    given = {
-        name: value for name, own in names.items() if (value := getattr(body, own)) is not None
-    }
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
-    if given.get("seed") == -1:
-        del given["seed"]
-    return given
 
 
 def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from weft.common.durations import duration
 from weft.contract.request import Constraint
@@ -119,17 +120,10 @@ def _pool(wants: Wants, prompt: PreparedPrompt) -> decode_pb2.PoolOptions:
 
 def sampling_to_proto(sampling: Sampling, seed: int) -> common_pb2.SamplingParams:
     """A client's sampling with the seed that all attempts use: unsigned, 64 bits."""
+    numbers: dict[str, Any] = {**sampling.numbers, "seed": seed}
     return common_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **numbers,
         logit_bias=sampling.logit_bias,
-        seed=seed,
-        n=sampling.n,
         constraint=_constraint(sampling.constraint),
         speculate=sampling.speculate,
     )

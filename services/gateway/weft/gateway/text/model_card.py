@@ -16,8 +16,7 @@ from weft.checkpoint.files import num_parameters
 from weft.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.checkpoint.tokenizer_files import read_json, read_tokenizer
 from weft.contract.errors import ModelError
-from weft.contract.request import Reasoning
-from weft.gateway.request import SAMPLING_RANGES, SamplingDefaults
+from weft.contract.request import PARAMETERS, SAMPLING_DEFAULTS, Reasoning
 from weft.gateway.text.answer.formats import (
     FORMATS,
     REASONING_FORMATS,
@@ -64,7 +63,7 @@ class ModelCard:
     """Settings from which the two formats follow."""
     json_whitespace: str | None
     """`Constraint.whitespace` of requests that do not give one."""
-    sampling: SamplingDefaults
+    sampling: Mapping[str, float]
     """Sampling parameters for requests that do not give them."""
     eos_ids: frozenset[int]
     vocabulary_size: int
@@ -166,7 +165,10 @@ def load_model_card(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         json_whitespace=json_whitespace,
-        sampling=_sampling(folder, generation_config) if has_own_sampling else SamplingDefaults(),
+        sampling={
+            **SAMPLING_DEFAULTS,
+            **(_sampling(folder, generation_config) if has_own_sampling else {}),
+        },
         eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
         vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
         max_context_tokens=min(
@@ -215,22 +217,25 @@ def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
     )
 
 
-def _sampling(folder: Path, generation_config: dict[str, Any]) -> SamplingDefaults:
+def _sampling(folder: Path, generation_config: dict[str, Any]) -> dict[str, float]:
     """The defaults that the model's authors recommend."""
-    given: dict[str, Any] = {}
-    for name, (low, high) in SAMPLING_RANGES.items():
+    given: dict[str, float] = {}
+    for name, one in PARAMETERS.items():
+        if not one.of_model:
+            continue
         value = generation_config.get(name)
         if value is None:
             continue
-        kinds = int if name == "top_k" else (int, float)
+        kinds = int if one.is_whole else (int, float)
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (name == "top_p" and value == 0):
+        is_low = is_number and one.excludes_low and value == one.low
+        if not is_number or is_low or not one.low <= value <= one.high:
             raise ModelError(
                 f"{folder / 'generation_config.json'}: {name} is {value!r:.40}; it must be a "
-                f"number from {low} to {high}. Mend it, or give --generation-config none"
+                f"number from {one.low} to {one.high}. Mend it, or give --generation-config none"
             )
         given[name] = value
-    return SamplingDefaults(**given)
+    return given
 
 
 def _read_tokenizer(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
+from weft.gateway.api.sampling import with_sampling
 from weft.gateway.api.unserved import left_out, refused, unused
 
 Hint = dict[str, Any]
@@ -162,7 +163,13 @@ class PromptBody(DialectBody):
     speed: str | None = left_out("there is one speed", "standard")
 
 
-class MessagesBody(PromptBody):
+if TYPE_CHECKING:
+    _Sampled = PromptBody
+else:
+    _Sampled = with_sampling(PromptBody, "anthropic")
+
+
+class MessagesBody(_Sampled):
     """Body of POST /v1/messages."""
 
     max_tokens: int = Field(description="most tokens generated")
@@ -170,9 +177,6 @@ class MessagesBody(PromptBody):
     service_tier: str | None = unused()
     stop_sequences: Stops | None = Field(None, description="at most 16 strings of 256 bytes")
     stream: bool | None = Field(None, description="answer as server-sent events")
-    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default the model's")
-    top_k: int | None = Field(None, description="candidates kept; 0 = all, default the model's")
-    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default the model's")
     container: Any = refused("containers")
     diagnostics: Any = left_out("diagnostics")
     inference_geo: str | None = refused("places of computation")
@@ -180,7 +184,6 @@ class MessagesBody(PromptBody):
     fallback_credit_token: Any = left_out("billing")
     billing_policy: Any = left_out("billing")
     # Weft's own, the same as in other dialects.
-    seed: int | None = Field(None, description="64-bit; same seed, same text")
     cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
     priority: int | None = Field(None, description="less is more urgent")
     session_id: str | None = Field(None, description="names the chat, see docs/api.md")

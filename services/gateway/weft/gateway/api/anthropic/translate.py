@@ -19,6 +19,7 @@ from weft.gateway.api.anthropic.bodies import (
 )
 from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.hosted import own_tools
+from weft.gateway.api.sampling import given_numbers
 from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
@@ -43,17 +44,10 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
     if wanted is not None and constraint is None:  # Otherwise the answer consists of calls.
         schema = json.dumps(wanted.schema_, ensure_ascii=False)
         constraint, param = Constraint(kind="json_schema", text=schema), f"{wanted_param}.schema"
-    sampling = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "seed")
-        if (value := getattr(body, name)) is not None
-    }
-    if sampling.get("seed") == -1:
-        del sampling["seed"]
     return GenerateRequest(
         **call_fields(body, facts),
         prompts=(prompt,),
-        sampling=Sampling(**sampling, constraint=constraint),
+        sampling=Sampling(numbers=given_numbers(body, "anthropic"), constraint=constraint),
         stopping=Stopping(
             max_tokens=body.max_tokens,
             is_bounded=True,

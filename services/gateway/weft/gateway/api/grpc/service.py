@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.rpc.breaker import BreakerState
-from weft.contract.request import Constraint, Reasoning
+from weft.contract.request import PARAMETERS, Constraint, Reasoning
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest
@@ -413,12 +413,14 @@ def _targets(given: gateway_pb2.LatencyTargets) -> Targets:
 
 
 def _sampling(given: common_pb2.SamplingParams) -> Sampling:
-    apart = ("logit_bias", "constraint")
-    fields: dict[str, Any] = {
-        field.name: value for field, value in given.ListFields() if field.name not in apart
-    }
+    numbers = {field.name: value for field, value in given.ListFields() if field.name in PARAMETERS}
     constraint = _constraint(given.constraint) if given.HasField("constraint") else None
-    return Sampling(**fields, logit_bias=dict(given.logit_bias), constraint=constraint)
+    return Sampling(
+        numbers=numbers,
+        logit_bias=dict(given.logit_bias),
+        constraint=constraint,
+        speculate=given.speculate or not given.HasField("speculate"),
+    )
 
 
 def _constraint(given: common_pb2.Constraint) -> Constraint:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
 from weft.gateway.api.pooling.bodies import Inputs
+from weft.gateway.api.sampling import with_sampling
 from weft.gateway.api.unserved import left_out, refused, unused
 
 Think = bool | Literal["low", "medium", "high"]
 
 
-class OptionsBody(StrictPart):
+if TYPE_CHECKING:
+    _Sampled = StrictPart
+else:
+    _Sampled = with_sampling(StrictPart, "ollama")
+
+
+class OptionsBody(_Sampled):
     """The field `options`."""
 
     refuses_unknown = True
@@ -21,17 +28,7 @@ class OptionsBody(StrictPart):
     num_predict: int | None = Field(
         None, description="most tokens generated; -1 or -2, or absent: up to the context"
     )
-    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default the model's")
-    top_k: int | None = Field(None, description="0 or -1 = all candidates, default the model's")
-    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default the model's")
-    min_p: float | None = Field(None, description="0 to 1, default the model's")
-    seed: int | None = Field(None, description="64-bit; same seed, same text; -1 = random")
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
-    repeat_penalty: float | None = Field(
-        None, description="0.001 to 100, default 1; over the whole text"
-    )
-    presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
-    frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
     repeat_last_n: int | None = Field(
         None,
         description="0: no repeat_penalty; -1: the whole text; 64, the default of Ollama's "

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from weft.contract.request import Constraint
-from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
+from weft.contract.request import PARAMETERS, Constraint
+from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.ollama.bodies import (
     ChatBody,
@@ -21,6 +21,7 @@ from weft.gateway.api.ollama.bodies import (
     OptionsBody,
     ToolBody,
 )
+from weft.gateway.api.sampling import given_numbers
 from weft.gateway.api.tools import (
     NO_TOOLS,
     ToolUse,
@@ -46,19 +47,10 @@ _DEFAULT_LAST_N = 64
 """Ollama's default of `repeat_last_n`, which its clients send unasked."""
 _ZERO = re.compile(r"[+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
 """A duration of nothing, as Ollama reads them."""
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
-"""Options by their names in the internal request."""
 NAMES = {
-    **{name: f"options.{option}" for name, option in _SAMPLING.items()},
+    **{
+        name: f"options.{own}" for name, one in PARAMETERS.items() if (own := one.name_in("ollama"))
+    },
     "stop": "options.stop",
 }
 """Ollama's names of fields, by those of the internal request."""
@@ -171,7 +163,7 @@ def _request(
 
 
 def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
-    given = given_sampling(options, _SAMPLING)
+    given = given_numbers(options, "ollama")
     if options.repeat_last_n == 0:
         given.pop("repetition_penalty", None)
     elif given.get("repetition_penalty", 1) == 1:
@@ -180,7 +172,7 @@ def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
         leave_out("options.repeat_last_n", "repeat_penalty applies to the whole text")
     elif options.repeat_last_n not in (None, -1):
         raise unsupported("options.repeat_last_n", "a penalty over a part of the text")
-    return Sampling(**given, constraint=constraint)
+    return Sampling(numbers=given, constraint=constraint)
 
 
 def _stopping(options: OptionsBody) -> Stopping:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,7 @@ from weft.gateway.api.openai.foreign import (
     UNSERVED,
     refuse_foreign,
 )
+from weft.gateway.api.sampling import with_sampling
 from weft.gateway.api.unserved import unserved_fields, unused
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
@@ -381,7 +382,13 @@ _TOOL_PARTS = (
 )
 
 
-class GenerationBody(Body):
+if TYPE_CHECKING:
+    _Sampled = Body
+else:
+    _Sampled = with_sampling(Body, "openai", Int)
+
+
+class GenerationBody(_Sampled):
     """Fields common to chat and completions."""
 
     of_others = HARMLESS | UNSERVED.keys()
@@ -398,24 +405,15 @@ class GenerationBody(Body):
         refuse_foreign(value)
 
     max_tokens: Int | None = Field(None, description="most tokens generated per choice")
-    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default the model's")
-    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default the model's")
-    n: Int | None = Field(None, description="choices per prompt, 1 to 128, default 1")
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
     stop_regex: str | Stops | None = Field(
         None, description="regular expressions, at most 16 of 256 bytes, that end the text"
     )
-    seed: Int | None = Field(None, description="64-bit; same seed, same text; -1 = random")
-    presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
-    frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
     logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
     stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     user: str | None = unused()
-    top_k: Int | None = Field(None, description="0 or -1 = all candidates, default the model's")
-    min_p: float | None = Field(None, description="0 to 1, default the model's")
     min_tokens: Int | None = Field(None, description="no stop before so many tokens, default 0")
-    repetition_penalty: float | None = Field(None, description="0.001 to 100, default the model's")
     stop_token_ids: StopIds | None = Field(None, description="at most 256 token ids")
     ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
     include_stop_str_in_output: bool | None = Field(None, description="keep the stop's text")

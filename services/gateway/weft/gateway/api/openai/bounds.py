@@ -12,18 +12,16 @@ from typing import Any
 
 from weft.contract.request import (
     MAX_PRIORITY,
-    MAX_REPETITION_PENALTY,
     MAX_SESSION_ID_BYTES,
     MAX_TOP_LOGPROBS,
-    MIN_REPETITION_PENALTY,
 )
+from weft.gateway.api.sampling import sampling_bounds
 from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_LOGIT_BIAS,
     MAX_ROUTING_KEY_BYTES,
     MAX_SALT_BYTES,
-    MAX_SAMPLES,
     MAX_STOP_BYTES,
     MAX_TOKENS,
 )
@@ -47,10 +45,8 @@ _TARGET = _range(MIN_TARGET_S * 1e3, MAX_TARGET_S * 1e3)
 _TEXT = {"type": "string", "minLength": 1}
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _GENERATION: Mapping[str, Keywords] = {
+    **sampling_bounds("openai"),
     "max_tokens": _range(1, MAX_TOKENS),
-    "temperature": _range(0, 100),
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "n": _range(1, MAX_SAMPLES),
     "stop": {
         "minLength": 1,
         "maxLength": MAX_STOP_BYTES,
@@ -61,18 +57,12 @@ _GENERATION: Mapping[str, Keywords] = {
         "maxLength": MAX_STOP_BYTES,
         "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
     },
-    "seed": _range(-(2**63), 2**64 - 1),
-    "presence_penalty": _range(-2, 2),
-    "frequency_penalty": _range(-2, 2),
     "logit_bias": {
         "maxProperties": MAX_LOGIT_BIAS,
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": _range(-100, 100),
     },
-    "top_k": _range(-1, MAX_TOKENS),
-    "min_p": _range(0, 1),
     "min_tokens": _range(0, MAX_TOKENS),
-    "repetition_penalty": _range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "stop_token_ids": {"items": {"type": "integer", "minimum": 0}},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_BYTES},
     "priority": _range(-MAX_PRIORITY, MAX_PRIORITY),
@@ -85,7 +75,7 @@ _GENERATION: Mapping[str, Keywords] = {
     "timeout": {"exclusiveMinimum": 0},
     "ttft_timeout": {"exclusiveMinimum": 0},
     "prompt_logprobs": _range(0, MAX_TOP_LOGPROBS),
-    "best_of": _range(1, MAX_SAMPLES),
+    "best_of": sampling_bounds("openai")["n"],
     "guided_regex": {"minLength": 1},
     "guided_grammar": {"minLength": 1},
     "guided_choice": {"minItems": 1, "items": {"type": "string", "minLength": 1}},

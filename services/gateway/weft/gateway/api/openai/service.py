@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 
@@ -352,7 +352,7 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
         "max_model_len": served.context_tokens,
         "root": served.model.name if entry is None else entry.path,
         "parent": None if entry is None else entry.model,
-        "default_sampling_params": asdict(served.model.sampling),
+        "default_sampling_params": served.model.sampling,
         "task": served.task,
         "type": "model",
         "display_name": resolved.name,

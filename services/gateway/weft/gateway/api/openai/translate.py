@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from weft.contract.request import MAX_TOP_LOGPROBS, Constraint
-from weft.gateway.api.edge import CallFacts, check_client_id, earliest, given_sampling
+from weft.gateway.api.edge import CallFacts, check_client_id, earliest
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
@@ -25,6 +25,7 @@ from weft.gateway.api.openai.constrain import (
     constraint_of,
     whitespace_of,
 )
+from weft.gateway.api.sampling import given_numbers
 from weft.gateway.api.tools import (
     NO_TOOLS,
     ToolUse,
@@ -56,13 +57,6 @@ from weft.gateway.validate import (
 _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; a chat may fill the context."""
 
-_SAMPLING = {
-    name: name
-    for name in (
-        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("presence_penalty", "frequency_penalty", "seed", "n", "speculate"),
-    )
-}
 _OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Names that are fields of the request, and so must not be template variables."""
 
@@ -204,7 +198,7 @@ def _request(
     echoed_logprobs: int | None = None,
     tool_use: ToolUse = NO_TOOLS,
 ) -> GenerateRequest:
-    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+    if body.best_of not in (None, given_numbers(body, "openai").get("n", 1)):
         raise unsupported("best_of", "choosing among more answers than n")
     is_free = body.model_fields_set.isdisjoint(CONSTRAINING)
     constraint = None if is_free else constraint_of(body)
@@ -294,9 +288,12 @@ def _targets(body: GenerationBody) -> Targets:
 
 
 def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
-    given = given_sampling(body, _SAMPLING)
-    bias = logit_bias(body.logit_bias or {})
-    return Sampling(**given, logit_bias=bias, constraint=constraint)
+    return Sampling(
+        numbers=given_numbers(body, "openai"),
+        logit_bias=logit_bias(body.logit_bias or {}),
+        constraint=constraint,
+        speculate=body.speculate is not False,
+    )
 
 
 def logit_bias(given: Mapping[str, float]) -> dict[int, float]:

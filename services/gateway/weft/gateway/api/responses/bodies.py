@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
 from weft.gateway.api.openai.bodies import LogitBias, few_entries
+from weft.gateway.api.sampling import with_sampling
 from weft.gateway.api.unserved import left_out, refused, unused
 
 _MAX_METADATA = 16
@@ -156,7 +157,13 @@ class StreamOptionsBody(StrictPart):
     include_obfuscation: bool | None = unused()
 
 
-class ResponsesBody(DialectBody):
+if TYPE_CHECKING:
+    _Sampled = DialectBody
+else:
+    _Sampled = with_sampling(DialectBody, "responses")
+
+
+class ResponsesBody(_Sampled):
     """Body of POST /v1/responses."""
 
     input: str | Many[ItemBody] | None = Field(
@@ -168,8 +175,6 @@ class ResponsesBody(DialectBody):
     )
     store: bool | None = Field(None, description="keep it, so that it can be continued; default")
     max_output_tokens: int | None = Field(None, description="most tokens generated")
-    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default the model's")
-    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default the model's")
     top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
     tools: Few[Tool] | None = Field(None, description="functions that may be called")
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = Field(
@@ -208,12 +213,6 @@ class ResponsesBody(DialectBody):
     stop_regex: str | Stops | None = Field(
         None, description="regular expressions, at most 16 of 256 bytes, that end the text"
     )
-    seed: int | None = Field(None, description="64-bit; same seed, same text")
-    top_k: int | None = Field(None, description="0 or -1 = all candidates, default the model's")
-    min_p: float | None = Field(None, description="0 to 1, default the model's")
-    presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
-    frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
-    repetition_penalty: float | None = Field(None, description="0.001 to 100, default the model's")
     logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
     min_tokens: int | None = Field(None, description="no stop before so many tokens")
     ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")

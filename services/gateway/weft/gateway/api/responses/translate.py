@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from weft.contract.request import Constraint
-from weft.gateway.api.edge import CallFacts, call_fields, given_sampling
+from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.hosted import HostedTool, own_tools
 from weft.gateway.api.openai.translate import logit_bias
 from weft.gateway.api.responses.bodies import (
@@ -21,18 +21,12 @@ from weft.gateway.api.responses.bodies import (
     ToolChoiceBody,
     qualified,
 )
+from weft.gateway.api.sampling import given_numbers
 from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.validate import invalid, unsupported
 
-_SAMPLING = {
-    name: name
-    for name in (
-        *("temperature", "top_p", "top_k", "min_p", "seed"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    )
-}
 NAMES = {"messages": "input"}
 """Names of fields in the Responses API, by those of the internal request."""
 PARTS = {".function.": "."}
@@ -144,8 +138,11 @@ def _check_output(body: ResponsesBody) -> None:
 
 
 def _sampling(body: ResponsesBody, constraint: Constraint | None) -> Sampling:
-    given = given_sampling(body, _SAMPLING)
-    return Sampling(**given, logit_bias=logit_bias(body.logit_bias or {}), constraint=constraint)
+    return Sampling(
+        numbers=given_numbers(body, "responses"),
+        logit_bias=logit_bias(body.logit_bias or {}),
+        constraint=constraint,
+    )
 
 
 def _stopping(body: ResponsesBody) -> Stopping:

@@ -66,7 +66,7 @@ class GenerationProbe:
                 request_id=f"health-{secrets.token_hex(16)}",
                 model=served.model.name,
                 prompts=(TokenPrompt(ids=(0,)),),
-                sampling=Sampling(temperature=0.0),
+                sampling=Sampling(numbers={"temperature": 0.0}),
                 stopping=Stopping(max_tokens=1, ignore_eos=True),
                 timeout_s=_PROBE_S,
                 wants=_probe_of(served.task),
