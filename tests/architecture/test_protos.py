@@ -163,3 +163,14 @@ def test_committed_stubs_are_fresh() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "gen_protos.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_edge_forwards_every_stream_itself() -> None:
+    """The generated handlers' own forwarder loses errors that come before the first message."""
+    folder = ROOT / "services" / "rest" / "gen" / "weft" / "v1"
+    generated = "".join(path.read_text() for path in folder.glob("*.pb.gw.go"))
+    streams = set(re.findall(r"(forward_\w+)\s*= runtime\.ForwardResponseStream", generated))
+    assert streams
+    assert streams == set(
+        re.findall(r"(forward_\w+) = forward", (folder / "forward.go").read_text())
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from jsonschema import Draft202012Validator
+from openai.lib.streaming._deltas import accumulate_delta
 from weft.common.rpc.errors import from_rpc_error
 from weft.engine.features.constraints.schema import prepare_schema
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
@@ -78,6 +79,24 @@ async def test_calls_are_told_from_text(mesh: Mesh) -> None:
         "reasoning": None,
         "reasoning_content": None,
     }
+
+
+async def test_the_first_delta_of_calls_has_no_content(mesh: Mesh) -> None:
+    """As OpenAI's: null where an answer goes on without a text, in its first call's delta alone."""
+    mesh.text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
+    body = {"messages": USER, "tools": TOOLS}
+    events = await mesh.harness.events("ChatCompletions", body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    calls = [delta for delta in deltas if "tool_calls" in delta]
+    assert calls[0]["content"] is None
+    assert not any("content" in delta for delta in calls[1:])
+    assert not any(delta.get("content") for delta in deltas)
+    state: dict[object, object] = {}
+    for delta in deltas:
+        state = accumulate_delta(state, delta)
+    assert not state["content"]
+    assert isinstance(found := state["tool_calls"], list)
+    assert [one["function"]["arguments"] for one in found] == [ARGUMENTS] * 2
 
 
 async def test_ids_of_what_a_parser_takes_out_are_shown_all_the_same(mesh: Mesh) -> None:

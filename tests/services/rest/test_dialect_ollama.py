@@ -150,6 +150,19 @@ async def test_generations(edge: DialectEdge, client: ollama.AsyncClient) -> Non
     assert len(edge.mesh.workers[0].submits) == num_submits
 
 
+async def test_vectors_of_a_model_that_has_none(
+    edge: DialectEdge, client: ollama.AsyncClient
+) -> None:
+    for path, field in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+        refused = await edge.post(path, {"model": MODEL, field: "x"})
+        assert (refused.status_code, refused.json().keys()) == (400, {"error"})
+        missing = await edge.post(path, {"model": "other", field: "x"})
+        assert (missing.status_code, missing.json().keys()) == (404, {"error"})
+    # Without a text it only asks for the model to be loaded.
+    assert (await client.embed(model=MODEL, input=[])).embeddings == []
+    assert (await client.embeddings(model=MODEL, prompt="")).embedding == []
+
+
 async def test_ollamas_default_window_of_a_penalty_is_left_out_and_told(edge: DialectEdge) -> None:
     options: dict[str, Any] = {"repeat_penalty": 1.1, "repeat_last_n": 64}
     body = {"model": MODEL, "messages": USER, "stream": False}

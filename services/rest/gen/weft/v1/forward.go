@@ -21,5 +21,7 @@ func init() {
 	forward_AnthropicService_CreateMessage_0 = forward.Stream
 	forward_OllamaService_Chat_0 = forward.Stream
 	forward_OllamaService_Generate_0 = forward.Stream
+	forward_OllamaService_Embed_0 = forward.Stream
+	forward_OllamaService_EmbedPrompt_0 = forward.Stream
 	forward_MeshService_WatchMesh_0 = forward.Events
 }

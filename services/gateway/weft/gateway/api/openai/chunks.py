@@ -210,6 +210,8 @@ class ChatWriter(AnswerWriter):
         self._make_parser = make_parser
         self._shows_reasoning = shows_reasoning
         self._parsers: dict[int, AnswerParser] = {}
+        self._calling: set[int] = set()
+        """Samples of which a part of a call was sent."""
         self._prefixes: dict[int, bytes] = {}
 
     def _set_tail(self, tail: bytes) -> None:
@@ -262,7 +264,6 @@ class ChatWriter(AnswerWriter):
         parser = self._parsers.get(delta.sample)
         if parser is None:
             parser = self._parsers[delta.sample] = make_parser()
-        had_called = parser.has_called
         part = parser.push(delta.text, is_last=delta.finish_reason is not None)
         added: dict[str, object] = {}
         if part.reasoning and self._shows_reasoning:
@@ -270,7 +271,8 @@ class ChatWriter(AnswerWriter):
         if part.content:
             added["content"] = part.content
         if part.calls:
-            if not had_called:
+            if delta.sample not in self._calling:
+                self._calling.add(delta.sample)
                 added.setdefault("content", None)
             added["tool_calls"] = [_call_delta(call) for call in part.calls]
         return self._whole_event(delta, added) if added or self._has_rare(delta) else b""
