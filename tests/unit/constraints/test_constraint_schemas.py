@@ -104,6 +104,18 @@ COMBINED: list[Any] = [
         "additionalProperties": {"type": "integer"},
     },
     {"type": "object", "patternProperties": {"^[ab]$": {"type": "integer"}}},
+    *(
+        {
+            "type": "object",
+            "properties": {
+                **{"a": {"type": "number", "multipleOf": step}, "b": {"type": "string"}},
+                "k": {"enum": ["x", 2]},
+            },
+            "additionalProperties": False,
+            "patternProperties": {pattern: {"type": ["number", "string"], "maximum": 8.5}},
+        }
+        for step, pattern in ((5, "^a$"), (2, "^(a|b)$"), (3, "^[abk]"), (5, "^"))
+    ),
     {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
     {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},
     {"type": "array", "maxItems": 1, "uniqueItems": True},

@@ -29,6 +29,7 @@ from weft.contract.schema_keywords import (
     escaped,
 )
 from weft.engine.features.constraints.disjoint import are_disjoint, negated, type_names
+from weft.engine.features.constraints.names import has_names
 from weft.engine.features.constraints.numbers import FREE_NUMBERS, check_number, prepare_number
 from weft.engine.features.constraints.patterns import convert_pattern, without_lookahead
 
@@ -623,12 +624,18 @@ class _Rewriter:
             name: inner(part, f"{at}/properties/{escaped(name)}")
             for name, part in properties.items()
         }
-        free = {
-            self._pattern(pattern, f"{at}/patternProperties/{escaped(pattern)}"): inner(
-                part, f"{at}/patternProperties/{escaped(pattern)}"
-            )
-            for pattern, part in patterns.items()
-        }
+        free: dict[str, Json] = {}
+        for given, part in patterns.items():
+            place = f"{at}/patternProperties/{escaped(given)}"
+            pattern = self._pattern(given, place)
+            if has_names(pattern, but=[*named]):
+                # llguidance adds this to the listed properties that match the pattern.
+                free[pattern] = inner(part, place)
+                continue
+            for name in named:
+                if has_names(pattern, but=named.keys() - {name}):
+                    own = properties[name], f"{at}/properties/{escaped(name)}"
+                    named[name] = self._all([own, (part, place)])
         if "propertyNames" in schema:
             self._require(
                 not free, f"{at}/propertyNames", "beside patternProperties: not supported"

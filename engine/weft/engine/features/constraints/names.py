@@ -1,0 +1,35 @@
+"""Names of properties that patterns describe."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+
+from llguidance import LLMatcher, LLTokenizer
+
+
+def has_names(pattern: str, *, but: Iterable[str]) -> bool:
+    """Whether a pattern, as llguidance spells it, matches any name but the given ones.
+
+    llguidance leaves the names of listed properties out of a pattern. If that leaves none, it
+    still lets a text begin one more property, and then nothing can follow.
+    """
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(but, False),
+        "patternProperties": {pattern: {"type": "null"}},
+        "additionalProperties": False,
+        "minProperties": 1,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    matcher = LLMatcher(_one_byte_tokens(), f"start: %json {json.dumps(schema)}", log_level=0)
+    if matcher.is_error() or not matcher.consume_token(ord("{")):
+        return True  # Compiling the whole schema tells what is wrong.
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+@functools.cache
+def _one_byte_tokens() -> LLTokenizer:
+    return LLTokenizer("byte")
