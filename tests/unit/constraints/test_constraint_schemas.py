@@ -119,6 +119,7 @@ COMBINED: list[Any] = [
     {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
     {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},
     {"type": "array", "maxItems": 1, "uniqueItems": True},
+    {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     {"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": {"type": "integer"}}},
     {"$ref": "#/components/schemas/X", "components": {"schemas": {"X": {"type": "string"}}}},
     {"anyOf": [{"type": "string"}, {"$ref": "#/anyOf/0"}]},

@@ -18,8 +18,8 @@ from weft.contract.errors import Internal, InvalidRequest, WeftError
 from weft.contract.request import Constraint
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
     from weft.engine.features.constraints.grammar import GrammarSource
+    from weft.engine.features.constraints.unique import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Compiled(NamedTuple):
     """Outcome of compiling one constraint."""
 
     constraint: Constraint
-    outcome: LLMatcher | WeftError
+    outcome: Matcher | WeftError
 
 
 class VocabularyConfig(NamedTuple):
@@ -140,7 +140,7 @@ class Compiler:
                 threading.stack_size(default)
 
     def _compile(self, source: GrammarSource, constraint: Constraint) -> None:
-        outcome: LLMatcher | WeftError
+        outcome: Matcher | WeftError
         try:
             outcome = source.compile(constraint)
         except ValueError as error:

@@ -15,9 +15,9 @@ from weft.engine.scheduler.ports import Made, MaskRows
 from weft.engine.scheduler.state import Request, RequestKey, State
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
     from weft.engine.features.constraints.after_reasoning import AfterReasoning
     from weft.engine.features.constraints.masks import ChargedTime, ConstraintState, MaskMaker
+    from weft.engine.features.constraints.unique import Matcher
 
 MAX_REFUSED = 64
 """Number of too slow constraints that are remembered."""
@@ -53,7 +53,7 @@ class Constraints:
             vocabulary, config.constraint_compile_s, config.constraint_cache, wake
         )
         self._waiting: dict[Constraint, list[RequestKey]] = {}
-        self.grammars: dict[RequestKey, LLMatcher] = {}
+        self.grammars: dict[RequestKey, Matcher] = {}
         """Each unfinished request's matcher at the beginning of a text; samples get copies."""
         self._states: dict[Request, ConstraintState | AfterReasoning] = {}
         """Grammar state of each sample, from its first step on this engine."""

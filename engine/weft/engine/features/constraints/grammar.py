@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from weft.engine.features.constraints.gbnf import convert_gbnf
 from weft.engine.features.constraints.patterns import convert_regex
 from weft.engine.features.constraints.schema import prepare_schema
 from weft.engine.features.constraints.tags import convert_tags
+from weft.engine.features.constraints.unique import Matcher, Spot, UniqueMatcher, Vocabulary
 
 LIMITS = LLParserLimits(
     max_items_in_row=10_000,
@@ -71,28 +73,34 @@ class GrammarSource:
         self.tokenizer = tokenizer
         self._is_closed = is_closed
 
-    def compile(self, constraint: Constraint) -> LLMatcher:
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer)
+
+    def compile(self, constraint: Constraint) -> Matcher:
         """Compiles a constraint to a matcher at the beginning of a text, to be copied for each
         sample.
 
         Raises:
             ValueError: The constraint cannot be used; the message says why, and where in it.
         """
-        matcher = LLMatcher(self.tokenizer, self._lark(constraint), log_level=0, limits=LIMITS)
+        unique: dict[Spot, int | None] = {}
+        lark = self._lark(constraint, unique)
+        matcher = LLMatcher(self.tokenizer, lark, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             # The first mask shows whether any text satisfies the grammar; copies have this mask
             # ready.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(_problem(matcher.get_error(), constraint))
-        return matcher
+        return UniqueMatcher(matcher, unique, self._vocabulary) if unique else matcher
 
-    def _lark(self, constraint: Constraint) -> str:
+    def _lark(self, constraint: Constraint, unique: dict[Spot, int | None]) -> str:
         """Writes the constraint as a grammar of llguidance."""
         kind, text = constraint.kind, constraint.text
         form = _form(constraint.whitespace)
         if kind == "json_schema":
-            return f"{_HEAD}start: {self._json_rule(text, form)}"
+            return f"{_HEAD}start: {self._json_rule(text, form, unique)}"
         if kind == "regex":
             return f"{_HEAD}start: /{convert_regex(text)}/" if text else f'{_HEAD}start: ""'
         if kind == "structural_tag":
@@ -101,9 +109,14 @@ class GrammarSource:
             return f"{_HEAD}start: " + " | ".join(map(json.dumps, constraint.choices))
         return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
 
-    def _json_rule(self, schema: str, form: Mapping[str, str | bool]) -> str:
+    def _json_rule(
+        self,
+        schema: str,
+        form: Mapping[str, str | bool],
+        unique: dict[Spot, int | None] | None = None,
+    ) -> str:
         """Writes a grammar's rule for a value of a JSON schema."""
-        prepared = prepare_schema(schema, is_closed=self._is_closed)
+        prepared = prepare_schema(schema, is_closed=self._is_closed, unique=unique)
         options = {**form, "json_allowed_escapes": _ESCAPES}
         return f"%json {json.dumps({**prepared, 'x-guidance': options})}"
 

@@ -11,7 +11,7 @@ from weft.contract.request import Constraint
 from weft.engine.features.constraints.compiling import Compiled, Compiler, VocabularyConfig
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from weft.engine.features.constraints.unique import Matcher
 
 MAX_OPEN = 256
 """Most constraints being compiled or queued for it."""
@@ -38,11 +38,11 @@ class Grammars:
         self._timeout_s = timeout_s
         self._max_kept = max_kept
         self._wake = wake
-        self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Constraint, Matcher] = OrderedDict()
         self._open: set[Constraint] = set()
         self._compiler: Compiler | None = None
 
-    def find(self, constraint: Constraint) -> LLMatcher | None:
+    def find(self, constraint: Constraint) -> Matcher | None:
         """The constraint's matcher at the beginning of a text; None if it is not compiled."""
         found = self._kept.get(constraint)
         if found is not None:
@@ -77,7 +77,7 @@ class Grammars:
         self._open.difference_update(constraint for constraint, _ in taken)
         return taken
 
-    def keep(self, constraint: Constraint, matcher: LLMatcher) -> None:
+    def keep(self, constraint: Constraint, matcher: Matcher) -> None:
         """Keeps a compiled constraint; drops the least recently used one if there are too many."""
         self._kept[constraint] = matcher
         while len(self._kept) > self._max_kept:

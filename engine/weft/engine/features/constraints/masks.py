@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from weft.engine.scheduler.ports import Made, MaskRows, Masks
 
 if TYPE_CHECKING:
     from weft.engine.features.constraints.after_reasoning import AfterReasoning
+    from weft.engine.features.constraints.unique import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class ConstraintState:
 
     def __init__(
         self,
-        grammar: LLMatcher,
+        grammar: Matcher,
         vocab_size: int,
         eos_token_ids: frozenset[int],
         charged: ChargedTime | None = None,
@@ -90,7 +91,8 @@ class ConstraintState:
     @property
     def in_group(self) -> ConstraintState | None:
         """This state, if its next mask may be computed in a group with others; else None."""
-        return None if self.num_alone > 0 or self.is_lost else self
+        is_timed = self.num_alone > 0 or self.is_lost
+        return None if is_timed or not isinstance(self.matcher, LLMatcher) else self
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Follows more tokens of the sample.
@@ -298,7 +300,7 @@ class MaskMaker:
         wanted = [(state.matcher, job.slot) for place, state, job in group if made[place] is None]
         address, row_bytes = rows.ctypes.data, rows.shape[1] * rows.itemsize
         if executor is not None and wanted:
-            executor.unsafe_compute_mask_ptr(wanted, address, row_bytes, len(rows))
+            executor.unsafe_compute_mask_ptr(_of_llguidance(wanted), address, row_bytes, len(rows))
         else:
             for matcher, slot in wanted:
                 matcher.unsafe_compute_mask_ptr(address + slot * row_bytes, row_bytes)
@@ -325,10 +327,15 @@ class MaskMaker:
         return self._executor
 
 
+def _of_llguidance(pairs: list[tuple[Matcher, int]]) -> list[tuple[LLMatcher, int]]:
+    """The same: `in_group` keeps other matchers out of groups."""
+    return cast("list[tuple[LLMatcher, int]]", pairs)
+
+
 def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None) -> None:
     """Has the members' matchers consume their tokens; writes errors into `made`."""
     single: list[_Member] = []
-    pairs: list[tuple[LLMatcher, int]] = []
+    pairs: list[tuple[Matcher, int]] = []
     for member in group:
         place, state, job = member
         tokens = job.tokens
@@ -341,7 +348,7 @@ def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None)
         except Exception as error:  # An error of one sample must not affect the others.
             made[place] = _failure(error)
     if executor is not None and pairs:
-        are_right = executor.consume_token_par(pairs)
+        are_right = executor.consume_token_par(_of_llguidance(pairs))
     else:
         are_right = [matcher.consume_token(token) for matcher, token in pairs]
     for (place, state, job), is_right in zip(single, are_right, strict=True):

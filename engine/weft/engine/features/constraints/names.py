@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLTokenizer
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 def has_names(pattern: str, *, but: Iterable[str]) -> bool:
@@ -15,6 +17,9 @@ def has_names(pattern: str, *, but: Iterable[str]) -> bool:
     llguidance leaves the names of listed properties out of a pattern. If that leaves none, it
     still lets a text begin one more property, and then nothing can follow.
     """
+    # Imported here, as below: reading a schema needs no llguidance.
+    from llguidance import LLMatcher
+
     schema = {
         "type": "object",
         "properties": dict.fromkeys(but, False),
@@ -32,4 +37,6 @@ def has_names(pattern: str, *, but: Iterable[str]) -> bool:
 
 @functools.cache
 def _one_byte_tokens() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
     return LLTokenizer("byte")
