@@ -162,8 +162,10 @@ def _latent_kernel(
     # Rows of no request read the last request's pages.
     request = tl.minimum(request, requests - 1)
     first_row = tl.load(cu_q_lens + request)
-    root = tl.load(kv_lens + request) - (tl.load(cu_q_lens + request + 1) - first_row)
-    seen = root if IS_BEFORE else root + (row - first_row) + 1
+    kv_len = tl.load(kv_lens + request)
+    root = kv_len - (tl.load(cu_q_lens + request + 1) - first_row)
+    # Rows of no request have no positions of their own.
+    seen = root if IS_BEFORE else tl.minimum(root + (row - first_row) + 1, kv_len)
     word = tl.full([], -1, tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + row)
