@@ -135,8 +135,6 @@ def test_texts_follow_a_recursive_grammar(desk: Desk) -> None:
         (schema({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}), "#/oneOf"),
         (schema({"type": "object", "required": ["a"], "additionalProperties": False}), "'a'"),
         (schema({"type": "integer", "minimum": 3, "maximum": 2}), "no value satisfies"),
-        (schema({"properties": {"a": {"maxLenght": 3}}}), "#/properties/a/maxLenght"),
-        (schema({"type": "object", "requird": ["a"]}), "required"),
         (Constraint(kind="regex", text="(a"), "position"),
         (Constraint(kind="regex", text="a(?=b)"), "position"),
         (Constraint(kind="ebnf", text='root ::= "a" b'), "line 1, column 14"),

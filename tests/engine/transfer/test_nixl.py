@@ -202,7 +202,8 @@ def test_region_of_an_array_that_is_no_pool_is_refused() -> None:
 def test_without_nixl_the_module_imports_and_says_why_it_is_of_no_use() -> None:
     code = """
 import sys
-sys.modules["nixl"] = None
+for name in ("nixl", "nixl_cu13", "nixl_cu12"):
+    sys.modules[name] = None
 import numpy as np
 from weft.engine.transfer import nixl
 is_available, reason = nixl.nixl_available()

@@ -49,10 +49,10 @@ def test_a_start_is_seen_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     "flags", [(), pytest.param(("--plain",), marks=pytest.mark.full)], ids=["live", "plain"]
 )
 def test_why_a_worker_failed_can_be_read(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    with weft_up(tmp_path, "--decode-args", "--drafter mtp", *flags) as terminal:
+    with weft_up(tmp_path, "--decode-args", "--host-cache-bytes 1", *flags) as terminal:
         terminal.until("")
         assert terminal.process.wait(60) == 1
         assert ("✗ decode-0" in terminal.text) == (not flags)
         last = terminal.text.rpartition("the end of")[2]
-        assert "has no MTP head" in last
+        assert "host_cache_bytes = 1" in last
         assert "ended with status 1" in terminal.text

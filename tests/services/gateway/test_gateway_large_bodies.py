@@ -38,6 +38,7 @@ from weft.gateway.api.pooling.bodies import (
 from weft.gateway.api.responses.bodies import ResponsesBody
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.stops import StopAutomaton
+from weft.gateway.warnings import begin_warnings, current_warnings
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
@@ -104,15 +105,15 @@ BAD: list[tuple[type[Body], bytes, str]] = [
     (DetokenizeBody, filled('{"tokens": [', "1,", ', "x"]}'), "tokens"),
 ]
 DIALECT_BAD: list[tuple[type[Body], bytes, str]] = [
-    (ResponsesBody, unknown('{"input": "hi"'), "x0"),
-    (ResponsesBody, unknown('{"input": "hi", "text": {"a": 1') + b"}", "text.a"),
     (ResponsesBody, f'{{"input": "hi", "metadata": {{{UNKNOWN}}}}}'.encode(), "metadata"),
-    (MessagesBody, unknown(in_chat("max_tokens") + "1"), "x0"),
-    (MessagesBody, unknown(in_chat("thinking") + '{"type": "enabled"') + b"}", "thinking.x0"),
-    (MessagesBody, unknown('{"messages": [{"role": "user"') + b"]}", "messages[0].x0"),
-    (OllamaChatBody, unknown(in_chat("options") + '{"seed": 1') + b"}", "options.x0"),
-    (OllamaChatBody, unknown(in_chat("think") + "false"), "x0"),
-    (GenerateBody, unknown('{"prompt": "hi"'), "x0"),
+    (MessagesBody, unknown('{"messages": [{"role": "user"') + b"]}", "messages[0].content"),
+]
+DIALECT_LEFT_OUT: list[tuple[type[Body], bytes]] = [
+    (ResponsesBody, unknown('{"input": "hi"')),
+    (ResponsesBody, unknown('{"input": "hi", "text": {"a": 1') + b"}"),
+    (MessagesBody, unknown(in_chat("max_tokens") + "1")),
+    (OllamaChatBody, unknown(in_chat("think") + "false")),
+    (GenerateBody, unknown('{"prompt": "hi"')),
 ]
 METHODS = {
     ChatBody: "ChatCompletions",
@@ -158,6 +159,22 @@ async def test_checking_ends_at_the_first_fault(cls: type[Body], body: bytes, pa
         parse_body(cls, body, 2 * BODY_BYTES)
     assert (refused.value.param or "").startswith(param)
     assert len(refused.value.message) < 500
+
+
+@pytest.mark.parametrize(("cls", "body"), DIALECT_LEFT_OUT)
+async def test_many_unknown_fields_of_a_dialect_are_told_in_few_words(
+    cls: type[Body], body: bytes
+) -> None:
+    begin_warnings()
+    parse_body(cls, body, 2 * BODY_BYTES)
+    assert 0 < len(current_warnings()) <= 20
+
+
+async def test_unknown_options_are_refused_at_the_first() -> None:
+    body = unknown(in_chat("options") + '{"seed": 1') + b"}"
+    with pytest.raises(InvalidRequest) as refused:
+        parse_body(OllamaChatBody, body, 2 * BODY_BYTES)
+    assert (refused.value.param or "").startswith("options.x0")
 
 
 def lists_of(schema: object) -> Iterator[dict[str, Any]]:

@@ -343,7 +343,7 @@ class ResponseFormat(BaseModel):
     format: dict[str, Any] | None = Field(
         None, description="with type structural_tag: xgrammar's form of a text of several parts"
     )
-    structures: list[dict[str, Any]] | None = Field(
+    structures: Items[dict[str, Any]] | None = Field(
         None, description="with type structural_tag: the older form, with triggers"
     )
     triggers: list[str] | None = Field(None, description="with structures")
