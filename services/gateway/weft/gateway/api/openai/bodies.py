@@ -346,7 +346,7 @@ class ResponseFormat(BaseModel):
     structures: Items[dict[str, Any]] | None = Field(
         None, description="with type structural_tag: the older form, with triggers"
     )
-    triggers: list[str] | None = Field(None, description="with structures")
+    triggers: Items[str] | None = Field(None, description="with structures")
 
 
 class StructuredOutputs(BaseModel):
