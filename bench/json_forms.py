@@ -1,4 +1,4 @@
-"""Which blanks between the tokens of JSON let a model answer best.
+"""Measures with which whitespace between the tokens of JSON a model answers best.
 
     python bench/json_forms.py                      the demo model
     python bench/json_forms.py --model DIR --tasks 64 --max-tokens 96

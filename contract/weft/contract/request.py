@@ -87,6 +87,10 @@ def check_whitespace(pattern: str) -> None:
         raise ValueError(f"is no regular expression: {error}") from None
 
 
+MAX_BIAS = 100.0
+"""A value of `logit_bias` is -MAX_BIAS to MAX_BIAS."""
+
+
 class Parameter(NamedTuple):
     """A number that requests give of how tokens are drawn: declared once, for every dialect, the
     validation, the documents and the wire.

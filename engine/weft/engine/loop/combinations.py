@@ -65,7 +65,7 @@ def check_combination(config: EngineConfig) -> ModelConfig:
 
 
 def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuses settings under which no model with recurrent layers runs.
+    """Refuses settings that models with recurrent layers do not support.
 
     Raises:
         ConfigError: One of them is set.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.contract.errors import InvalidRequest
+from weft.contract.request import PARAMETERS
 from weft.contract.token_ids import TokenIds, extend_ids, token_ids
 from weft.v1 import decode_pb2
 
 MAX_PROMPT_TOKENS = 4 << 20
 """Most tokens of a prompt and everything that its samples have generated."""
-MAX_SAMPLES = 128
 
 
 class Assembly:
@@ -26,7 +26,10 @@ class Assembly:
         total = message.prompt_length + sum(entry.num_tokens for entry in progress)
         if total > MAX_PROMPT_TOKENS:
             raise InvalidRequest("the prompt is too long", param="prompt")
-        if len({entry.sample for entry in progress}) < len(progress) or len(progress) > MAX_SAMPLES:
+        if (
+            len({entry.sample for entry in progress}) < len(progress)
+            or len(progress) > PARAMETERS["n"].high
+        ):
             raise InvalidRequest("one entry a sample at most", param="progress")
         self.message = message
         self.prompt = token_ids()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import ADAPTER_DIGEST_BYTES
 from weft.contract.request import (
+    MAX_BIAS,
     MAX_MARK_TOKENS,
     MAX_PRIORITY,
     MAX_SESSION_ID_BYTES,
@@ -151,7 +152,7 @@ def _sampling(message: common_pb2.SamplingParams) -> SamplingParams:
     }
     bias = {int(token): value for token, value in message.logit_bias.items()}
     for value in bias.values():
-        _in_range("logit_bias", value, -100, 100)
+        _in_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
     return SamplingParams(
         **numbers,
         logit_bias=bias,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from weft.contract.errors import InvalidRequest
 from weft.contract.request import (
+    MAX_BIAS,
     MAX_CONSTRAINT_BYTES,
     MAX_MARK_TOKENS,
     MAX_PRIORITY,
@@ -202,7 +203,7 @@ def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
     for value in sampling.logit_bias.values():
-        check_range("logit_bias", value, -100, 100)
+        check_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
     check_ids("logit_bias", sampling.logit_bias, vocabulary_size)
 
 

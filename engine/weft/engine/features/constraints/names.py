@@ -1,4 +1,4 @@
-"""Names of properties that patterns describe."""
+"""Decides whether a pattern of `patternProperties` matches names beyond those of `properties`."""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ class _Place(NamedTuple):
 
     @property
     def items(self) -> frozenset[bytes] | None:
-        """The strings so far of the innermost array, if that has no duplicates."""
+        """The strings that the innermost open array has so far; None: it may have duplicates, or
+        no array is open.
+        """
         return self.levels[-1].items if self.levels else None
 
 

@@ -22,7 +22,7 @@ class ComputedFormat:
 
     @property
     def names(self) -> list[str]:
-        """Formats such as int4 or bfloat16, that of most weights first."""
+        """Number formats such as int4 or bfloat16, sorted by their share of the weights."""
         return [name for name, _ in self._weights.most_common()]
 
     @property

@@ -216,8 +216,8 @@ def are_finite(values: torch.Tensor) -> torch.Tensor:
         firsts = range(0, len(bits), _CHECKED_BYTES)
         parts = (bits[first : first + _CHECKED_BYTES] & _FP8_NAN for first in firsts)
         return torch.stack([(part != _FP8_NAN).all() for part in parts]).all()
-    # One pass, many times as fast as `torch.isfinite`, and without memory of its own. What is not
-    # a number becomes the smallest and the largest.
+    # `aminmax` reads the values once and allocates nothing. It returns NaN for both if any value
+    # is NaN.
     lowest, highest = values.aminmax()
     return lowest.isfinite() & highest.isfinite()
 

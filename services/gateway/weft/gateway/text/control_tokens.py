@@ -298,7 +298,7 @@ def _has(texts: Iterable[str], mark: str) -> bool:
 
 
 def _escape(mark: str) -> str:
-    """A mark as it stands in JSON that is ASCII."""
+    """The mark as ASCII-only JSON writes it, for templates that dump messages as JSON."""
     return json.dumps(mark)[1:-1]
 
 

@@ -78,7 +78,9 @@ class ModelCard:
     hidden_size: int = 0
     """Width of the model; 0: config.json does not tell."""
     num_parameters: int = 0
-    """Number of parameters; 0: not known."""
+    """Number of weights by the headers of safetensors files; 0: unknown, as of GGUF files and of
+    quantised weights.
+    """
     unweighted_ids: frozenset[int] = frozenset()
     """Special tokens that get no lexical weight."""
     labels: tuple[str, ...] = ()

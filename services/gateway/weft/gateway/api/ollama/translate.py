@@ -66,7 +66,7 @@ def model_name(name: str | None) -> str:
 
 
 def unloads(body: GenerationBody) -> bool:
-    """Whether a request without a prompt asks for the model to be unloaded, not loaded."""
+    """Whether a request without a prompt asks to unload the model; otherwise it asks to load it."""
     wanted = body.keep_alive
     if isinstance(wanted, str):
         return _ZERO.fullmatch(wanted.strip()) is not None

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from weft.contract.request import (
+    MAX_BIAS,
     MAX_PRIORITY,
     MAX_SESSION_ID_BYTES,
     MAX_TOP_LOGPROBS,
@@ -60,7 +61,7 @@ _GENERATION: Mapping[str, Keywords] = {
     "logit_bias": {
         "maxProperties": MAX_LOGIT_BIAS,
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": _range(-100, 100),
+        "additionalProperties": _range(-MAX_BIAS, MAX_BIAS),
     },
     "min_tokens": _range(0, MAX_TOKENS),
     "stop_token_ids": {"items": {"type": "integer", "minimum": 0}},

@@ -44,7 +44,9 @@ class TagSyntax:
     leaves_closer: bool = False
     """Whether the closing mark is not the call's own but its format's."""
     has_line_breaks: bool = False
-    """Whether one line break at each end of a value is no part of it."""
+    """Whether the model writes a line break before and after each value, which the value does not
+    contain.
+    """
 
     @cached_property
     def head_end(self) -> re.Pattern[str]:
