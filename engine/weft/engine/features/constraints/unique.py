@@ -168,10 +168,10 @@ class UniqueMatcher:
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         for number, token in enumerate(tokens):
-            is_twice = self._behind(self._places[-1], self._vocabulary.spelled[token]).is_twice
-            if is_twice or self._matcher.try_consume_tokens([token]) == 0:
+            place = self._behind(self._places[-1], self._vocabulary.spelled[token])
+            if place.is_twice or self._matcher.try_consume_tokens([token]) == 0:
                 return number
-            self._places.append(self._behind(self._places[-1], self._vocabulary.spelled[token]))
+            self._places.append(place)
         return len(tokens)
 
     def compute_bitmask(self) -> bytes:
