@@ -241,8 +241,8 @@ class EngineConfig:
         le=1,
     )
     local_prefill_max_tokens: int | None = setting(
-        "prompt remainders of at most this many tokens are prefilled here, longer ones by prefill "
-        "workers; 0 = ship whenever there is a full page; none = by measured cost",
+        "prompt remainders of at most this many tokens are prefilled by the decode worker, longer "
+        "ones by prefill workers; 0 = ship whenever there is a full page; none = by measured cost",
         None,
         ge=0,
     )
