@@ -196,7 +196,7 @@ async def test_any_json_object_and_vllms_names(mesh: TinyMesh) -> None:
 
 
 async def test_a_bad_schema_is_a_400_that_says_where(mesh: TinyMesh) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    schema = {"type": "object", "properties": {"a": {"$dynamicRef": "#a"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "bad", "schema": schema}}
     async with client(mesh) as sdk:
         for stream in (False, True):
@@ -208,7 +208,7 @@ async def test_a_bad_schema_is_a_400_that_says_where(mesh: TinyMesh) -> None:
                     stream=stream,
                 )
             assert caught.value.param == "response_format.json_schema.schema"
-            assert "at #/properties/a/uniqueItems" in str(caught.value)
+            assert "at #/properties/a/$dynamicRef" in str(caught.value)
 
 
 async def test_the_typed_api_gives_the_same_text(mesh: TinyMesh, greedy: Greedy) -> None:

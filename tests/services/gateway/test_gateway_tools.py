@@ -350,7 +350,7 @@ async def test_what_is_wrong_with_a_schema_is_told_of_its_tool(tmp_path: Path) -
         return refusing(str(raised.value))
 
     cases = (
-        ({"type": "array", "uniqueItems": True}, "at #/properties/l/uniqueItems: "),
+        ({"$dynamicRef": "#a"}, "at #/properties/l/$dynamicRef: "),
         ({"type": 5}, "at #/properties/l/type: "),
         ({"$ref": "#/$defs/x"}, "at #/properties/l/$ref: '#/$defs/x' "),
     )

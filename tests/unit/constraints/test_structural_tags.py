@@ -49,9 +49,21 @@ def dispatch(**options: Any) -> dict[str, Any]:
     return {"type": "dispatch", "rules": [["<f>", JSON], ["<g>", fixed("!")]], **options}
 
 
+SET = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+SETS = {"type": "json_schema", "json_schema": {"properties": {"a": SET}, "required": ["a"]}}
+TWICE, ONCE = '{"a":[1,1]}', '{"a":[1,2]}'
+OTHER = {"type": "json_schema", "json_schema": {"type": ["string", "array"]}}
 CALL, ITEM = '<f=a>{"a": 1}</f>', '<i>{"a":1}</i>'
 GRAMMAR = {"type": "grammar", "grammar": 'root ::= "a" rest\nrest ::= [bc]* | "(" root ")"'}
 CASES: list[tuple[Any, list[str], list[str]]] = [
+    (SETS, [ONCE], [TWICE]),
+    (listed("sequence", fixed(TWICE), SETS), [TWICE + ONCE], [TWICE + TWICE]),
+    (listed("or", SETS, OTHER), [ONCE, '"[1,1]"', "[1,1]"], [TWICE]),
+    (
+        {**triggered("<f=", "<s>"), "tags": [tag("<f=a>", JSON, "</f>"), tag("<s>", SETS, "</s>")]},
+        [f'[1,1] "{{ {CALL}<s>{ONCE}</s>[<s>{ONCE}</s>', f"{TWICE}<s{TWICE}"],
+        [f'{CALL}<s>{TWICE}</s>"', f"<s>{ONCE}</s>[<s>{TWICE}</s>"],
+    ),
     (fixed("yes"), ["yes"], ["no", "", "yesx"]),
     (fixed('é"\\\n</'), ['é"\\\n</'], ["é"]),
     (listed("sequence", fixed("A: "), JSON), ['A: {"a": 1}'], ['{"a": 1}', "A: "]),
@@ -170,6 +182,13 @@ def test_what_is_not_supported_is_named(form: Any, told: str) -> None:
     with pytest.raises(ValueError, match=r".") as refused:
         SOURCE.compile(of(form))
     assert told in str(refused.value)
+
+
+def test_sets_that_cannot_be_told_from_other_parts_end_the_answer() -> None:
+    matcher = SOURCE.compile(of(listed("or", SETS, JSON))).deep_copy()
+    assert not matcher.consume_token(ord("{"))
+    assert matcher.is_error()
+    assert "two parts begin alike" in matcher.get_error()
 
 
 def test_deep_formats_take_little_room() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Mapping
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from weft.contract.request import Constraint
+from weft.engine.features.constraints.domains import (
+    MARK,
+    MAX_MARKS,
+    bound_arrays,
+    byte_tokens,
+    has_unique_arrays,
+)
 from weft.engine.features.constraints.gbnf import convert_gbnf
 from weft.engine.features.constraints.patterns import convert_regex
+from weft.engine.features.constraints.places import Place
 from weft.engine.features.constraints.schema import prepare_schema
 from weft.engine.features.constraints.tags import convert_tags
-from weft.engine.features.constraints.unique import Matcher, Spot, UniqueMatcher, Vocabulary
+from weft.engine.features.constraints.unique import Matcher, UniqueMatcher, Vocabulary
 
 LIMITS = LLParserLimits(
     max_items_in_row=10_000,
@@ -72,10 +79,7 @@ class GrammarSource:
     def __init__(self, tokenizer: LLTokenizer, *, is_closed: bool = True) -> None:
         self.tokenizer = tokenizer
         self._is_closed = is_closed
-
-    @functools.cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer)
+        self._vocabulary = Vocabulary(tokenizer)
 
     def compile(self, constraint: Constraint) -> Matcher:
         """Compiles a constraint to a matcher at the beginning of a text, to be copied for each
@@ -84,41 +88,56 @@ class GrammarSource:
         Raises:
             ValueError: The constraint cannot be used; the message says why, and where in it.
         """
-        unique: dict[Spot, int | None] = {}
-        lark = self._lark(constraint, unique)
-        matcher = LLMatcher(self.tokenizer, lark, log_level=0, limits=LIMITS)
+        roots: list[Place] = []
+        matcher = self._matcher(self.tokenizer, self._lark(constraint, roots), constraint)
+        if not roots:
+            return matcher
+        has_marks = constraint.kind == "structural_tag"
+        marked = self._lark(constraint, [], has_marks=has_marks)
+        by_bytes = self._matcher(byte_tokens(), marked, constraint)
+        return UniqueMatcher(matcher, by_bytes, roots, self._vocabulary, has_marks=has_marks)
+
+    def _matcher(self, tokenizer: LLTokenizer, lark: str, constraint: Constraint) -> LLMatcher:
+        matcher = LLMatcher(tokenizer, lark, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             # The first mask shows whether any text satisfies the grammar; copies have this mask
             # ready.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(_problem(matcher.get_error(), constraint))
-        return UniqueMatcher(matcher, unique, self._vocabulary) if unique else matcher
+        return matcher
 
-    def _lark(self, constraint: Constraint, unique: dict[Spot, int | None]) -> str:
-        """Writes the constraint as a grammar of llguidance."""
+    def _lark(self, constraint: Constraint, roots: list[Place], *, has_marks: bool = False) -> str:
+        """Writes the constraint as a grammar of llguidance.
+
+        Args:
+            constraint: What is asked for.
+            roots: Gets the places of schemas that have arrays without duplicates.
+            has_marks: Whether a mark stands before each of these schemas.
+        """
         kind, text = constraint.kind, constraint.text
         form = _form(constraint.whitespace)
+
+        def rule(schema: str) -> str:
+            prepared = prepare_schema(schema, is_closed=self._is_closed)
+            mark = ""
+            if has_unique_arrays(prepared):
+                mark = f"<[{MARK + len(roots)}]> " if has_marks else ""
+                roots.append(bound_arrays(prepared))
+                if len(roots) > MAX_MARKS:
+                    raise ValueError(f"more than {MAX_MARKS} schemas have uniqueItems")
+            options = {**form, "json_allowed_escapes": _ESCAPES}
+            return f"{mark}%json {json.dumps({**prepared, 'x-guidance': options})}"
+
         if kind == "json_schema":
-            return f"{_HEAD}start: {self._json_rule(text, form, unique)}"
+            return f"{_HEAD}start: {rule(text)}"
         if kind == "regex":
             return f"{_HEAD}start: /{convert_regex(text)}/" if text else f'{_HEAD}start: ""'
         if kind == "structural_tag":
-            return _HEAD + convert_tags(text, lambda schema: self._json_rule(schema, form))
+            return _HEAD + convert_tags(text, rule)
         if kind == "choice":
             return f"{_HEAD}start: " + " | ".join(map(json.dumps, constraint.choices))
         return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
-
-    def _json_rule(
-        self,
-        schema: str,
-        form: Mapping[str, str | bool],
-        unique: dict[Spot, int | None] | None = None,
-    ) -> str:
-        """Writes a grammar's rule for a value of a JSON schema."""
-        prepared = prepare_schema(schema, is_closed=self._is_closed, unique=unique)
-        options = {**form, "json_allowed_escapes": _ESCAPES}
-        return f"%json {json.dumps({**prepared, 'x-guidance': options})}"
 
 
 def _form(whitespace: str | None) -> Mapping[str, str | bool]:

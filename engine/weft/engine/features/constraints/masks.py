@@ -16,6 +16,7 @@ from weft.contract.cores import num_cores
 from weft.contract.errors import Internal, InvalidRequest, WeftError
 from weft.engine.base.token_trees import parents_of
 from weft.engine.features.constraints.constraints import TOO_SLOW
+from weft.engine.features.constraints.unique import UNCLEAR
 from weft.engine.scheduler.ports import Made, MaskRows, Masks
 
 if TYPE_CHECKING:
@@ -122,9 +123,10 @@ class ConstraintState:
         """The error if following the grammar takes too long, or no text can continue."""
         if not self.matcher.is_error():
             return None
-        if "NoExtension" not in self.matcher.get_error():
+        told = self.matcher.get_error()
+        if "NoExtension" not in told and told != UNCLEAR:
             return _too_slow()
-        message = "no text satisfies it that goes on from here"
+        message = told if told == UNCLEAR else "no text satisfies it that goes on from here"
         return InvalidRequest(message, stage="decode", param="constraint")
 
     def _check(self) -> None:

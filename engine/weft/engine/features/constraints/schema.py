@@ -24,7 +24,6 @@ from weft.contract import schema_formats as formats
 from weft.contract.schema_keywords import (
     ASSERTING,
     COMBINING,
-    KEYWORDS,
     NEVER,
     OF_TYPE,
     escaped,
@@ -33,17 +32,13 @@ from weft.engine.features.constraints.disjoint import are_disjoint, negated, typ
 from weft.engine.features.constraints.names import has_names
 from weft.engine.features.constraints.numbers import FREE_NUMBERS, check_number, prepare_number
 from weft.engine.features.constraints.patterns import convert_pattern, without_lookahead
-from weft.engine.features.constraints.unique import MAX_ITEMS, Spot
+from weft.engine.features.constraints.places import UNIQUE
 
 Json = Any
 """A parsed JSON value of any type."""
 
-MAX_UNIQUE_ARRAYS = 2048
-"""Most arrays that `uniqueItems` is written out as."""
-MIN_UNIQUE_LENGTH = 32
-"""Least `maxLength` of the strings of an array without duplicates: enough of them exist, and no
-token opens a string and fills it.
-"""
+MAX_UNIQUE = 64
+"""Most items of an array without duplicates."""
 MAX_CASES = 256
 """Most combinations of optional properties written out for a bound on their number."""
 MAX_LOOKS = 2_500_000
@@ -80,25 +75,18 @@ _VACUOUS: dict[str, tuple[Json, ...]] = {
     "uniqueItems": (False,),
 }
 """Values with which a keyword excludes nothing, and so implies no type either."""
-_UNIQUE_OF = (
-    "is supported for items of an enum, and for strings without pattern and format in an array that"
-    " is a property's value, or the answer"
-)
-_UNIQUE_AND_OTHERS = "a property of the same name has arrays of other items or with duplicates"
 _ESCAPED = "\b\t\n\f\r"
 """Control characters that have a short escape in JSON."""
 
 
-def prepare_schema(
-    text: str, *, is_closed: bool = True, unique: dict[Spot, int | None] | None = None
-) -> dict[str, Json]:
+def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
     """Rewrites a schema, given as JSON text, for llguidance.
+
+    Arrays without duplicates are marked by `UNIQUE`; `UniqueMatcher` keeps them so.
 
     Args:
         text: The schema.
         is_closed: Whether objects and arrays may have only what the schema lists.
-        unique: Gets the arrays of strings that `UniqueMatcher` has to keep free of duplicates, with
-            the most characters of a string; None: such arrays are refused.
 
     Raises:
         ValueError: The text is no schema, or a part of it cannot be enforced; the message says
@@ -114,7 +102,7 @@ def prepare_schema(
     if not isinstance(schema, dict | bool):
         raise ValueError("is not a JSON schema: an object is expected")
     try:
-        return _Rewriter(schema, unique, is_closed=is_closed).run()
+        return _Rewriter(schema, is_closed=is_closed).run()
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
@@ -131,15 +119,8 @@ def _finite(written: str) -> float:
 class _Rewriter:
     """Rewrites one schema."""
 
-    def __init__(
-        self, root: Json, unique: dict[Spot, int | None] | None, *, is_closed: bool
-    ) -> None:
+    def __init__(self, root: Json, *, is_closed: bool) -> None:
         self._root = root
-        self._unique_spots = unique
-        self._unique_at: list[tuple[str, Spot]] = []
-        """Places of the arrays of strings without duplicates."""
-        self._other_spots: set[Spot | None] = set()
-        """Spots of arrays that may have duplicates."""
         self._is_closed = is_closed
         given = root.get("$schema", "") if isinstance(root, dict) else ""
         self._require(isinstance(given, str), "#/$schema", "a string is expected")
@@ -162,7 +143,6 @@ class _Rewriter:
             self._definitions[name] = self.schema(
                 schema, at, is_closed=is_closed, is_merged=is_merged
             )
-        self._check_unique()
         if found is True or found is False:
             self._require(found, "#", "no text satisfies it")
             found = self._any()
@@ -491,7 +471,7 @@ class _Rewriter:
             elif kind == "string":
                 parts.append(self._string(schema, at))
             elif kind == "array":
-                parts += self._array(schema, at, is_closed=is_closed, is_merged=is_merged)
+                parts.append(self._array(schema, at, is_closed=is_closed, is_merged=is_merged))
             elif kind == "object":
                 found = self._object(schema, at, is_closed=is_closed, is_merged=is_merged)
                 parts += [] if found is False else [found]
@@ -543,7 +523,7 @@ class _Rewriter:
 
     def _array(
         self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
-    ) -> list[Json]:
+    ) -> Json:
         first, rest = schema.get("prefixItems"), schema.get("items")
         first_at, rest_at = f"{at}/prefixItems", f"{at}/items"
         if isinstance(rest, list):
@@ -561,15 +541,14 @@ class _Rewriter:
         )
         is_unique = schema.get("uniqueItems", False)
         self._require(isinstance(is_unique, bool), f"{at}/uniqueItems", "a boolean is expected")
-        if is_unique and (most is None or most > 1):
-            values = self._few_values(rest) if not first else None
-            if values is not None:
-                return [self._unique(values, least, most, at)]
-            self._require(not (first or is_merged), f"{at}/uniqueItems", _UNIQUE_OF)
-            most = self._unique_strings(rest, least, most, at)
-        else:
-            self._other_spots.add(spot_of(at))
+        is_unique = is_unique and (most is None or most > 1)
+        if is_unique:
+            message = f"is supported up to {MAX_UNIQUE} items"
+            self._require(least <= MAX_UNIQUE, f"{at}/uniqueItems", message)
+            most = MAX_UNIQUE if most is None else min(most, MAX_UNIQUE)
         out: dict[str, Json] = {"type": "array"}
+        if is_unique:
+            out[UNIQUE] = at
         if first:
             out["prefixItems"] = [
                 self.schema(
@@ -588,64 +567,7 @@ class _Rewriter:
             out["minItems"] = least
         if most is not None:
             out["maxItems"] = int(most)
-        return [out]
-
-    def _unique_strings(self, items: Json, least: int, most: Json, at: str) -> int:
-        """Notes an array of strings for `UniqueMatcher`; returns the most items of it."""
-        place, spot = f"{at}/uniqueItems", spot_of(at)
-        items = self.behind_references(items, at)
-        is_right = isinstance(items, dict) and items.get("type") == "string"
-        named = {name for name in items if name in KEYWORDS} if is_right else set[str]()
-        longest = items.get("maxLength") if is_right else None
-        is_right = is_right and named <= {"type", "minLength", "maxLength"}
-        is_right = is_right and (longest is None or longest >= MIN_UNIQUE_LENGTH)
-        if self._unique_spots is None or spot is None or not is_right:
-            raise ValueError(_at(place, _UNIQUE_OF))
-        self._require(least <= MAX_ITEMS, place, f"is supported up to {MAX_ITEMS} items")
-        self._require(self._unique_spots.get(spot, longest) == longest, place, _UNIQUE_AND_OTHERS)
-        self._unique_spots[spot] = longest
-        self._unique_at.append((at, spot))
-        return MAX_ITEMS if most is None else min(int(most), MAX_ITEMS)
-
-    def _check_unique(self) -> None:
-        """Checks that the spot of each array without duplicates is its own, from where ever its
-        schema is referred to.
-        """
-        for at, spot in self._unique_at:
-            place = f"{at}/uniqueItems"
-            self._require(spot not in self._other_spots, place, _UNIQUE_AND_OTHERS)
-            for target, *_ in self._names:
-                if at == target or at.startswith(f"{target}/"):
-                    is_own = spot_of(at[len(target) :], is_whole=False) == spot
-                    self._require(is_own, place, _UNIQUE_OF)
-
-    def _unique(self, values: list[Json], least: int, most: Json, at: str) -> Json:
-        """Arrays of different values of an enum: in any order if there are few, else in the enum's
-        order.
-        """
-        plain = [_plain(value) for value in values if _can_be_written(value)]
-        values = list({json.dumps(value, sort_keys=True): value for value in plain}.values())
-        sizes = range(least, min(len(values), len(values) if most is None else int(most)) + 1)
-        for arrange in (itertools.permutations, itertools.combinations):
-            arrays = (list(found) for size in sizes for found in arrange(values, size))
-            found = list(itertools.islice(arrays, MAX_UNIQUE_ARRAYS + 1))
-            if found and len(found) <= MAX_UNIQUE_ARRAYS:
-                return {"enum": found}
-        message = (
-            "no array satisfies it" if not found else "there are too many arrays of these items"
-        )
-        raise ValueError(_at(f"{at}/uniqueItems", message))
-
-    def _few_values(self, schema: Json) -> list[Json] | None:
-        schema = self.behind_references(schema)
-        if not isinstance(schema, dict):
-            return None
-        if "enum" in schema or "const" in schema:
-            listed = self._listed(schema, "#")
-            return list(listed["enum"]) if listed else []
-        if schema.get("type") == "boolean":
-            return [True, False]
-        return None
+        return out
 
     # -- objects -----------------------------------------------------------------------------------
 
@@ -801,35 +723,6 @@ class _Rewriter:
     def _require(is_right: bool, at: str, message: str) -> None:
         if not is_right:
             raise ValueError(_at(at, message))
-
-
-def spot_of(at: str, *, is_whole: bool = True) -> Spot | None:
-    """The spot of an array's schema; None if the way to it tells none.
-
-    Args:
-        at: JSON pointer.
-        is_whole: Whether it begins at the root.
-    """
-    spot = Spot(None, 1) if is_whole else None
-    steps = at.split("/")[1:]
-    while steps:
-        step, *steps = steps
-        has_index = bool(steps) and steps[0].isdigit()
-        if step == "properties" and steps:
-            spot = Spot(steps.pop(0).replace("~1", "/").replace("~0", "~"), 1)
-        elif step in ("$defs", "definitions") and steps:
-            spot = None
-            steps.pop(0)
-        elif step in ("anyOf", "oneOf", "allOf") and has_index:
-            steps.pop(0)
-        elif step in ("items", "prefixItems", "additionalItems", "unevaluatedItems"):
-            spot = spot and spot._replace(depth=spot.depth + 1)
-            steps = steps[1:] if has_index else steps
-        elif step in ("additionalProperties", "unevaluatedProperties"):
-            spot = None
-        else:
-            return None
-    return spot
 
 
 def _outside(one: Json, other: Json) -> list[Json]:

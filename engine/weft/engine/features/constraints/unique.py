@@ -1,41 +1,43 @@
-"""Keeps arrays of strings free of duplicates, beside a grammar, which cannot count them.
+"""Keeps arrays free of duplicates, beside a grammar, which cannot remember what was written.
 
-A schema names its arrays with `uniqueItems` by their `Spot`. `UniqueMatcher` follows the text that
-a sample writes, and clears the tokens from each mask that would end a string of such an array as
-one that the array has already. A string has one spelling in these grammars, so spellings are
-compared. Strings of the array have no bound that a few values could exhaust, so some token is left.
+`UniqueMatcher` follows the text that a sample writes. From each mask it clears the tokens that
+would end an item equal to an earlier one of its array, and those behind which every item would be
+such a one. A second matcher of the same grammar, whose tokens are single bytes, tells what may come
+within an item. Where a grammar has more than JSON, it has a mark before each schema with such
+arrays, so it tells also where a schema's text begins.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from weft.engine.features.constraints.domains import END, MARK, key_of, tokens_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from weft.engine.features.constraints.places import Place
 
-MAX_ITEMS = 64
-"""Most strings of an array without duplicates."""
-_QUOTE = ord('"')
+UNCLEAR = "two parts begin alike, and one is a schema with uniqueItems: give each a text before it"
+"""Error of a text whose arrays without duplicates cannot be told."""
+_BLANKS = b" \t\n\r"
+_QUOTE, _BACKSLASH = b'"\\'
+_OUTSIDE_STRINGS = re.compile(
+    rb'(?P<string>"(?:[^"\\]|\\.)*+"?)|[ \t\n\r]+'
+    rb"|(?P<whole>-?[0-9]+)(?P<digits>\.(?:[0-9]*[1-9])?)?0*+(?=[,\]}])",
+    re.DOTALL,
+)
+_OPEN_NUMBER = re.compile(rb"(?:^|[\[:,])(?:-?[0-9]+\.(?:[0-9]*0)?|-?0|-)$")
+"""A number that may become another text of one with other digits: `1.`, `1.50`, `-0`, `-`, `0`."""
 
 
-class Spot(NamedTuple):
-    """Where arrays are: what is the same for all arrays of one property."""
-
-    name: str | None
-    """The innermost property that the array is in; None: it is in none."""
-    depth: int
-    """Number of arrays from the property to this one, itself included."""
-
-
-Spots = Mapping[Spot, int | None]
-"""Where arrays of strings without duplicates are, and the most characters of a string there."""
+_UP_TO_QUOTE = re.compile(rb'[^"\\]*')
+_ARRAY_AND_ITEM = re.compile(rb"\[[^\]]*,")
 
 
 class Matcher(Protocol):
@@ -52,41 +54,12 @@ class Matcher(Protocol):
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None: ...
 
 
-class _Level(NamedTuple):
-    """An object or an array that is open."""
-
-    spot: Spot
-    """Of an array: its own; of an object: that of the last name in it, with depth 0."""
-    is_array: bool
-    items: frozenset[bytes] | None
-    """The strings of an array without duplicates so far; None: it may have duplicates."""
-    most: int | None = None
-    """Most characters of such a string; None: any number."""
-
-
-class _Place(NamedTuple):
-    """A place in a JSON text."""
-
-    levels: tuple[_Level, ...] = ()
-    string: bytes | None = None
-    """What the open string has so far, as it is spelled; None: no string is open."""
-    is_escaped: bool = False
-    """Whether a backslash was the last character of the string."""
-    is_name: bool = True
-    """Whether the next string of an object is a name."""
-    is_twice: bool = False
-    """Whether an array has a string twice."""
-
-    @property
-    def items(self) -> frozenset[bytes] | None:
-        """The strings that the innermost open array has so far; None: it may have duplicates, or
-        no array is open.
-        """
-        return self.levels[-1].items if self.levels else None
+Words = npt.NDArray[np.uint32]
+"""Bits of tokens."""
 
 
 class Vocabulary:
-    """The spelling of each token, in order.
+    """The spelling of each token, and sets of tokens as masks.
 
     Args:
         tokenizer: The model's tokens.
@@ -94,53 +67,115 @@ class Vocabulary:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.spelled = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
-        self._ids = sorted(range(len(self.spelled)), key=self.spelled.__getitem__)
-        self._sorted = [self.spelled[token] for token in self._ids]
-        num_words = -(-len(self.spelled) // 32)
-        self.several = [np.full(num_words, 0xFFFFFFFF, np.uint32) for _ in range(4)]
-        """Masks without the tokens that have as many quotes as the index, or more."""
-        for token, spelled in enumerate(self.spelled):
-            for least in range(1, min(3, spelled.count(_QUOTE)) + 1):
-                _clear(self.several[least], token)
+        numbers = range(len(self.spelled))
+        self._by_text = dict(zip(reversed(self.spelled), reversed(numbers), strict=True))
+        of_text = map(self._by_text.__getitem__, self.spelled)
+        self._again = [token for token, first in enumerate(of_text) if token != first]
+        """Tokens that spell what another one spells."""
+        self._blanks = {b""} | {
+            spelled[: len(spelled) - len(spelled.lstrip(_BLANKS))]
+            for spelled in self.spelled
+            if spelled[:1].isspace()
+        }
+        """Blanks that tokens begin with."""
+        self.quotes = self._those(b'"' in one for one in self.spelled)
+        """Tokens that may end a string."""
+        self.structural = self._those(
+            one.translate(None, b'",:[]{}') != one for one in self.spelled
+        )
+        """Tokens that, outside of strings, may end a value or begin one of several tokens."""
+        self.arrays = self._those(b"[" in one and _may_end_item(one) for one in self.spelled)
+        """Tokens that may begin an array and end an item of it."""
+        self.zeros = self._those(one[-1:] in (b"-", b"0", b".") for one in self.spelled)
+        """Tokens that may be the last digits of a number so far."""
 
-    def beginning_with(self, prefix: bytes) -> Iterator[int]:
-        """The tokens whose spelling begins so."""
-        at = bisect.bisect_left(self._sorted, prefix)
-        while at < len(self._sorted) and self._sorted[at].startswith(prefix):
-            yield self._ids[at]
-            at += 1
+    def spelled_as(self, text: bytes, *, is_string: bool) -> Iterator[int]:
+        """Tokens that spell a text, in a string or elsewhere, where blanks may come before it."""
+        for blanks in (b"",) if is_string else self._blanks:
+            if (token := self._by_text.get(blanks + text)) is not None:
+                yield token
+                yield from (one for one in self._again if self.spelled[one] == blanks + text)
 
-    def spelled_as(self, text: bytes) -> Iterator[int]:
-        """The tokens with this spelling."""
-        end = bisect.bisect_right(self._sorted, text)
-        yield from self._ids[bisect.bisect_left(self._sorted, text) : end]
+    def _those(self, are_in: Iterable[bool]) -> Words:
+        bits = np.fromiter(are_in, bool, len(self.spelled))
+        return np.packbits(np.pad(bits, (0, -len(bits) % 32)), bitorder="little").view(np.uint32)
+
+
+class _Level(NamedTuple):
+    """An object or an array that is open."""
+
+    place: Place
+    is_array: bool
+    inner: Place | None
+    """Place of the next value; None: its name is to come."""
+    start: int
+    """Where the item of an array, or the last name of an object, begins in the text."""
+    number: int = 0
+    """Of the next item."""
+    seen: frozenset[Hashable] | None = None
+    """The items of an array without duplicates; None: it may have duplicates."""
+    exhausted: frozenset[bytes] = frozenset()
+    """Beginnings of items, without blanks, behind which all items are among those seen."""
+    ended: tuple[int, int] | None = None
+    """Where the item is that the last token has ended."""
+
+
+class _State(NamedTuple):
+    """What is known behind a token."""
+
+    length: int
+    """Of the text."""
+    levels: tuple[_Level, ...] = ()
+    is_string: bool = False
+    is_escaped: bool = False
+
+
+class _Wrong(Exception):
+    """A token that may not come."""
 
 
 class UniqueMatcher:
     """A grammar's matcher that allows no duplicate in some arrays.
 
     Args:
-        matcher: Of the grammar; it is taken over.
-        spots: Where the arrays are that have no duplicates.
+        matcher: Of the grammar; it is taken over, as is the next one.
+        by_bytes: Of the same grammar, with the tokens of `byte_tokens`.
+        roots: The places of the texts behind each mark; without marks, the place of the whole text
+            alone.
         vocabulary: Of the model.
-        places: Of the text, behind each token so far and before the first.
+        has_marks: Whether the second grammar has marks.
     """
 
     def __init__(
         self,
         matcher: LLMatcher,
-        spots: Spots,
+        by_bytes: LLMatcher,
+        roots: Sequence[Place],
         vocabulary: Vocabulary,
-        places: Sequence[_Place] = (_Place(),),
+        *,
+        has_marks: bool,
     ) -> None:
-        self._matcher = matcher
-        self._spots = spots
-        self._vocabulary = vocabulary
-        self._places = [*places]
+        self._matcher, self._by_bytes = matcher, by_bytes
+        self._roots, self._vocabulary, self._has_marks = roots, vocabulary, has_marks
+        self._text: list[int] = []
+        """Bytes and marks."""
+        self._num_followed = 0
+        """How much of the text `by_bytes` has consumed."""
+        self._states = [_State(0)]
+        """Behind each token so far, and before the first."""
         self._problem = ""
 
     def deep_copy(self) -> UniqueMatcher:
-        return UniqueMatcher(self._matcher.deep_copy(), self._spots, self._vocabulary, self._places)
+        copied = UniqueMatcher(
+            self._matcher.deep_copy(),
+            self._by_bytes.deep_copy(),
+            self._roots,
+            self._vocabulary,
+            has_marks=self._has_marks,
+        )
+        copied._text, copied._states = [*self._text], [*self._states]
+        copied._num_followed, copied._problem = self._num_followed, self._problem
+        return copied
 
     def is_error(self) -> bool:
         return bool(self._problem) or self._matcher.is_error()
@@ -152,26 +187,30 @@ class UniqueMatcher:
         return not self._problem and self._matcher.is_accepting()
 
     def rollback(self, num_tokens: int) -> bool:
-        del self._places[len(self._places) - num_tokens :]
+        del self._states[len(self._states) - num_tokens :]
+        del self._text[self._states[-1].length :]
+        if self._num_followed > len(self._text):
+            self._by_bytes.rollback(self._num_followed - len(self._text))
+            self._num_followed = len(self._text)
         return self._matcher.rollback(num_tokens)
 
     def consume_token(self, sampled_token: int) -> bool:
-        place = self._behind(self._places[-1], self._vocabulary.spelled[sampled_token])
-        if place.is_twice:
-            self._problem = (
-                f"token {sampled_token} doesn't satisfy the grammar: an item comes twice"
-            )
         if self._problem or not self._matcher.consume_token(sampled_token):
             return False
-        self._places.append(place)
-        return True
+        if self._is_wrong(sampled_token):
+            self._problem = f"token {sampled_token} doesn't satisfy the grammar: an item is twice"
+            return False
+        self._follow(sampled_token)
+        return not self._problem
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         for number, token in enumerate(tokens):
-            place = self._behind(self._places[-1], self._vocabulary.spelled[token])
-            if place.is_twice or self._matcher.try_consume_tokens([token]) == 0:
+            if self._matcher.try_consume_tokens([token]) == 0:
                 return number
-            self._places.append(place)
+            if self._is_wrong(token):
+                self._matcher.rollback(1)
+                return number
+            self._follow(token)
         return len(tokens)
 
     def compute_bitmask(self) -> bytes:
@@ -185,82 +224,318 @@ class UniqueMatcher:
         self._refine(row)
         ctypes.memmove(trg_pointer, row.ctypes.data, row.nbytes)
 
-    def _refine(self, mask: npt.NDArray[np.uint32]) -> None:
-        """Clears the tokens that would end a string as one that its array has already.
+    # -- masks -------------------------------------------------------------------------------------
 
-        A token may open, end and open strings at once. Tokens with so many quotes that they could
-        end a second string unseen are cleared as well: each can be written as shorter ones.
-        """
-        place, words = self._places[-1], self._vocabulary
-        items = place.items
-        least = 3 if items is None or place.string is not None else 2
-        several = words.several[least]
-        mask[: len(several)] &= several[: len(mask)]
-        if items is None or place.string is None:
+    def _refine(self, mask: Words) -> None:
+        state, words = self._states[-1], self._vocabulary
+        size = min(len(mask), len(words.arrays))
+        mask = mask[:size]
+        if not state.levels:
+            mask &= ~words.arrays[:size]
             return
-        most = place.levels[-1].most
-        for item in items:
-            if not item.startswith(place.string):
-                continue
-            rest = item[len(place.string) :]
-            for token in words.beginning_with(rest + b'"'):
+        unique = [level for level in state.levels if level.seen is not None]
+        wanted = mask & (words.quotes if state.is_string else words.structural)[:size]
+        if not unique:
+            wanted &= words.arrays[:size]
+        elif not state.is_string:
+            wanted |= mask & words.zeros[:size]
+        for token in _tokens_in(wanted):
+            if self._is_wrong(token):
                 _clear(mask, token)
-            if rest and most is not None and len(_value(item)) >= most:
-                # Behind the whole item, nothing but its end could come.
-                for token in words.spelled_as(rest):
-                    _clear(mask, token)
+        for level in unique:
+            begun = self._begun(level) if level.exhausted else b""
+            for begin in level.exhausted:
+                if begin.startswith(begun):
+                    rest = begin[len(begun) :]
+                    for token in words.spelled_as(rest, is_string=state.is_string):
+                        _clear(mask, token)
 
-    def _behind(self, place: _Place, spelled: bytes) -> _Place:
-        """The place behind more bytes."""
-        for byte in spelled:
-            place = (
-                self._in_string(place, byte)
-                if place.string is not None
-                else self._step(place, byte)
+    def _begun(self, level: _Level) -> bytes:
+        """What is written of an array's item, without blanks."""
+        return _plain(bytes(self._text[level.start :]))
+
+    def _is_wrong(self, token: int) -> bool:
+        """Whether a token, which the grammar allows, ends an item that its array has, or leaves
+        only such items.
+        """
+        state = self._states[-1]
+        if not state.levels:
+            return bool(self._vocabulary.arrays[token // 32] >> token % 32 & 1)
+        try:
+            reader = _Reader(self._text, state)
+            spelled = self._vocabulary.spelled[token]
+            behind = spelled[reader.read(spelled) :]
+        except (_Wrong, RecursionError):
+            return True
+        if behind and _may_end_item(behind):
+            return True
+        return any(self._ends(level, reader) for level in reader.levels if level.seen is not None)
+
+    def _ends(self, level: _Level, reader: _Reader) -> bool:
+        """Whether no new item can come in an array behind what was read."""
+        if not level.seen:
+            return False
+        begun = reader.since(level.start)
+        if level.ended is not None and begun and level.ended[1] <= level.start:
+            # What has come to be exhausted is known behind the token only.
+            return not (begun == b'"' and level.place.has_many_strings)
+        if level.exhausted and _plain(begun) in level.exhausted:
+            return True
+        if reader.is_string or not _OPEN_NUMBER.search(_plain(begun)):
+            return False
+        self._catch_up()
+        added = [*reader.tail]
+        if self._by_bytes.try_consume_tokens(added) < len(added):
+            return False  # The grammar does not allow it, whatever the items are.
+        is_open = self._is_open(level, begun)
+        self._by_bytes.rollback(len(added))
+        return not is_open
+
+    def _is_open(self, level: _Level, begun: bytes) -> bool:
+        """Whether a new item can begin so, at the place of `by_bytes`."""
+        assert level.seen is not None
+        is_scalar = begun[0] not in b'"[{'
+        for byte in tokens_of(self._by_bytes.compute_bitmask()):
+            if byte >= MARK:
+                continue
+            whole = begun
+            if byte in _BLANKS and not is_scalar and not _in_string(begun):
+                continue  # The same item goes on without it.
+            if not (is_scalar and byte in b",] \t\n\r"):
+                whole = begun + bytes([byte])
+                is_end = byte in b'"]}' and _is_whole(whole)
+                if is_scalar or not is_end:
+                    if self._goes_on(level, whole, byte):
+                        return True
+                    continue
+            if key_of(whole) not in level.seen:
+                return True
+        return False
+
+    def _goes_on(self, level: _Level, begun: bytes, byte: int) -> bool:
+        if level.exhausted and _plain(begun) in level.exhausted:
+            return False
+        if byte not in b"-0." or not _OPEN_NUMBER.search(_plain(begun)) or _in_string(begun):
+            return True
+        self._by_bytes.consume_token(byte)
+        is_open = self._is_open(level, begun)
+        self._by_bytes.rollback(1)
+        return is_open
+
+    # -- following a text --------------------------------------------------------------------------
+
+    def _follow(self, token: int) -> None:
+        state, spelled = self._states[-1], self._vocabulary.spelled[token]
+        while spelled and not state.levels:
+            state = self._outside(state, spelled[0])
+            spelled = spelled[1:]
+        if spelled:
+            reader = _Reader(self._text, state)
+            num_read = reader.read(spelled)
+            self._text += spelled[:num_read]
+            levels = tuple(
+                level if level.ended is None else self._exhaust(level) for level in reader.levels
             )
-        return place
+            state = _State(len(self._text), levels, reader.is_string, reader.is_escaped)
+            for byte in spelled[num_read:]:
+                state = self._outside(state, byte)
+        self._states.append(state)
 
-    def _in_string(self, place: _Place, byte: int) -> _Place:
-        assert place.string is not None
-        level = place.levels[-1] if place.levels else None
-        is_name = level is not None and not level.is_array and place.is_name
-        is_kept = is_name or place.items is not None
-        if place.is_escaped or byte != _QUOTE:
-            is_escaped = byte == ord("\\") and not place.is_escaped
-            string = place.string + bytes([byte]) if is_kept else b""
-            return place._replace(string=string, is_escaped=is_escaped)
-        string, place = place.string, place._replace(string=None)
-        if level is None:
-            return place
-        if is_name:
-            level = level._replace(spot=Spot(_value(string), 0))
-        elif level.items is not None:
-            place = place._replace(is_twice=place.is_twice or string in level.items)
-            level = level._replace(items=level.items | {string})
-        return place._replace(levels=(*place.levels[:-1], level))
+    def _outside(self, state: _State, byte: int) -> _State:
+        """The state behind a byte outside of the texts of schemas; it may begin one."""
+        is_begun = self._has_marks or bytes(self._text).strip(_BLANKS)
+        root = None if is_begun else self._roots[0]
+        if self._has_marks:
+            self._catch_up()
+            may_come = tokens_of(self._by_bytes.compute_bitmask())
+            marks = [one for one in may_come if MARK <= one < END and self._begins(one, byte)]
+            if len(marks) + (byte in may_come) > 1:
+                self._problem = UNCLEAR
+            elif marks:
+                root = self._roots[marks[0] - MARK]
+                self._text += marks
+        self._text.append(byte)
+        if root is None or byte not in b"[{":
+            return _State(len(self._text))
+        return _State(len(self._text), (_opened(root, byte, len(self._text)),))
 
-    def _step(self, place: _Place, byte: int) -> _Place:
-        if byte == _QUOTE:
-            return place._replace(string=b"")
-        if byte in b"[{":
-            around = place.levels[-1].spot if place.levels else Spot(None, 0)
-            spot = Spot(around.name, around.depth + 1) if byte == ord("[") else around
-            is_unique = byte == ord("[") and spot in self._spots
-            level = _Level(spot, byte == ord("["), None)
-            if is_unique:
-                level = level._replace(items=frozenset(), most=self._spots[spot])
-            return place._replace(levels=(*place.levels, level), is_name=True)
-        if byte in b"]}":
-            return place._replace(levels=place.levels[:-1], is_name=False)
-        if byte in b":,":
-            return place._replace(is_name=byte == ord(","))
-        return place
+    def _begins(self, mark: int, byte: int) -> bool:
+        """Whether a schema's text, of which a mark tells, may begin with a byte."""
+        begins = self._by_bytes.try_consume_tokens([mark, byte])
+        self._by_bytes.rollback(begins)
+        return begins == 2
+
+    def _catch_up(self, length: int | None = None) -> None:
+        """Moves `by_bytes` to a place of the text, by default to its end."""
+        length = len(self._text) if length is None else length
+        if length < self._num_followed:
+            self._by_bytes.rollback(self._num_followed - length)
+        elif length > self._num_followed:
+            self._by_bytes.try_consume_tokens(self._text[self._num_followed : length])
+        self._num_followed = length
+
+    def _exhaust(self, level: _Level) -> _Level:
+        """Notes the beginnings behind which no new item can come since the last one has ended."""
+        assert level.ended is not None
+        start, end = level.ended
+        at = end - (self._text[end - 1] in b'"]}')
+        found = set(level.exhausted)
+        while at > start:
+            self._catch_up(at)
+            begun = bytes(self._text[start:at])
+            if self._is_open(level._replace(exhausted=frozenset(found)), begun):
+                break
+            found.add(_plain(begun))
+            at -= 1
+        return level._replace(exhausted=frozenset(found), ended=None)
 
 
-def _clear(mask: npt.NDArray[np.uint32], token: int) -> None:
+class _Reader:
+    """Reads more of a JSON text.
+
+    Args:
+        text: What comes before.
+        state: Behind it.
+    """
+
+    def __init__(self, text: list[int], state: _State) -> None:
+        self._text, self._length = text, state.length
+        self.levels = [*state.levels]
+        self.is_string, self._is_escaped = state.is_string, state.is_escaped
+        self.tail = bytearray()
+
+    @property
+    def is_escaped(self) -> bool:
+        return self._is_escaped
+
+    def since(self, start: int) -> bytes:
+        """The text from a place on."""
+        if start >= self._length:
+            return bytes(self.tail[start - self._length :])
+        return bytes(self._text[start : self._length]) + bytes(self.tail)
+
+    def read(self, spelled: bytes) -> int:
+        """Reads bytes up to the end of the JSON text; returns their number.
+
+        Raises:
+            _Wrong: They end an item that its array has.
+        """
+        at = 0
+        while at < len(spelled) and self.levels:
+            if self.is_string and not self._is_escaped:
+                plain = _UP_TO_QUOTE.match(spelled, at)
+                assert plain is not None
+                self.tail += plain[0]
+                at = plain.end()
+            if at < len(spelled):
+                (self._in_string if self.is_string else self._outside_string)(spelled[at])
+                at += 1
+        return at
+
+    def _here(self) -> int:
+        return self._length + len(self.tail)
+
+    def _in_string(self, byte: int) -> None:
+        self.tail.append(byte)
+        if self._is_escaped or byte != _QUOTE:
+            self._is_escaped = byte == _BACKSLASH and not self._is_escaped
+            return
+        self.is_string = False
+        level = self.levels[-1]
+        if level.inner is None:
+            name = json.loads(self.since(level.start))
+            self.levels[-1] = level._replace(inner=level.place.property(name))
+        else:
+            self._end_item()
+
+    def _outside_string(self, byte: int) -> None:
+        level = self.levels[-1]
+        if byte in b",] \t\n\r" and level.is_array:
+            self._end_item()
+            level = self.levels[-1]
+        is_item_begun = level.is_array and self._here() > level.start
+        self.tail.append(byte)
+        here = self._here()
+        if byte in _BLANKS:
+            if not is_item_begun:
+                self.levels[-1] = level._replace(start=here)
+        elif byte == _QUOTE:
+            self.is_string = True
+            if level.inner is None:
+                self.levels[-1] = level._replace(start=here - 1)
+        elif byte in b"[{":
+            self.levels.append(_opened(level.inner, byte, here))
+        elif byte in b"]}":
+            self.levels.pop()
+            if self.levels:
+                self._end_item()
+        elif byte == ord(","):
+            number = level.number + 1
+            inner = level.place.item(number) if level.is_array else None
+            self.levels[-1] = level._replace(number=number, inner=inner, start=here)
+
+    def _end_item(self) -> None:
+        """Ends the item of an array, if one is open."""
+        level, here = self.levels[-1], self._here()
+        if level.seen is None or here <= level.start:
+            return
+        key = key_of(self.since(level.start)[: here - level.start])
+        if key in level.seen or level.ended is not None:
+            raise _Wrong
+        ended = level.start, here
+        self.levels[-1] = level._replace(seen=level.seen | {key}, start=here, ended=ended)
+
+
+def _opened(place: Place | None, byte: int, here: int) -> _Level:
+    assert place is not None
+    is_array = byte == ord("[")
+    seen = frozenset[Hashable]() if is_array and place.is_unique else None
+    return _Level(place, is_array, place.item(0) if is_array else None, here, seen=seen)
+
+
+def _may_end_item(spelled: bytes) -> bool:
+    """Whether a text may begin an array and end an item of it."""
+    return _ARRAY_AND_ITEM.search(spelled) is not None
+
+
+def _plain(begun: bytes) -> bytes:
+    """The text with one spelling of each number, and without blanks outside of strings."""
+    return _OUTSIDE_STRINGS.sub(_plain_part, begun)
+
+
+def _plain_part(found: re.Match[bytes]) -> bytes:
+    if found["whole"] is None:
+        return found["string"] or b""
+    digits = found["digits"] or b""
+    number: bytes = found["whole"] + (digits if len(digits) > 1 else b"")
+    return b"0" if number == b"-0" else number
+
+
+def _is_whole(written: bytes) -> bool:
+    try:
+        json.loads(written)
+    except ValueError:
+        return False
+    return True
+
+
+def _in_string(begun: bytes) -> bool:
+    """Whether a text ends within a string."""
+    return any(
+        found["string"] and found.end() == len(begun) and not _is_whole(found["string"])
+        for found in _OUTSIDE_STRINGS.finditer(begun)
+    )
+
+
+def _tokens_in(words: Words) -> Iterator[int]:
+    """The tokens of a mask that has few."""
+    for at in np.flatnonzero(words).tolist():
+        left = int(words[at])
+        while left:
+            lowest = left & -left
+            yield at * 32 + lowest.bit_length() - 1
+            left ^= lowest
+
+
+def _clear(mask: Words, token: int) -> None:
     mask[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-
-
-def _value(string: bytes) -> str:
-    """The string that is spelled so between its quotes."""
-    return str(json.loads(b'"' + string + b'"'))
