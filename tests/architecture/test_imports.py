@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # What is imported when a constraint comes: it needs llguidance.
 NEED_LLGUIDANCE = [
-    f"weft.engine.features.constraints.{name}" for name in ("grammar", "masks", "vocabulary")
+    f"weft.engine.features.constraints.{name}"
+    for name in ("domains", "grammar", "masks", "unique", "vocabulary")
 ]
 
 # Imports every module of the packages in argv[2] while the modules in argv[1] cannot be imported,

@@ -28,9 +28,22 @@ MOST_ENDED = 0.01
 LIMIT = "lexer error: too many"
 
 
+SPACES = r" \t\n\v\f\r\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+
+
 def pattern_of_ecma(pattern: str) -> str:
-    """The same in Python's syntax: the end is no place before a last line end."""
-    return re.sub(r"(?<!\\)\$(?=$|\)|\|)", r"\\Z", pattern)
+    """The same in Python's syntax, with its flag for ASCII: blanks are more than those of ASCII,
+    and the end is no place before a last line end.
+    """
+    written, is_class = "", False
+    for part in re.findall(r"\\.|.", pattern, re.DOTALL):
+        if part == "\\s":
+            part = SPACES if is_class else f"[{SPACES}]"
+        elif part == "$" and not is_class:
+            part = r"\Z"
+        is_class = part == "[" or (is_class and part != "]")
+        written += part
+    return written
 
 
 def problem(schema: Any, text: str) -> str:
