@@ -50,13 +50,13 @@ from weft.contract.messages import Inbox
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
-from weft.engine.drawing.draws import Drawer
-from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.features.constraints.vocabulary import load_vocabulary, tokenizer_of
 from weft.engine.loop.llm import LLM
+from weft.engine.sampling.draws import Drawer
+from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.state import RequestKey, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))

@@ -223,7 +223,11 @@ def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
     ends = starts + drafts.num_places + 1
     depths, count = np.full(batch, drafts.depth), 1 + drafts.num_drafts
     requests = StepInput(
-        slots=slots, starts=starts, bounds=starts, counts=np.full(batch, count), limits=ends
+        slots=slots,
+        starts=starts,
+        max_starts=starts,
+        counts=np.full(batch, count),
+        draft_limits=ends,
     )
 
     def draft() -> None:

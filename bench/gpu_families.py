@@ -50,7 +50,7 @@ from weft.engine.executor import graphs
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.rotary import Rotary
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.latent_attention import (
     LatentSpec,
     latent_attention,
@@ -116,12 +116,12 @@ def captured_s(run: Callable[[int], object], launches: int = LAUNCHES) -> float:
     return statistics.median(times[2:])
 
 
-def latent_step(rows: int, requests: int, context: int) -> GroupStep:
+def latent_step(rows: int, requests: int, context: int) -> AttentionMetadata:
     """Requests of equal lengths in pages of their own."""
     pages = -(-context // PAGE)
     table = torch.arange(1, 1 + requests * pages, dtype=torch.int32, device="cuda")
     of_each = rows // requests
-    return GroupStep(
+    return AttentionMetadata(
         page_table=table.view(requests, pages),
         places=torch.zeros(rows, dtype=torch.int64, device="cuda"),
         cu_q_lens=torch.arange(0, rows + 1, of_each, dtype=torch.int32, device="cuda"),
@@ -131,7 +131,9 @@ def latent_step(rows: int, requests: int, context: int) -> GroupStep:
     )
 
 
-def largest_error(q: torch.Tensor, pool: torch.Tensor, spec: LatentSpec, step: GroupStep) -> float:
+def largest_error(
+    q: torch.Tensor, pool: torch.Tensor, spec: LatentSpec, step: AttentionMetadata
+) -> float:
     """Of the first two requests, against eager torch in float32, relative to the largest value."""
     rows = int(step.cu_q_lens[2] if len(step.kv_lens) > 1 else step.cu_q_lens[1])
     some = step._replace(
@@ -213,7 +215,7 @@ def prompt_row(length: int, before: int, rates: Rates) -> Row:
     flop = 2 * attended * HEADS * (NOPE + ROPE + VALUE)
     row: Row = {"what": "latent prompt", "rows": length, "before": before}
 
-    def absorbed(step: GroupStep) -> torch.Tensor:
+    def absorbed(step: AttentionMetadata) -> torch.Tensor:
         mixed = latent_attention(layer._absorb(q), pool, 0, layer.spec, step)
         return layer._values(mixed)
 

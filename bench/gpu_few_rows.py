@@ -23,7 +23,7 @@ from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
-from weft.kernels.attention import AttentionSpec, GroupStep
+from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu import stream as gpu
 from weft.kernels.linear import pack_gate_up, pack_linear
@@ -110,7 +110,7 @@ def make_step(rows: int, lora: LoraStep | None) -> Step:
     """Requests that bring one row each and see 512 positions."""
     pages = CONTEXT // PAGE_SIZE
     table = torch.randperm(rows * pages, device="cuda").int().view(rows, pages)
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=table,
         places=table[:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1,
         cu_q_lens=torch.arange(rows + 1, device="cuda", dtype=torch.int32),

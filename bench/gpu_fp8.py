@@ -31,10 +31,12 @@ from gpu_roof import Rates, measure_rates
 from gpu_setup import describe_gpu
 from weft.kernels.activation import silu_and_mul
 from weft.kernels.fp8 import FP8, FP8_MAX
-from weft.kernels.gpu.fp8_few_rows import FewRows, SpreadShape, few_rows
+from weft.kernels.gpu.fp8_few_rows import FewRows, few_rows
+from weft.kernels.gpu.fp8_few_rows import SpreadLaunchConfig as Spread
 from weft.kernels.gpu.fp8_linear import torch_product
 from weft.kernels.gpu.fp8_rows import Fp8Rows, quantise_rows
-from weft.kernels.gpu.fp8_tiles import TileShape, multiply_fp8
+from weft.kernels.gpu.fp8_tiles import TileLaunchConfig as Tile
+from weft.kernels.gpu.fp8_tiles import multiply_fp8
 from weft.kernels.quantised import (
     FP8_GROUP,
     Fp8Blocks,
@@ -76,30 +78,30 @@ PRODUCTS = (
     Product("down", 4096, 14336),
 )
 ROWS = (1, 16, 64, 256, 4096)
-Shape = SpreadShape | TileShape
+Shape = Spread | Tile
 SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (
-        SpreadShape(4, 32, 8), SpreadShape(2, 32, 4), SpreadShape(8, 8, 4), SpreadShape(4, 8, 2),
-        SpreadShape(8, 16, 8), SpreadShape(2, 16, 4), SpreadShape(4, 16, 4),
+        Spread(4, 32, 8), Spread(2, 32, 4), Spread(8, 8, 4), Spread(4, 8, 2),
+        Spread(8, 16, 8), Spread(2, 16, 4), Spread(4, 16, 4),
     ),
     16: (
-        TileShape(16, 64, 256, 4, 5, True), TileShape(16, 128, 128, 8, 5, True),
-        TileShape(16, 64, 128, 4, 8, True), TileShape(16, 64, 256, 4, 7, True),
-        TileShape(16, 64, 128, 4, 5, True, splits=8), TileShape(16, 64, 256, 4, 4, True, splits=2),
+        Tile(16, 64, 256, 4, 5, True), Tile(16, 128, 128, 8, 5, True),
+        Tile(16, 64, 128, 4, 8, True), Tile(16, 64, 256, 4, 7, True),
+        Tile(16, 64, 128, 4, 5, True, splits=8), Tile(16, 64, 256, 4, 4, True, splits=2),
     ),
     64: (
-        TileShape(64, 64, 256, 4, 4, True), TileShape(64, 128, 128, 8, 5, True),
-        TileShape(64, 32, 256, 4, 5), TileShape(64, 64, 256, 4, 4, False, True),
-        TileShape(64, 32, 256, 4, 7), TileShape(64, 32, 256, 4, 7, False, True),
-        TileShape(64, 64, 256, 4, 5, True, True), TileShape(64, 64, 128, 4, 5, True, splits=4),
+        Tile(64, 64, 256, 4, 4, True), Tile(64, 128, 128, 8, 5, True),
+        Tile(64, 32, 256, 4, 5), Tile(64, 64, 256, 4, 4, False, True),
+        Tile(64, 32, 256, 4, 7), Tile(64, 32, 256, 4, 7, False, True),
+        Tile(64, 64, 256, 4, 5, True, True), Tile(64, 64, 128, 4, 5, True, splits=4),
     ),
     256: (
-        TileShape(128, 128, 128, 8, 4, False, True), TileShape(64, 128, 256, 4, 4, False, True),
-        TileShape(128, 64, 256, 4, 4, False, True), TileShape(64, 64, 256, 4, 5, False, True),
-        TileShape(128, 64, 128, 4, 6, False, True), TileShape(128, 128, 128, 8, 5, False, True),
+        Tile(128, 128, 128, 8, 4, False, True), Tile(64, 128, 256, 4, 4, False, True),
+        Tile(128, 64, 256, 4, 4, False, True), Tile(64, 64, 256, 4, 5, False, True),
+        Tile(128, 64, 128, 4, 6, False, True), Tile(128, 128, 128, 8, 5, False, True),
     ),
     4096: (
-        TileShape(128, 128, 128, 8, 4, False, True), TileShape(128, 256, 128, 8, 4, False, True),
+        Tile(128, 128, 128, 8, 4, False, True), Tile(128, 256, 128, 8, 4, False, True),
     ),
 }  # fmt: skip
 """Launch shapes; the first two are always measured."""
@@ -171,7 +173,7 @@ def run_shape(
 ) -> torch.Tensor:
     """The product by a kernel of ours, with the rounding of rows where it takes them rounded."""
     out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
-    if isinstance(shape, TileShape):
+    if isinstance(shape, Tile):
         rounded = quantise_rows(x, has_groups=not isinstance(matrix, Fp8Channels))
         multiply_fp8(
             rounded, matrix, out, given.bias, given.residual, is_gated=given.is_gated, shape=shape
@@ -183,9 +185,9 @@ def run_shape(
 
 def suits(shape: Shape, product: Product, scales: str) -> bool:
     """Whether a kernel can be launched with this shape."""
-    if isinstance(shape, TileShape) and shape.splits > 1 and product.is_gated:
+    if isinstance(shape, Tile) and shape.splits > 1 and product.is_gated:
         return False
-    if scales == "blocks" and not isinstance(shape, SpreadShape):
+    if scales == "blocks" and not isinstance(shape, Spread):
         return shape.tile == FP8_GROUP and shape.columns <= FP8_GROUP
     return True
 
@@ -208,7 +210,7 @@ def check_numerics(found: Found, is_sweep: bool) -> None:
                 with noted(found, f"numerics {product.name} {rows} {scales} {shape}"):
                     taken = x.double()
                     rounded = quantise_rows(x, has_groups=scales == "blocks")
-                    if not isinstance(shape, SpreadShape):
+                    if not isinstance(shape, Spread):
                         taken = rounded_rows(rounded).double()
                     exact = taken @ wide.T
                     if product.is_gated:
@@ -367,7 +369,7 @@ def shape_calls(
     """Calls of a kernel alone, rows rounded before."""
     given, scales = FewRows(is_gated=product.is_gated), not isinstance(weights[0], Fp8Channels)
     out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
-    if isinstance(shape, TileShape):
+    if isinstance(shape, Tile):
         rounded = quantise_rows(x, has_groups=scales)
         return [
             lambda w=w: multiply_fp8(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from weft.kernels.activation import silu_and_mul
-from weft.kernels.attention import AttentionSpec, GroupStep
+from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.flash_attention import prompt_rows, takes
@@ -372,7 +372,7 @@ def attention_call(
         words.append(words[(row - 1) // 4] | 1 << row)
     ancestors = torch.tensor(words * requests, device="cuda") if is_tree else None
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
-    step = GroupStep(table, starts, starts, kv_lens, q_len, kv_len, ancestors)
+    step = AttentionMetadata(table, starts, starts, kv_lens, q_len, kv_len, ancestors)
     return [
         # Not settled, as it is in a model: calls that follow each other would overlap.
         lambda layer=layer: gpu_attention.paged_attention(q, pool, layer, spec, step)
@@ -403,7 +403,7 @@ def cold_call(
     kv_lens = torch.full((requests,), length, device="cuda", dtype=torch.int32)
     own = OwnKv(k, v, prompt_rows(starts, rows) if is_flash else None)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
-    step = GroupStep(table, starts, starts, kv_lens, length, length)
+    step = AttentionMetadata(table, starts, starts, kv_lens, length, length)
     return lambda: gpu_attention.paged_attention(q, pool, 0, spec, step, own)
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from weft.kernels.gpu import moe, moe_lora_pairs
 from weft.kernels.gpu.moe_combine import NormAfter
-from weft.kernels.gpu.moe_lora_pairs import PairShape
+from weft.kernels.gpu.moe_lora_pairs import PairLaunchConfig
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.lora import ExpertAddition, LoraWeights
 from weft.kernels.side_stream import rehearsal
@@ -43,14 +43,16 @@ MIXES = ((8, 16), (1, 16), (8, 64))
 """Numbers of adapters, and their rank."""
 KINDS = ("shared-experts", "experts")
 PROMPT = 512
-SHAPES = tuple(PairShape(*shape) for shape in ((256, 1), (128, 1), (256, 2), (128, 2), (256, 4)))
+SHAPES = tuple(
+    PairLaunchConfig(*shape) for shape in ((256, 1), (128, 1), (256, 2), (128, 2), (256, 4))
+)
 """Launch shapes that are compared."""
 
 
 class Way(NamedTuple):
     """How additions are computed."""
 
-    shape: PairShape | None
+    shape: PairLaunchConfig | None
     """Between the products, in this launch shape; None: in tiles."""
     is_begun: bool = True
     """Ranks that experts share are begun before the router; else each pair's are computed beside

@@ -18,7 +18,7 @@ from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
-from weft.kernels.attention import AttentionSpec, GroupStep
+from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, sort_tokens
 from weft.kernels.norm import Norm
@@ -99,7 +99,7 @@ def step_of(rows: int, q_len: int, kv_len: int, lora: LoraStep | None) -> Step:
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
     positions = torch.arange(kv_len - q_len, kv_len, device="cuda").repeat(requests)
     owners = torch.arange(requests, device="cuda").repeat_interleave(q_len)
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=table,
         places=table[owners, positions // 16].long() * 16 + positions % 16,
         cu_q_lens=torch.arange(requests + 1, device="cuda", dtype=torch.int32) * q_len,

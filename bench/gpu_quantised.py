@@ -42,27 +42,33 @@ from gpu_fp8 import (
 from gpu_roof import Rates, decode_work, measure_rates
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
-from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
+from weft.kernels.attention import AttentionMetadata, AttentionSpec, paged_attention
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.groups_few_rows import (
     MAX_ROWS,
-    FewRowsShape,
     PairExperts,
-    few_rows_shape,
+    few_rows_launch_config,
     multiply_few,
+)
+from weft.kernels.gpu.groups_few_rows import (
+    FewRowsLaunchConfig as FewRows,
 )
 from weft.kernels.gpu.groups_linear import in_floats
 from weft.kernels.gpu.groups_product import (
     Experts,
-    GroupsShape,
     multiply_groups,
-    product_shape,
+    product_launch_config,
+)
+from weft.kernels.gpu.groups_product import (
+    GroupsLaunchConfig as Groups,
 )
 from weft.kernels.gpu.groups_tensor_cores import MAX_ROWS as MOST_WIDE_ROWS
 from weft.kernels.gpu.groups_tensor_cores import (
-    TensorShape,
+    TensorCoresLaunchConfig as TensorCores,
+)
+from weft.kernels.gpu.groups_tensor_cores import (
     multiply_wide,
-    tensor_shape,
+    tensor_cores_launch_config,
 )
 from weft.kernels.gpu.moe import MAX_PACKED_ROWS
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
@@ -71,40 +77,40 @@ from weft.kernels.gpu.moe_tiles import packed_tiles
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
 from weft.kernels.scaled_kv import SCALE_BYTES
 
-Shape = GroupsShape | FewRowsShape | TensorShape
+Shape = Groups | FewRows | TensorCores
 Format = Literal["int4", "mxfp4"]
 FEW = (
-    FewRowsShape(8, 16, 4), FewRowsShape(8, 16, 2), FewRowsShape(16, 16, 4), FewRowsShape(8, 32, 4),
-    FewRowsShape(4, 16, 2), FewRowsShape(4, 8, 1), FewRowsShape(8, 16, 4, True),
-    FewRowsShape(4, 16, 4, True), FewRowsShape(8, 8, 2, True), FewRowsShape(4, 8, 1, True),
+    FewRows(8, 16, 4), FewRows(8, 16, 2), FewRows(16, 16, 4), FewRows(8, 32, 4),
+    FewRows(4, 16, 2), FewRows(4, 8, 1), FewRows(8, 16, 4, True),
+    FewRows(4, 16, 4, True), FewRows(8, 8, 2, True), FewRows(4, 8, 1, True),
 )  # fmt: skip
 SWEEP: dict[int, tuple[Shape, ...]] = {
-    1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
-    2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
+    1: (*FEW, Groups(8, 16, 4, 4, 6)),
+    2: (*FEW, Groups(8, 16, 4, 4, 6)),
     8: (
-        GroupsShape(8, 16, 4, 4, 6), TensorShape(8, 32, 2, 6), TensorShape(8, 64, 4, 6),
-        TensorShape(8, 64, 4, 6, 4), TensorShape(8, 64, 4, 4, 8),
+        Groups(8, 16, 4, 4, 6), TensorCores(8, 32, 2, 6), TensorCores(8, 64, 4, 6),
+        TensorCores(8, 64, 4, 6, 4), TensorCores(8, 64, 4, 4, 8),
     ),
     16: (
-        GroupsShape(16, 32, 4, 4, 4, 2), TensorShape(16, 32, 2, 6), TensorShape(16, 32, 2, 4),
-        TensorShape(16, 64, 4, 6), TensorShape(16, 64, 4, 6, 4), TensorShape(16, 64, 4, 4, 8),
-        TensorShape(16, 32, 2, 6, 4),
+        Groups(16, 32, 4, 4, 4, 2), TensorCores(16, 32, 2, 6), TensorCores(16, 32, 2, 4),
+        TensorCores(16, 64, 4, 6), TensorCores(16, 64, 4, 6, 4), TensorCores(16, 64, 4, 4, 8),
+        TensorCores(16, 32, 2, 6, 4),
     ),
     32: (
-        GroupsShape(32, 64, 0, 4, 6), TensorShape(32, 64, 4, 4), TensorShape(32, 64, 4, 4, 4),
-        TensorShape(32, 64, 4, 6, 8), TensorShape(32, 128, 8, 4, 8),
-        TensorShape(32, 64, 4, 3, 8, True), TensorShape(32, 64, 4, 3, 5, True),
+        Groups(32, 64, 0, 4, 6), TensorCores(32, 64, 4, 4), TensorCores(32, 64, 4, 4, 4),
+        TensorCores(32, 64, 4, 6, 8), TensorCores(32, 128, 8, 4, 8),
+        TensorCores(32, 64, 4, 3, 8, True), TensorCores(32, 64, 4, 3, 5, True),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8), TensorShape(64, 64, 4, 4),
-        TensorShape(64, 128, 8, 4), TensorShape(64, 64, 4, 4, 4), TensorShape(64, 128, 8, 4, 4),
-        TensorShape(64, 128, 8, 4, 8), TensorShape(64, 64, 4, 3),
-        TensorShape(64, 64, 4, 4, 8, True), TensorShape(64, 64, 4, 4, 5, True),
+        Groups(64, 64, 0, 4, 4), Groups(64, 128, 0, 8, 4, 8), TensorCores(64, 64, 4, 4),
+        TensorCores(64, 128, 8, 4), TensorCores(64, 64, 4, 4, 4), TensorCores(64, 128, 8, 4, 4),
+        TensorCores(64, 128, 8, 4, 8), TensorCores(64, 64, 4, 3),
+        TensorCores(64, 64, 4, 4, 8, True), TensorCores(64, 64, 4, 4, 5, True),
     ),
     256: (
-        GroupsShape(256, 128, 0, 8, 2, 1, True), TensorShape(64, 64, 4, 4),
-        TensorShape(64, 128, 8, 4), TensorShape(64, 128, 8, 4, 2),
-        TensorShape(128, 128, 8, 3), TensorShape(128, 128, 8, 3, 2),
+        Groups(256, 128, 0, 8, 2, 1, True), TensorCores(64, 64, 4, 4),
+        TensorCores(64, 128, 8, 4), TensorCores(64, 128, 8, 4, 2),
+        TensorCores(128, 128, 8, 3), TensorCores(128, 128, 8, 3, 2),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -185,13 +191,13 @@ def draw(product: Product, number_format: Format) -> PackedGroups:
 def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: Shape) -> None:
     """The product by our kernel; what cannot be gated is, by a launch of its own."""
     out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
-    if isinstance(shape, FewRowsShape):
+    if isinstance(shape, FewRows):
         multiply_few(out, x, w, is_gated=product.is_gated, shape=shape)
         return
     is_gated = product.is_gated and shape.splits == 1 and shape.columns < 128
     if product.is_gated and not is_gated:
         out = torch.empty((x.shape[0], product.n), device="cuda", dtype=BF16)
-    if isinstance(shape, TensorShape):
+    if isinstance(shape, TensorCores):
         multiply_wide(out, x, w, is_gated=is_gated, shape=shape)
     else:
         multiply_groups(out, x, w, shape, is_gated=is_gated)
@@ -204,13 +210,15 @@ def shapes_of(product: Product, rows: int, number_format: Format, is_sweep: bool
     if rows not in SWEEP:
         return []
     half = 64 if number_format == "int4" else 32
-    chosen: Shape = product_shape(
+    chosen: Shape = product_launch_config(
         rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
     )
     if rows <= MAX_ROWS:
-        chosen = few_rows_shape(rows, product.k, half, is_gated=product.is_gated)
+        chosen = few_rows_launch_config(rows, product.k, half, is_gated=product.is_gated)
     elif number_format == "int4" and rows <= MOST_WIDE_ROWS:
-        chosen = tensor_shape(rows, product.columns, product.k, is_gated=product.is_gated)
+        chosen = tensor_cores_launch_config(
+            rows, product.columns, product.k, is_gated=product.is_gated
+        )
     return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 
 
@@ -344,7 +352,7 @@ def call_experts(
     shares = None if is_gated else torch.ones(rows, top_k, device="cuda")
     out = torch.empty(pairs, product.columns, device="cuda", dtype=BF16)
     taken = top_k if is_gated else 1
-    if isinstance(shape, FewRowsShape):
+    if isinstance(shape, FewRows):
         few = PairExperts(ids, shares, taken, PLAIN_EXPERTS)
         return partial(multiply_few, out, x, packed, is_gated=is_gated, shape=shape, experts=few)
     blocks = sort_pairs(ids, experts, shape.rows)
@@ -357,13 +365,13 @@ def shapes_of_experts(
 ) -> list[Shape]:
     """The chosen shape first."""
     if rows <= MAX_PACKED_ROWS:
-        chosen: Shape = few_rows_shape(1, product.k, half, is_gated=product.is_gated)
+        chosen: Shape = few_rows_launch_config(1, product.k, half, is_gated=product.is_gated)
         return list(dict.fromkeys([chosen, *FEW]))
     count = packed_tiles(rows * top_k, experts, is_plain=True).rows
-    chosen = product_shape(
+    chosen = product_launch_config(
         count, product.columns, half, is_gated=product.is_gated, is_fixed=False, can_split=False
     )
-    others = [GroupsShape(count, *shape) for shape in MANY_EXPERTS if count <= 16 or not shape[1]]
+    others = [Groups(count, *shape) for shape in MANY_EXPERTS if count <= 16 or not shape[1]]
     return list(dict.fromkeys([chosen, *others]))
 
 
@@ -540,7 +548,7 @@ def time_kv(found: Results, rates: Rates) -> None:
         cu = torch.arange(requests + 1, device="cuda").int()
         lens = torch.full((requests,), length, device="cuda").int()
         q = torch.randn(requests, heads, dim, device="cuda", dtype=BF16)
-        step = GroupStep(table, torch.arange(requests, device="cuda"), cu, lens, 1, length)
+        step = AttentionMetadata(table, torch.arange(requests, device="cuda"), cu, lens, 1, length)
         spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
         row: dict[str, Any] = {"attention": [requests, length]}
         for name, kept in (("bfloat16", None), ("fp8", torch.uint8), ("int8", torch.int8)):

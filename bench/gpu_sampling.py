@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.drawing.sampler import Sampler, SamplerRow
+from weft.engine.sampling.sampler import Sampler, SamplerRow
 
 KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {
     "greedy": (SamplingParams(temperature=0.0), False, None),

@@ -28,8 +28,8 @@ from weft.engine.transfer.digest import digest_pages, digest_pages_numpy
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import (
+    AttentionMetadata,
     AttentionSpec,
-    GroupStep,
     paged_attention,
     paged_attention_reference,
 )
@@ -128,7 +128,7 @@ class Step:
 
     rows: int
     positions: torch.Tensor
-    group: GroupStep
+    group: AttentionMetadata
 
 
 def make_step(requests: Sequence[tuple[int, int]], num_pages: int) -> Step:
@@ -139,7 +139,7 @@ def make_step(requests: Sequence[tuple[int, int]], num_pages: int) -> Step:
     places = [
         table[r, p // PAGE_SIZE].long() * PAGE_SIZE + p % PAGE_SIZE for r, p in enumerate(positions)
     ]
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=table,
         places=torch.cat(places),
         cu_q_lens=torch.tensor([0, *(q_len for q_len, _ in requests)]).cumsum(0).int(),

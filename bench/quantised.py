@@ -43,7 +43,7 @@ from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.linear import LinearWeight
 
 FORMATS: dict[str, dict[str, str]] = {
@@ -147,7 +147,7 @@ def log_probabilities(model: DecoderOnlyLM, tokens: Sequence[int]) -> torch.Tens
     num_pages = -(-count // PAGE_SIZE)
     pool = torch.zeros(model.kv_layout(PAGE_SIZE).pool_shape(num_pages), dtype=model.dtype)
     positions = torch.arange(count)
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=torch.arange(num_pages, dtype=torch.int32)[None],
         places=positions,
         cu_q_lens=torch.tensor([0, count], dtype=torch.int32),

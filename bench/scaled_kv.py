@@ -27,7 +27,7 @@ from weft.engine.executor.kv_format import dtype_of
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 
 ROOT = Path(__file__).parent.parent
 PAGE_SIZE, CHUNK = 16, 256
@@ -102,7 +102,7 @@ def log_probabilities(model: DecoderOnlyLM, tokens: list[int], kept: str) -> Ite
     for begin in range(0, len(tokens), CHUNK):
         positions = torch.arange(begin, min(begin + CHUNK, len(tokens)))
         end, count = int(positions[-1]) + 1, len(positions)
-        group = GroupStep(
+        group = AttentionMetadata(
             page_table=torch.arange(num_pages, dtype=torch.int32)[None],
             places=positions,
             cu_q_lens=torch.tensor([0, count], dtype=torch.int32),

@@ -46,7 +46,7 @@ from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.intake import Intake
-from weft.engine.loop.parts import EngineParts
+from weft.engine.loop.parts import EngineComponents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.step import Step
@@ -227,7 +227,7 @@ class Bench:
             self.engine.turn(inbox)
             inbox = None
 
-    def _parts(self, config: EngineConfig, num_pages: int) -> EngineParts:
+    def _parts(self, config: EngineConfig, num_pages: int) -> EngineComponents:
         executor = LocalExecutor(
             self.model,
             LAYOUT,
@@ -259,7 +259,7 @@ class Bench:
             notices=[],
             engine_pid=0,
         )
-        return EngineParts(
+        return EngineComponents(
             executor=executor,
             layout=LAYOUT,
             memory=PageMemory(num_pages, prefixes),

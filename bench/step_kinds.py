@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from rich.table import Table
-from weft.engine.drawing.draws import Drawn
 from weft.engine.features.speculative.step_times import size_class
 from weft.engine.loop.engine import Engine
+from weft.engine.sampling.draws import SampledTokens
 from weft.engine.scheduler.plan import Plan
 
 MOST_KINDS = 12
@@ -54,7 +54,7 @@ class StepKinds:
         self._observe = engine.step_done
         engine.step_done = self._count  # type: ignore[method-assign]
 
-    def _count(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+    def _count(self, plan: Plan, drawn: SampledTokens | None, duration_s: float) -> None:
         self._observe(plan, drawn, duration_s)
         runs = () if drawn is None else drawn.runs
         number, verifies = len(plan.decodes) + len(plan.verifies), plan.verifies

@@ -23,7 +23,7 @@ from weft.kernels.gpu.lora import Ranks
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.lora_shrink import shrink_tiles
 from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
-from weft.kernels.gpu.lora_units import Shape
+from weft.kernels.gpu.lora_units import LoraLaunchConfig
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import LoraAddition, LoraStep, add_lora_reference
 from weft.kernels.side_stream import rehearsal
@@ -32,127 +32,127 @@ MIXES = ((8, 16), (32, 16), (8, 64))
 """Numbers of adapters, and their rank."""
 FEW, SOME, MANY = 64, 512, 4096
 """Rows: requests that decode, a step of prompts, and a long one."""
-TRIED: dict[str, tuple[int, list[Shape]]] = {
+TRIED: dict[str, tuple[int, list[LoraLaunchConfig]]] = {
     "ahead": (
         FEW,
         [
-            Shape(512, 64, 8, sharers=2, registers=128),
-            Shape(512, 64, 8, sharers=2),
+            LoraLaunchConfig(512, 64, 8, sharers=2, registers=128),
+            LoraLaunchConfig(512, 64, 8, sharers=2),
         ],
     ),
     "shrink 16": (
         FEW,
         [
-            Shape(64, 64, 4, stages=4),
-            Shape(128, 128, 8, stages=3),
+            LoraLaunchConfig(64, 64, 4, stages=4),
+            LoraLaunchConfig(128, 128, 8, stages=3),
         ],
     ),
     "expand 16": (
         FEW,
         [
-            Shape(32, 32, 2),
-            Shape(64, 64, 4),
-            Shape(64, 64, 8),
-            Shape(128, 32, 4),
-            Shape(128, 64, 4),
-            Shape(128, 64, 8),
-            Shape(64, 128, 4),
-            Shape(128, 128, 8),
+            LoraLaunchConfig(32, 32, 2),
+            LoraLaunchConfig(64, 64, 4),
+            LoraLaunchConfig(64, 64, 8),
+            LoraLaunchConfig(128, 32, 4),
+            LoraLaunchConfig(128, 64, 4),
+            LoraLaunchConfig(128, 64, 8),
+            LoraLaunchConfig(64, 128, 4),
+            LoraLaunchConfig(128, 128, 8),
         ],
     ),
     "silu 16": (
         FEW,
         [
-            Shape(64, 32, 4),
-            Shape(128, 32, 4),
-            Shape(64, 64, 4, registers=128),
-            Shape(128, 64, 4),
-            Shape(128, 64, 8, registers=128),
-            Shape(256, 64, 8),
-            Shape(64, 128, 4),
+            LoraLaunchConfig(64, 32, 4),
+            LoraLaunchConfig(128, 32, 4),
+            LoraLaunchConfig(64, 64, 4, registers=128),
+            LoraLaunchConfig(128, 64, 4),
+            LoraLaunchConfig(128, 64, 8, registers=128),
+            LoraLaunchConfig(256, 64, 8),
+            LoraLaunchConfig(64, 128, 4),
         ],
     ),
     "shrink 32": (
         SOME,
         [
-            Shape(64, 32, 4, sharers=2, stages=4),
-            Shape(64, 64, 4, stages=4),
-            Shape(128, 32, 4, stages=4),
-            Shape(128, 32, 4, sharers=4, stages=4),
-            Shape(128, 32, 8, sharers=2, stages=4),
-            Shape(128, 16, 4, sharers=4, stages=4),
+            LoraLaunchConfig(64, 32, 4, sharers=2, stages=4),
+            LoraLaunchConfig(64, 64, 4, stages=4),
+            LoraLaunchConfig(128, 32, 4, stages=4),
+            LoraLaunchConfig(128, 32, 4, sharers=4, stages=4),
+            LoraLaunchConfig(128, 32, 8, sharers=2, stages=4),
+            LoraLaunchConfig(128, 16, 4, sharers=4, stages=4),
         ],
     ),
     "expand 32": (
         SOME,
         [
-            Shape(64, 32, 4, registers=128),
-            Shape(64, 64, 4, registers=128),
-            Shape(128, 16, 4),
-            Shape(128, 32, 8),
-            Shape(128, 32, 4, blocks=4),
+            LoraLaunchConfig(64, 32, 4, registers=128),
+            LoraLaunchConfig(64, 64, 4, registers=128),
+            LoraLaunchConfig(128, 16, 4),
+            LoraLaunchConfig(128, 32, 8),
+            LoraLaunchConfig(128, 32, 4, blocks=4),
         ],
     ),
     "silu 32": (
         SOME,
         [
-            Shape(64, 16, 4, registers=168),
-            Shape(64, 32, 4, registers=168),
-            Shape(64, 32, 8, registers=128),
-            Shape(128, 16, 8, registers=128),
-            Shape(128, 64, 4, registers=128),
+            LoraLaunchConfig(64, 16, 4, registers=168),
+            LoraLaunchConfig(64, 32, 4, registers=168),
+            LoraLaunchConfig(64, 32, 8, registers=128),
+            LoraLaunchConfig(128, 16, 8, registers=128),
+            LoraLaunchConfig(128, 64, 4, registers=128),
         ],
     ),
     "silu 64": (
         MANY,
         [
-            Shape(64, 64, 8, registers=128),
-            Shape(64, 32, 8, registers=128),
-            Shape(64, 32, 8, blocks=2, registers=128),
-            Shape(64, 32, 8, blocks=4, registers=128),
-            Shape(64, 32, 4),
-            Shape(64, 32, 4, blocks=2, registers=168),
-            Shape(64, 64, 4),
-            Shape(32, 32, 4, registers=128),
-            Shape(32, 32, 4, blocks=4, registers=128),
-            Shape(32, 64, 4, registers=128),
-            Shape(64, 16, 4, registers=168),
-            Shape(128, 32, 8),
+            LoraLaunchConfig(64, 64, 8, registers=128),
+            LoraLaunchConfig(64, 32, 8, registers=128),
+            LoraLaunchConfig(64, 32, 8, blocks=2, registers=128),
+            LoraLaunchConfig(64, 32, 8, blocks=4, registers=128),
+            LoraLaunchConfig(64, 32, 4),
+            LoraLaunchConfig(64, 32, 4, blocks=2, registers=168),
+            LoraLaunchConfig(64, 64, 4),
+            LoraLaunchConfig(32, 32, 4, registers=128),
+            LoraLaunchConfig(32, 32, 4, blocks=4, registers=128),
+            LoraLaunchConfig(32, 64, 4, registers=128),
+            LoraLaunchConfig(64, 16, 4, registers=168),
+            LoraLaunchConfig(128, 32, 8),
         ],
     ),
     "expand 64": (
         MANY,
         [
-            Shape(128, 64, 8, registers=128),
-            Shape(128, 64, 8, blocks=2, registers=128),
-            Shape(128, 32, 8, registers=128),
-            Shape(128, 32, 8, blocks=2, registers=128),
-            Shape(64, 32, 4, registers=128),
-            Shape(64, 32, 4, blocks=2, registers=128),
-            Shape(64, 32, 4, blocks=4, registers=128),
-            Shape(64, 64, 4, registers=128),
-            Shape(64, 64, 4, registers=168),
-            Shape(128, 32, 4, registers=168),
-            Shape(128, 16, 8, registers=128),
+            LoraLaunchConfig(128, 64, 8, registers=128),
+            LoraLaunchConfig(128, 64, 8, blocks=2, registers=128),
+            LoraLaunchConfig(128, 32, 8, registers=128),
+            LoraLaunchConfig(128, 32, 8, blocks=2, registers=128),
+            LoraLaunchConfig(64, 32, 4, registers=128),
+            LoraLaunchConfig(64, 32, 4, blocks=2, registers=128),
+            LoraLaunchConfig(64, 32, 4, blocks=4, registers=128),
+            LoraLaunchConfig(64, 64, 4, registers=128),
+            LoraLaunchConfig(64, 64, 4, registers=168),
+            LoraLaunchConfig(128, 32, 4, registers=168),
+            LoraLaunchConfig(128, 16, 8, registers=128),
         ],
     ),
     "shrink 64": (
         MANY,
         [
-            Shape(64, 64, 4, stages=4),
-            Shape(64, 64, 4, stages=6),
-            Shape(128, 64, 4, stages=3),
-            Shape(128, 64, 8, stages=3),
-            Shape(64, 32, 4, stages=4),
-            Shape(64, 32, 4, stages=6),
-            Shape(128, 32, 4, stages=4),
-            Shape(128, 64, 8, stages=4),
+            LoraLaunchConfig(64, 64, 4, stages=4),
+            LoraLaunchConfig(64, 64, 4, stages=6),
+            LoraLaunchConfig(128, 64, 4, stages=3),
+            LoraLaunchConfig(128, 64, 8, stages=3),
+            LoraLaunchConfig(64, 32, 4, stages=4),
+            LoraLaunchConfig(64, 32, 4, stages=6),
+            LoraLaunchConfig(128, 32, 4, stages=4),
+            LoraLaunchConfig(128, 64, 8, stages=4),
         ],
     ),
 }
 
 
-def put(kernel: str, shape: Shape) -> Shape:
+def put(kernel: str, shape: LoraLaunchConfig) -> LoraLaunchConfig:
     """Launches a kernel so from here on; returns how it was."""
     name, _, tile = kernel.partition(" ")
     if name == "ahead":
@@ -161,7 +161,7 @@ def put(kernel: str, shape: Shape) -> Shape:
     tables = {
         "shrink": lora_shrink.SHAPES,
         "expand": lora_tiles.SHAPES,
-        "silu": lora_tiles.SILU_SHAPES,
+        "silu": lora_tiles.SILU_LAUNCH_CONFIGS,
     }
     before = tables[name][int(tile)]
     tables[name][int(tile)] = shape
@@ -314,7 +314,9 @@ def tune() -> None:
         layers.Graph(steps[0], rows).timeline()
 
 
-def tune_one(kernel: str, shapes: list[Shape], measure: Callable[[], list[float]]) -> None:
+def tune_one(
+    kernel: str, shapes: list[LoraLaunchConfig], measure: Callable[[], list[float]]
+) -> None:
     """Times the shape that a kernel has, and others; the best is kept."""
     best = measure()
     print(f"{kernel:10} " + " ".join(f"{us:8.1f}" for us in best) + " as it is", flush=True)

@@ -97,10 +97,10 @@ class AttentionConfig:
     """Bound of the scores; None: there is none."""
     has_sinks: bool = False
     """Whether each head has a logit of its own in the softmax: `sinks`."""
-    q_growth: tuple[float, int] | None = None
+    llama4_query_scale: tuple[float, int] | None = None
     """(b, n): q at position p is multiplied by 1 + b * log(1 + p // n)."""
     growth_counts_from: int = 0
-    """The number of the first position for `q_growth`."""
+    """The number of the first position for `llama4_query_scale`."""
     heads: int | None = None
     """Query heads, if not as many as the model's."""
     kv_heads: int | None = None

@@ -47,7 +47,7 @@ class KvHandle:
     start_token: int
     end_token: int
     pages: list[int]
-    """Destinations, from page start_token / page_size on; behind these, `num_more_pages` of what
+    """Destinations, from page start_token / page_size on; behind these, `companion_pages` of what
     the request needs beside pages of KV to go on: a block of states, or pages of the window group
     end to end, the last one first.
     """
@@ -69,7 +69,7 @@ class KvHandle:
     """
 
     @property
-    def num_more_pages(self) -> int:
+    def companion_pages(self) -> int:
         """Pages behind those of the tokens."""
         return len(self.pages) - (self.end_token - self.start_token) // self.page_size
 

@@ -58,7 +58,7 @@ class AttentionSpec(NamedTuple):
     """
 
 
-class GroupStep(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """One step as the layers of one page group see it: T rows of R requests.
 
     Layers of a group share page numbers, and so the page table. On the model's device.
@@ -118,7 +118,7 @@ def paged_attention(
     pool: torch.Tensor,
     layer: int,
     spec: AttentionSpec,
-    step: GroupStep,
+    step: AttentionMetadata,
     own: OwnKv | None = None,
     *,
     earlier_rows: int = 0,
@@ -211,8 +211,8 @@ def paged_attention(
 
 
 def settled(
-    step: GroupStep, spec: AttentionSpec, rows: int, dtype: torch.dtype, pool: torch.Tensor
-) -> GroupStep:
+    step: AttentionMetadata, spec: AttentionSpec, rows: int, dtype: torch.dtype, pool: torch.Tensor
+) -> AttentionMetadata:
     """A step for consecutive layers on a GPU in which every row attends, checked for all of them.
 
     A launch that is not dependent (`weft.kernels.gpu.dependent_launch`), such as the one that turns
@@ -232,12 +232,12 @@ def settled(
 
     check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
     prompts = None
-    if step.is_cold and flash_attention.takes(dtype, spec.dim, rows):
+    if step.is_cold and flash_attention.supports(dtype, spec.dim, rows):
         prompts = flash_attention.prompt_rows(step.cu_q_lens, rows)
     return step._replace(is_settled=True, prompts=prompts)
 
 
-def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | None:
+def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> OwnKv | None:
     """K and V of a settled step's rows outside the pool, if kernels read them there; else None.
 
     Args:
@@ -252,7 +252,7 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | N
     return gpu.own_kv(qkv, spec, step)
 
 
-def gains_by_exact_lengths(
+def is_faster_by_lengths(
     heads: int,
     dim: int,
     tokens: int,
@@ -280,7 +280,7 @@ def gains_by_exact_lengths(
     return is_long_and_cold(heads, dim, tokens, requests, max_q_len, max_kv_len)
 
 
-def gains_by_cold_prompts(dtype: torch.dtype, dim: int, tokens: int) -> bool:
+def is_faster_when_cold(dtype: torch.dtype, dim: int, tokens: int) -> bool:
     """Whether a GPU's attention over such a step is faster if it is known that requests of several
     rows have nothing before the step: FlashAttention-3, where it is installed.
 
@@ -289,9 +289,9 @@ def gains_by_cold_prompts(dtype: torch.dtype, dim: int, tokens: int) -> bool:
         dim: D.
         tokens: T.
     """
-    from weft.kernels.gpu.flash_attention import takes
+    from weft.kernels.gpu.flash_attention import supports
 
-    return takes(dtype, dim, tokens)
+    return supports(dtype, dim, tokens)
 
 
 def paged_attention_reference(
@@ -299,7 +299,7 @@ def paged_attention_reference(
     pool: torch.Tensor,
     layer: int,
     spec: AttentionSpec,
-    step: GroupStep,
+    step: AttentionMetadata,
     *,
     earlier_rows: int = 0,
 ) -> torch.Tensor:
@@ -438,7 +438,7 @@ def check_ancestors(
 
 
 def check_attention(
-    q_shape: Sequence[int], dtype: torch.dtype, pool: torch.Tensor, step: GroupStep
+    q_shape: Sequence[int], dtype: torch.dtype, pool: torch.Tensor, step: AttentionMetadata
 ) -> None:
     """Raises ValueError unless shapes and dtypes are as `paged_attention` says."""
     check_attention_pool(q_shape[1:], dtype, pool)

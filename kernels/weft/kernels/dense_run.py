@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from weft.kernels import cpu
 from weft.kernels.attention import (
+    AttentionMetadata,
     AttentionSpec,
-    GroupStep,
     check_ancestors,
     check_attention_pool,
     fits_native,
@@ -131,12 +131,12 @@ class DenseRun:
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        step: GroupStep,
+        step: AttentionMetadata,
         pool: torch.Tensor,
         first: int,
         lora: LoraStep | None = None,
         taps: Taps | None = None,
-        further: Sequence[GroupStep] = (),
+        further: Sequence[AttentionMetadata] = (),
         peers: CpuPeers | None = None,
     ) -> torch.Tensor:
         """Runs a step through all layers; stores K and V of every row in each.
@@ -197,7 +197,7 @@ class DenseRun:
         return hidden
 
     def _describe_pools(
-        self, pool: torch.Tensor, first: int, further: Sequence[GroupStep]
+        self, pool: torch.Tensor, first: int, further: Sequence[AttentionMetadata]
     ) -> tuple[cpu.PoolStruct, ...]:
         """Checks the pools of all groups and describes them for the native operation."""
         pools = (pool, *[group.pool_of(pool) for group in further])
@@ -230,10 +230,10 @@ class DenseRun:
     def _describe(
         self,
         positions: torch.Tensor,
-        step: GroupStep,
+        step: AttentionMetadata,
         pools: Sequence[cpu.PoolStruct],
         lora: LoraStep | None,
-        further: Sequence[GroupStep],
+        further: Sequence[AttentionMetadata],
     ) -> _Described:
         """Checks a step and describes it for the native operation."""
         layer, native = self._layers[0], self._native
@@ -335,7 +335,7 @@ def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:
     )
 
 
-def _describe_pages(group: GroupStep, pool: cpu.PoolStruct) -> cpu.PagesStruct:
+def _describe_pages(group: AttentionMetadata, pool: cpu.PoolStruct) -> cpu.PagesStruct:
     """Describes a further page group."""
     table = group.page_table
     return cpu.PagesStruct(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from weft.kernels import cpu
-from weft.kernels.attention import AttentionSpec, GroupStep, fits_native, paged_attention
+from weft.kernels.attention import AttentionMetadata, AttentionSpec, fits_native, paged_attention
 from weft.kernels.linear import LinearWeight, linear, normed_linear
 from weft.kernels.lora import LoraAddition, LoraStep, addition_to
 from weft.kernels.norm import rms_norm
@@ -477,7 +477,7 @@ def draft_turn(
     spec = AttentionSpec(
         w.num_heads, pool.shape[1], head_dim(pool), w.scale, first_position=FIRST_POSITION
     )
-    step = GroupStep(
+    step = AttentionMetadata(
         page_table=rows.page_table,
         places=rows.slots,
         cu_q_lens=rows.cu_q_lens,

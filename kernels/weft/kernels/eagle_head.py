@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
+from weft.kernels.attention import AttentionMetadata, AttentionSpec, paged_attention
 from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows, added
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.norm import rms_norm
@@ -125,7 +125,7 @@ def _layer(
         w.num_heads,
         pool.shape[1],
     )
-    rows = GroupStep(
+    rows = AttentionMetadata(
         page_table=chains.page_table[:count],
         places=places,
         cu_q_lens=chains.one_row_each[: count + 1],

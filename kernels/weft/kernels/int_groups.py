@@ -118,7 +118,7 @@ class IntGroups:
         return values.float().repeat_interleave(self.group, 1)[:, : self.columns]
 
 
-def takes_group(group: int, columns: int) -> bool:
+def supports_group(group: int, columns: int) -> bool:
     """Whether kernels take groups of this size, as they are or cut into smaller ones."""
     return group >= columns or math.gcd(group, LARGEST_GROUP) >= SMALLEST_GROUP
 
@@ -149,7 +149,7 @@ def pack_int_groups(
     if not all(bool(torch.isfinite(part).all()) for part in parts):
         raise ValueError("a scale or an offset is not finite")
     own = LARGEST_GROUP if group >= columns else math.gcd(group, LARGEST_GROUP)
-    if not takes_group(group, columns):
+    if not supports_group(group, columns):
         raise ValueError(f"groups of {group} are not supported, only multiples of 32")
     if own != group:  # The same scale for several groups, as many as there are columns.
         first = torch.arange(0, columns, own, device=numbers.device) // group

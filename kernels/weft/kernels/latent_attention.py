@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from weft.kernels.attention import GroupStep, check_ancestors
+from weft.kernels.attention import AttentionMetadata, check_ancestors
 from weft.kernels.pool import has_dense_pages
 
 _MAX_SCORES = 1 << 24
@@ -48,7 +48,7 @@ class LatentSpec(NamedTuple):
 
 
 def latent_attention(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> torch.Tensor:
     """Causal attention of each request's new rows over its pages, in the absorbed form.
 
@@ -79,8 +79,8 @@ def latent_attention(
 
 
 def planned(
-    step: GroupStep, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
-) -> GroupStep:
+    step: AttentionMetadata, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
+) -> AttentionMetadata:
     """A step for consecutive layers of equal constants in which all of so many rows attend."""
     if step.divided is None:
         step = step._replace(divided=_divided(step.places, pool.shape[-2]))
@@ -90,14 +90,16 @@ def planned(
         return step
     from weft.kernels.gpu import flash_mla
 
-    if not flash_mla.takes(dtype, pool.shape[-1], spec, pool.shape[-2]):
+    if not flash_mla.supports(dtype, pool.shape[-1], spec, pool.shape[-2]):
         return step
     if step.max_q_len <= 1 and rows != step.page_table.shape[0]:
         return step
     return step._replace(latents=flash_mla.plan_latents(step, rows, spec.heads))
 
 
-def _earlier_latents(step: GroupStep, total: int, rows: int, page_size: int) -> EarlierLatents:
+def _earlier_latents(
+    step: AttentionMetadata, total: int, rows: int, page_size: int
+) -> EarlierLatents:
     counts = step.cu_q_lens.diff()
     before = torch.where(counts > 1, step.kv_lens - counts, 0)
     ends = before.cumsum(0)
@@ -114,7 +116,7 @@ def _earlier_latents(step: GroupStep, total: int, rows: int, page_size: int) -> 
 
 
 def attention_before(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`latent_attention` to the positions before the step alone, without trees.
 
@@ -133,11 +135,11 @@ def attention_before(
     return latent_attention_reference(q, pool, layer, spec, step, sums), sums
 
 
-def suits_own_attention(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> bool:
+def is_faster_uncompressed(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> bool:
     """Whether `own_attention` is fast for a step of so many rows: where FlashAttention-3 is."""
     from weft.kernels.gpu import flash_attention
 
-    return flash_attention.takes_own_rows(dtype, dim, value_dim, rows)
+    return flash_attention.supports_own_rows(dtype, dim, value_dim, rows)
 
 
 def own_attention(
@@ -246,7 +248,7 @@ def latent_attention_reference(
     pool: torch.Tensor,
     layer: int,
     spec: LatentSpec,
-    step: GroupStep,
+    step: AttentionMetadata,
     sums_before: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`latent_attention` in eager torch: gathers each request's pages, any device.
@@ -295,7 +297,7 @@ def _seen(number: torch.Tensor, root: int, kv_len: int, words: torch.Tensor | No
 
 
 def _check(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> None:
     tokens, heads, dim = q.shape
     if pool.dim() != 6 or pool.shape[1] != 1 or pool.shape[3] != 1 or pool.shape[-1] != dim:
@@ -329,7 +331,7 @@ def write_latents(
         pool: As in `latent_attention`; changed.
         layer: Layer of the pool.
         places: [T] int64: page * page_size + offset.
-        divided: See `GroupStep`.
+        divided: See `AttentionMetadata`.
     """
     pool[:, 0, layer, 0][divided or _divided(places, pool.shape[-2])] = latents
 

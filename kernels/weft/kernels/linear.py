@@ -287,7 +287,7 @@ def normed_linear(
     if x.is_cuda:
         from weft.kernels.gpu import linear as gpu
 
-        if gpu.takes_norm(x.shape[0], w, lora):
+        if gpu.supports_norm(x.shape[0], w, lora):
             return gpu.normed_linear(x, gain, eps, w, out_dtype, lora)
     normed = rms_norm(x, gain, eps)
     if w.gated:

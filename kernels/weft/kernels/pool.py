@@ -8,7 +8,7 @@ import torch
 from weft.kernels.scaled_kv import SCALE_BYTES, is_scaled
 
 if TYPE_CHECKING:
-    from weft.kernels.attention import GroupStep
+    from weft.kernels.attention import AttentionMetadata
 
 
 class PlaneInPage(NamedTuple):
@@ -55,7 +55,7 @@ def check_rows(rows: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
             raise ValueError(f"{name} must be contiguous [{rows}] int64")
 
 
-def check_tables(step: GroupStep) -> None:
+def check_tables(step: AttentionMetadata) -> None:
     """Raises ValueError unless the page table and the lengths of a step's requests fit."""
     page_table, requests = step.page_table, step.page_table.shape[0]
     if page_table.dtype != torch.int32 or page_table.stride(1) != 1:

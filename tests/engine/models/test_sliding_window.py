@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.drawing.sampler import derive_seed
 from weft.engine.loop.llm import LLM
+from weft.engine.sampling.sampler import derive_seed
 from weft.testing.engine.drafters import KnownDrafter, speculate
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.drawing.draws import Drawer
-from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor import device_check
 from weft.engine.executor.device_sampling import RowsOnDevice
+from weft.engine.sampling.draws import Drawer
+from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan
 from weft.testing.scheduling.bare_request import bare_request
 
@@ -167,8 +167,8 @@ def test_rows_with_masks_of_their_own_draw_as_their_slots_do_now(seed: int) -> N
         slots = rng.integers(NUM_SLOTS, size=count)
         positions, masks = rng.integers(99, size=count), [random_mask(rng) for _ in slots]
         logits = torch.from_numpy(rng.normal(0, 3, (count, VOCAB)).astype(np.float32))
-        drawn_as = device.mask_rows(slots, masks, [1] * count)
-        found = device.begin(logits, slots, positions, drawn_as=drawn_as).wait().token_ids
+        slot_override = device.mask_rows(slots, masks, [1] * count)
+        found = device.begin(logits, slots, positions, slot_override=slot_override).wait().token_ids
         for row, slot in enumerate(slots.tolist()):
             alone = Sampler(VOCAB, NUM_SLOTS)
             alone.add(slot, device._rows[slot], [5], [])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 from weft.contract.errors import Internal, InvalidRequest
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.drawing.sampler import Sampler, SamplerRow, derive_seed
+from weft.engine.sampling.sampler import Sampler, SamplerRow, derive_seed
 from weft.testing.kernels import naive_sampling
 from weft.testing.kernels.naive_sampling import NaiveParams
 

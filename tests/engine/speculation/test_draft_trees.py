@@ -16,8 +16,8 @@ from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import DraftShape
-from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.plan import Plan
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.engine.drafters import NotedRuns, speculate, texts_of

@@ -15,14 +15,14 @@ import pytest
 import torch
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.contract.submits import Submit
-from weft.engine.drawing.draws import Draw
-from weft.engine.drawing.sampler import RowsUnderWay, SamplerRow
 from weft.engine.executor import graphs
 from weft.engine.executor.encodings import StepArrays
-from weft.engine.executor.port import Drawable, Launched
+from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.sampling.draws import PendingTokens
+from weft.engine.sampling.sampler import RowsUnderWay, SamplerRow
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
@@ -117,7 +117,7 @@ def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
     """Where attention gains by that: in no other step, and in each that is one."""
     monkeypatch.setattr(cpu, "native_cpu", lambda: None)
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
-    monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens > 16)
+    monkeypatch.setattr(graphs, "is_faster_when_cold", lambda dtype, dim, tokens: tokens > 16)
     target_dir = make_tiny("llama", tmp_path, seed, vocab_size=VOCAB)
     # Some come in chunks, and some share a page that the cache has.
     lengths = [random.randint(33, 40), *(random.randint(1, 40) for _ in range(8))]
@@ -257,9 +257,9 @@ def test_constrained_requests_are_drafted_for(
         sent = list[bool]()
         send = draws._send_slots
 
-        def noted(drawn_as: npt.NDArray[np.int64] | None) -> None:
-            sent.append(drawn_as is not None)
-            send(drawn_as)
+        def noted(slot_override: npt.NDArray[np.int64] | None) -> None:
+            sent.append(slot_override is not None)
+            send(slot_override)
 
         monkeypatch.setattr(draws, "_send_slots", noted)
         found = run(captured)
@@ -355,7 +355,7 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
             add(slot, row, *tokens)
             (edited.add if row.params.has_penalties else edited.discard)(slot)
 
-        def drawn(plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
+        def drawn(plan: Plan, requests: Sequence[Request], drawable: Logits) -> PendingTokens:
             num_eager[0] += not edited.isdisjoint(drawable.slots.tolist())
             num_ended[0] += any(request.slot < 0 for request in requests)
             return draw(plan, requests, drawable)

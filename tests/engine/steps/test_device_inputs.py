@@ -13,13 +13,13 @@ from weft.checkpoint.adapters.projections import projections_of
 from weft.checkpoint.config import ModelConfig
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import LaterDrafts
-from weft.engine.drawing.encode import step_input
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.step import Step
+from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
@@ -165,7 +165,7 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
         decodes = StepDecodes.of_step(given) if is_plain else None
         if given.pages is not None and not is_plain:
             new = np.flatnonzero(given.pages >= 0)
-            bench.table.note(given.slots[new], given.bounds[new] // PAGE)
+            bench.table.note(given.slots[new], given.max_starts[new] // PAGE)
         arrays = StepArrays.of_step(given, bench.table, PAGE)
         copies_before = bench.num_copies
         last = [int(end) for end in np.cumsum([item.num_tokens for item in plan])]

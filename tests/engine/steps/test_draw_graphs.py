@@ -15,8 +15,6 @@ import torch
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.drafts import LaterDrafts
-from weft.engine.drawing.encode import step_input
-from weft.engine.drawing.sampler import Sampler, SamplerRow
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import WAYS, CapturedDraws, Way
 from weft.engine.executor.drafts.keeping import DraftKeeper
@@ -25,6 +23,8 @@ from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageTable
+from weft.engine.sampling.encode import step_input
+from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.device_sampling import Field
@@ -41,9 +41,9 @@ DECODE = GraphBucket(8, 8, "decode")
 VERIFY = GraphBucket(8 * (1 + DRAFTS), 8, "verify", drafts=DRAFTS)
 TREE = GraphBucket(4 * (1 + DRAFTS), 4, "tree", drafts=DRAFTS)
 RAGGED = GraphBucket(40, 8, "ragged", drafts=DRAFTS)
-LATE = GraphBucket(8 * 2, 8, "verify", drafts=1)
+ON_DEVICE = GraphBucket(8 * 2, 8, "verify", drafts=1)
 """Also of steps in which only the device knows where requests begin, and none has drafts."""
-BUCKETS = {bucket.kind: bucket for bucket in (DECODE, VERIFY, TREE, RAGGED)} | {"late": LATE}
+BUCKETS = {bucket.kind: bucket for bucket in (DECODE, VERIFY, TREE, RAGGED)} | {"late": ON_DEVICE}
 
 
 class States:
@@ -146,10 +146,10 @@ def ways() -> Iterator[tuple[str, Callable[[], SamplingParams]]]:
 
 def check_limits(requests: StepInput, plan: Plan) -> None:
     """Chains end where their requests do; those that nobody wants have no room at all."""
-    assert requests.limits is not None
-    limits = requests.limits.tolist()
-    assert limits[: len(plan.decodes)] == [1] * len(plan.decodes)
-    for item, limit in zip(plan.verifies, limits[len(plan.decodes) :], strict=True):
+    assert requests.draft_limits is not None
+    draft_limits = requests.draft_limits.tolist()
+    assert draft_limits[: len(plan.decodes)] == [1] * len(plan.decodes)
+    for item, limit in zip(plan.verifies, draft_limits[len(plan.decodes) :], strict=True):
         last = item.request.num_prompt_tokens + item.request.max_tokens
         assert limit == (min(len(item.request.pages) * PAGE, last) if item.max_drafts else 1)
 
@@ -220,7 +220,9 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             before = [tensor.clone() for tensor in desk.state()]
             assert desk.sampler.common_way(slots) in (way, "greedy")
             begun = desk.sampler.begin_captured(
-                lambda how, drawn_as, rows=rows: desk.draws.begin(bucket, rows, how, drawn_as),
+                lambda how, slot_override, rows=rows: desk.draws.begin(
+                    bucket, rows, how, slot_override
+                ),
                 way,
                 slots,
                 positions,
@@ -293,7 +295,7 @@ def test_a_graph_draws_for_a_slot_that_became_free_as_it_was() -> None:
     assert sampler.common_way(slots) == "any"
     seen: list[int] = []
 
-    def draw(way: Way, drawn_as: object) -> CapturedDraws:
+    def draw(way: Way, slot_override: object) -> CapturedDraws:
         seen.append(int(tables.params[0, Field.COUNT_ROW]))
         return CapturedDraws(torch.zeros(1, dtype=torch.int64), np.zeros((3, 1), np.int64), mark)
 

@@ -12,12 +12,12 @@ from weft.checkpoint.config import ModelConfig
 from weft.contract import give_way as host_turn
 from weft.contract.give_way import HostPriority
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.drawing.draws import Draw, Drawn
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.llm import LLM
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import host_weights
+from weft.engine.sampling.draws import PendingTokens, SampledTokens
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_models import make_tiny, tiny_config
 
@@ -28,13 +28,13 @@ def test_the_host_rests_while_it_waits_for_the_device(
 ) -> None:
     """Where the device is the engine's own thread, nobody waits for it."""
     model_dir = make_tiny("llama", tmp_path, 1)
-    wait, launch = Draw.wait, LocalExecutor.launch
+    wait, launch = PendingTokens.wait, LocalExecutor.launch
     waited, computed = list[bool](), list[bool]()
     monkeypatch.setattr(LocalExecutor, "is_asynchronous", is_asynchronous)
     with LLM(model_dir, dtype="float32", num_pages=64, num_threads=1, overlap="on") as llm:
         host = llm.engine.parts.host
 
-        def noted_wait(draw: Draw) -> Drawn:
+        def noted_wait(draw: PendingTokens) -> SampledTokens:
             waited.append(host._rests.is_set())
             return wait(draw)
 
@@ -42,7 +42,7 @@ def test_the_host_rests_while_it_waits_for_the_device(
             computed.append(host._rests.is_set())
             return launch(executor, step)
 
-        monkeypatch.setattr(Draw, "wait", noted_wait)
+        monkeypatch.setattr(PendingTokens, "wait", noted_wait)
         monkeypatch.setattr(LocalExecutor, "launch", noted_launch)
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0), StopCriteria(max_tokens=4))
         assert host._rests.is_set()

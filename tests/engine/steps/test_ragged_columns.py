@@ -25,7 +25,7 @@ from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
 from weft.kernels import cpu
-from weft.kernels.attention import MAX_TREE_ROWS, GroupStep
+from weft.kernels.attention import MAX_TREE_ROWS, AttentionMetadata
 from weft.kernels.gpu import flash_attention
 from weft.testing.kernels.tree_cases import path_to, random_parents, words_of
 from weft.testing.models.tiny_drafts import make_tiny_draft
@@ -74,7 +74,7 @@ def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> S
     columns.write(host, arrays, len(table) - 1, PAGE_SIZE)
     flat = torch.from_numpy(host)
     views = columns.views(flat)
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=torch.from_numpy(table).index_select(0, views.rows),
         places=views.slots,
         cu_q_lens=views.cu_q_lens,
@@ -216,7 +216,7 @@ def test_prompts_with_adapters_have_no_graph_that_reads_rows_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an adapter makes of its own rows may be infinite, and stays among them."""
-    monkeypatch.setattr(graphs, "gains_by_cold_prompts", lambda dtype, dim, tokens: tokens >= 48)
+    monkeypatch.setattr(graphs, "is_faster_when_cold", lambda dtype, dim, tokens: tokens >= 48)
     config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
     sizes = step_buckets(config, torch.bfloat16, 8, 128, has_lora=True)
     buckets = GraphBuckets(config, sizes)

@@ -129,22 +129,22 @@ def random_step() -> tuple[StepInput, NewPages]:
         return numbers.integers(-1, 1 << 40, count)
 
     count = random.randrange(1, 40)
-    bounds = some(count)
+    max_starts = some(count)
     writes, table = numbers.integers(0, 99, (3, 4)), numbers.integers(0, 99, (count, 3))
     states = StateRows(some(count), some(count), writes, random.randrange(9), table)
     step = StepInput(
         slots=numbers.integers(0, 8, count),
-        starts=random.choice((bounds, some(count))),
-        bounds=bounds,
+        starts=random.choice((max_starts, some(count))),
+        max_starts=max_starts,
         counts=some(count),
         num_decodes=random.randrange(9),
         num_verified=random.randrange(9),
         draws=some(random.randrange(5)),
-        leads=some(random.randrange(5)),
+        recomputed_rows=some(random.randrange(5)),
         tokens=some(random.choice((0, 3, 90_000))),
-        words=random.choice((None, some(4))),
+        ancestor_masks=random.choice((None, some(4))),
         has_trees=random.random() < 0.5,
-        limits=random.choice((None, some(count))),
+        draft_limits=random.choice((None, some(count))),
         pages=random.choice((None, some(count))),
         states=random.choice((None, states)),
         adapters=random.choice((None, numbers.integers(0, 9, count).astype(np.int32))),
@@ -173,7 +173,7 @@ def test_frames_come_as_they_were_sent_however_long_they_are() -> None:
         *steps, last = map(decode, frames)
         for (step, pages), came in zip(sent, steps, strict=True):
             assert isinstance(came, Step)
-            assert (came.step.starts is came.step.bounds) == (step.starts is step.bounds)
+            assert (came.step.starts is came.step.max_starts) == (step.starts is step.max_starts)
             for field in fields(StepInput):
                 right, got = getattr(step, field.name), getattr(came.step, field.name)
                 if field.name == "states" and right is not None:

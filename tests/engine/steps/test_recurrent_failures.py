@@ -15,10 +15,10 @@ import pytest
 import torch
 from weft.contract.handle import FillEvent
 from weft.contract.request import StopCriteria
-from weft.engine.drawing.sampler import derive_seed
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.reports import load_report
+from weft.engine.sampling.sampler import derive_seed
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine

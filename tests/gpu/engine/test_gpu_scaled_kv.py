@@ -11,8 +11,8 @@ import torch
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.kernels.attention import (
+    AttentionMetadata,
     AttentionSpec,
-    GroupStep,
     paged_attention,
     paged_attention_reference,
 )
@@ -63,7 +63,7 @@ def test_attention(lengths: list[tuple[int, int]], way: str, kept: torch.dtype) 
     table = (1 + torch.randperm(per * len(lengths))).view(-1, per).int().cuda()
     q = torch.randn(int(q_lens.sum()), HEADS, DIM, device="cuda", dtype=BF16)
     places = torch.arange(len(q), device="cuda")
-    step = GroupStep(table, places, cu, kv_lens, int(q_lens.max()), int(kv_lens.max()))
+    step = AttentionMetadata(table, places, cu, kv_lens, int(q_lens.max()), int(kv_lens.max()))
     constants = dict(WAYS[way])
     if constants.pop("sinks", False):
         constants["sinks"] = torch.randn(HEADS, device="cuda")

@@ -12,7 +12,7 @@ from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu import linear as gpu_linear
-from weft.kernels.gpu.dense_attention import suits
+from weft.kernels.gpu.dense_attention import is_faster
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.flash_attention import prompt_rows, takes
 from weft.kernels.greedy import greedy_rows, greedy_rows_reference
@@ -235,7 +235,7 @@ def test_attention_of_long_cold_prompts(lengths: list[tuple[int, int]]) -> None:
     fresh_seed()
     case = make_case(Geometry(32, 8, 128, 16), lengths, torch.bfloat16, CUDA)
     is_uniform = len({q_len for q_len, _ in lengths}) == 1
-    assert suits(case.q, 8, len(lengths), case.max_q_len, case.max_kv_len) == is_uniform
+    assert is_faster(case.q, 8, len(lengths), case.max_q_len, case.max_kv_len) == is_uniform
     check(case)
 
 
@@ -380,7 +380,7 @@ def test_products_take_the_norm_before(rows: int, n: int, k: int) -> None:
     x, weight = (randn(*shape, dtype=torch.bfloat16) for shape in ((rows, k), (n, k)))
     x *= 10.0 ** torch.randint(-2, 3, (rows, 1), device=CUDA)
     gain, w, gated = randn(k, dtype=torch.bfloat16), pack_linear(weight), pack_gate_up(weight)
-    assert gpu_linear.takes_norm(rows, w) == (rows < 3)
+    assert gpu_linear.supports_norm(rows, w) == (rows < 3)
     wide = x.double()
     scale = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     exact = (wide * scale * gain.double()) @ weight.double().T

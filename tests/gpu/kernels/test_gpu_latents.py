@@ -8,14 +8,14 @@ from weft.checkpoint.latent_config import LatentConfig
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.layer import Query
 from weft.engine.model.layers.rotary import Rotary
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.latent_attention import (
     LatentSpec,
     attention_before,
+    is_faster_uncompressed,
     latent_attention,
     latent_attention_reference,
     planned,
-    suits_own_attention,
 )
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.norm import Norm
@@ -30,7 +30,7 @@ DIM = SIZES.kv_rank + SIZES.rope_dim
 SPEC = LatentSpec(HEADS, SIZES.kv_rank, 0.05)
 
 
-def make_step(lengths: list[tuple[int, int]], page: int) -> tuple[GroupStep, torch.Tensor]:
+def make_step(lengths: list[tuple[int, int]], page: int) -> tuple[AttentionMetadata, torch.Tensor]:
     """Requests of so many new rows and positions, and a pool whose free pages are not finite."""
     counts = [-(-kv // page) for _, kv in lengths]
     order = 1 + torch.randperm(sum(counts), device="cuda").int()
@@ -42,7 +42,7 @@ def make_step(lengths: list[tuple[int, int]], page: int) -> tuple[GroupStep, tor
         places.append(table[request, at // page].long() * page + at % page)
     pool = torch.randn(sum(counts) + 3, 1, LAYERS, 1, page, DIM, device="cuda").bfloat16()
     pool[-2:] = float("nan")
-    step = GroupStep(
+    step = AttentionMetadata(
         page_table=table,
         places=torch.cat(places),
         cu_q_lens=torch.tensor([0, *(q for q, _ in lengths)], device="cuda").cumsum(0).int(),
@@ -122,7 +122,7 @@ def test_prompts_by_heads(
         o_proj=none,
     )
     q = torch.randn(rows, HEADS, SIZES.nope_dim + SIZES.rope_dim, device="cuda").bfloat16()
-    assert suits_own_attention(q.dtype, q.shape[2], SIZES.value_dim, rows)
+    assert is_faster_uncompressed(q.dtype, q.shape[2], SIZES.value_dim, rows)
     whole = step_of(torch.zeros(rows, dtype=torch.int64, device="cuda"), step)
     found = layer.attend(Query(q), whole, pool).x.view(rows, HEADS, -1)
     absorbed = torch.einsum("thn,hnr->thr", q[..., :128].float(), to_keys.float())

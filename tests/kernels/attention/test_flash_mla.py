@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.gpu import flash_mla
 from weft.kernels.latent_attention import LatentSpec, latent_attention_reference
 from weft.testing.kernels.kernel_checks import fresh_seed
@@ -47,7 +47,9 @@ class Operations(NamedTuple):
         return out, sums, None, None
 
 
-def make_step(lengths: list[tuple[int, int]], padding: int) -> tuple[GroupStep, torch.Tensor]:
+def make_step(
+    lengths: list[tuple[int, int]], padding: int
+) -> tuple[AttentionMetadata, torch.Tensor]:
     """Requests of so many new rows and positions, two of padding, and a pool."""
     counts = [-(-kv // PAGE) for _, kv in lengths]
     order = 1 + torch.randperm(sum(counts)).int()
@@ -55,7 +57,7 @@ def make_step(lengths: list[tuple[int, int]], padding: int) -> tuple[GroupStep, 
     for request, count in enumerate(counts):
         table[request, :count], order = order[:count], order[count:]
     rows = sum(q for q, _ in lengths)
-    step = GroupStep(
+    step = AttentionMetadata(
         page_table=table,
         places=torch.zeros(rows + padding, dtype=torch.int64),
         cu_q_lens=torch.tensor([0, *(q for q, _ in lengths), 0, 0]).cumsum(0).int(),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.latent_attention import (
     LatentSpec,
     attention_before,
@@ -27,7 +27,7 @@ LENGTHS = [(1, 1), (1, 40), (3, 3), (5, 21), (17, 17), (1, 300)]
 
 def make(
     dtype: torch.dtype, heads: int, width: int, rest: int, *, has_trees: bool, first: int
-) -> tuple[torch.Tensor, torch.Tensor, LatentSpec, GroupStep]:
+) -> tuple[torch.Tensor, torch.Tensor, LatentSpec, AttentionMetadata]:
     q_lens, kv_lens = [q for q, _ in LENGTHS], [kv for _, kv in LENGTHS]
     pages = sum(-(-kv // PAGE) for kv in kv_lens)
     pool = torch.randn(pages + 1, 1, 2, 1, PAGE, width + rest).to(dtype)
@@ -42,7 +42,7 @@ def make(
     if has_trees:
         words = torch.full((rows,), -1)
         words[5:10] = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101])
-    step = GroupStep(
+    step = AttentionMetadata(
         page_table=table,
         places=torch.zeros(rows, dtype=torch.int64),
         cu_q_lens=torch.tensor([0, *q_lens]).cumsum(0).int(),
@@ -55,7 +55,9 @@ def make(
     return q, pool, LatentSpec(heads, width, 0.2, first), step
 
 
-def exact(q: torch.Tensor, pool: torch.Tensor, spec: LatentSpec, step: GroupStep) -> torch.Tensor:
+def exact(
+    q: torch.Tensor, pool: torch.Tensor, spec: LatentSpec, step: AttentionMetadata
+) -> torch.Tensor:
     """Row by row in float64."""
     out = []
     for request, (q_len, kv_len) in enumerate(LENGTHS):
@@ -115,7 +117,7 @@ def test_the_kernel(
 
 def check_parts(
     before: tuple[torch.Tensor, torch.Tensor],
-    given: tuple[torch.Tensor, torch.Tensor, LatentSpec, GroupStep],
+    given: tuple[torch.Tensor, torch.Tensor, LatentSpec, AttentionMetadata],
 ) -> None:
     """Attention to what is before a step, merged with that among its rows, is attention to all."""
     q, pool, spec, step = given

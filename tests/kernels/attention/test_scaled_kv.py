@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton.language as tl
 from weft.kernels import tree_rows
-from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention_reference
+from weft.kernels.attention import AttentionMetadata, AttentionSpec, paged_attention_reference
 from weft.kernels.attention import paged_attention as native_attention
 from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import context_parts
@@ -41,7 +41,7 @@ def make_pool(pages: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 def make_step(
     lengths: list[tuple[int, int]], dtype: torch.dtype = torch.uint8
-) -> tuple[GroupStep, torch.Tensor]:
+) -> tuple[AttentionMetadata, torch.Tensor]:
     """Requests with so many rows and positions, and their pool; no request has page 0."""
     q_lens = torch.tensor([length for length, _ in lengths])
     kv_lens = torch.tensor([length for _, length in lengths]).int()
@@ -50,7 +50,7 @@ def make_step(
     parts_of(pool)[1][0] = float("nan")
     table = (1 + torch.randperm(POOL_PAGES - 1))[: len(lengths) * 12].view(-1, 12).int()
     bounds = (int(q_lens.max()), int(kv_lens.max()))
-    return GroupStep(table, torch.arange(int(q_lens.sum())), cu, kv_lens, *bounds), pool
+    return AttentionMetadata(table, torch.arange(int(q_lens.sum())), cu, kv_lens, *bounds), pool
 
 
 POOLS = [torch.uint8, torch.int8]

@@ -165,7 +165,7 @@ def test_decode_splits_what_is_walked(tmp_path: Path, monkeypatch: pytest.Monkey
     tiles = []
     with kernel_module("decode_attention", tmp_path) as module:
         monkeypatch.setattr(module, "num_splits", lambda pairs, count, _: tiles.append(count) or 1)
-        tile = module.launch_shape(torch.float32, 16, 1).tile
+        tile = module.launch_config(torch.float32, 16, 1).tile
         decode(module, case, 10)
         decode(module, case, 10_000)
     assert set(tiles) == {2, -(-5000 // tile)}

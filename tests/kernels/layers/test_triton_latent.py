@@ -132,7 +132,7 @@ def test_prompts_by_heads(
     hidden = torch.randn(sum(q for q, _ in lengths), HIDDEN)
 
     def run(weights: Weights, dtype: torch.dtype, *, by_heads: bool, on_gpu: bool) -> torch.Tensor:
-        monkeypatch.setattr(latent, "suits_own_attention", lambda *_: by_heads)
+        monkeypatch.setattr(latent, "is_faster_uncompressed", lambda *_: by_heads)
         kv, given = pool.to(dtype, copy=True), hidden.to(dtype, copy=True)
         layers = [weights.layer(index, dtype, is_stacked=on_gpu) for index in range(2)]
         step = make_step(lengths, kv)
@@ -163,7 +163,7 @@ def test_positions_before_are_found_only_for_heads(monkeypatch: pytest.MonkeyPat
     step = make_step([(12, 30)], pool)
     step = replace(step, groups=(step.groups[0]._replace(num_earlier=18),))
     for by_heads in (False, True):
-        monkeypatch.setattr(latent, "suits_own_attention", lambda *_, given=by_heads: given)
+        monkeypatch.setattr(latent, "is_faster_uncompressed", lambda *_, given=by_heads: given)
         assert (mixer.prepare(step, 12, pool).groups[0].earlier is not None) == by_heads
 
 

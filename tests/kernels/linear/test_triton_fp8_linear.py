@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import fp8_linear
-from weft.kernels.gpu.fp8_few_rows import FewRows, can_take_norm, spread_shape
+from weft.kernels.gpu.fp8_few_rows import FewRows, can_take_norm, spread_launch_config
 from weft.kernels.gpu.fp8_rows import Fp8Rows
-from weft.kernels.gpu.fp8_tiles import TileShape
+from weft.kernels.gpu.fp8_tiles import TileLaunchConfig
 from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraAddition
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 def test_rows_that_take_a_norm_are_whole_in_a_program() -> None:
     for k, rows in itertools.product(range(16, 2048, 16), (1, 2)):
         for is_gated, is_blocks in itertools.product((False, True), repeat=2):
-            shape = spread_shape(3072, k, is_gated=is_gated, is_blocks=is_blocks)
+            shape = spread_launch_config(3072, k, is_gated=is_gated, is_blocks=is_blocks)
             assert not can_take_norm(rows, k) or k <= shape.groups * FP8_GROUP
 
 
@@ -68,7 +68,7 @@ def test_few_rows(rows: int, block_rows: int, is_gated: bool, tmp_path: Path) ->
     residual = None if is_gated else draw(rows, columns)
     given, out = FewRows(bias, residual, is_gated), empty(rows, columns)
     with kernel_module("fp8_few_rows", tmp_path) as module:
-        module.few_rows(x, matrix, out, given, module.SpreadShape(4, 2, 1))
+        module.few_rows(x, matrix, out, given, module.SpreadLaunchConfig(4, 2, 1))
     expected = exact(x, matrix, given, torch.float64)
     assert_as_exact(out, exact(x, matrix, given, torch.float32).half(), expected)
 
@@ -154,13 +154,13 @@ def _wide_scales(rows: Fp8Rows, k: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "shape",
     [
-        TileShape(16, 32, FP8_GROUP, 4, 2, True),
-        TileShape(32, 64, FP8_GROUP, 4, 2),
-        TileShape(16, 32, FP8_GROUP, 4, 2, True, splits=2),
-        TileShape(16, 64, FP8_GROUP, 4, 2, splits=4),  # More than there are tiles of K.
+        TileLaunchConfig(16, 32, FP8_GROUP, 4, 2, True),
+        TileLaunchConfig(32, 64, FP8_GROUP, 4, 2),
+        TileLaunchConfig(16, 32, FP8_GROUP, 4, 2, True, splits=2),
+        TileLaunchConfig(16, 64, FP8_GROUP, 4, 2, splits=4),  # More than there are tiles of K.
     ],
 )
-def test_tiles(shape: TileShape, is_gated: bool, block_rows: int, tmp_path: Path) -> None:
+def test_tiles(shape: TileLaunchConfig, is_gated: bool, block_rows: int, tmp_path: Path) -> None:
     if is_gated and shape.splits > 1:
         shape = shape._replace(splits=1)
     fresh_seed()

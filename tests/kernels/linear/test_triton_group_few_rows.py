@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.gpu.groups_few_rows import (
-    FewRowsShape,
+    FewRowsLaunchConfig,
     PairExperts,
     multiply_few,
 )
@@ -27,7 +27,11 @@ CASES = [
     for place, kind in enumerate(KINDS)
     for gated in (False, True)
 ]
-SHAPES = [FewRowsShape(8, 2, 2), FewRowsShape(4, 8, 2), FewRowsShape(8, 2, 2, is_ahead=True)]
+SHAPES = [
+    FewRowsLaunchConfig(8, 2, 2),
+    FewRowsLaunchConfig(4, 8, 2),
+    FewRowsLaunchConfig(8, 2, 2, is_ahead=True),
+]
 
 
 @pytest.mark.parametrize(("group", "kind", "is_gated"), CASES)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.gpu import groups_linear
 from weft.kernels.gpu.groups_linear import MAX_OWN_ROWS, in_floats
-from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups
+from weft.kernels.gpu.groups_product import GroupsLaunchConfig, multiply_groups
 from weft.kernels.linear import LinearWeight
 from weft.kernels.packed_groups import PackedExperts, PackedGroups, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups
@@ -27,10 +27,10 @@ IN_EVERY_RUN = (
     ((32, "e2m1"), False),
 )  # fmt: skip
 SHAPES = [
-    GroupsShape(8, 16, 2, 2, 2),
-    GroupsShape(16, 64, 0, 4, 2),
-    GroupsShape(32, 64, 0, 4, 2, splits=2, is_rounded=True),
-    GroupsShape(16, 16, 2, 2, 2, splits=2),
+    GroupsLaunchConfig(8, 16, 2, 2, 2),
+    GroupsLaunchConfig(16, 64, 0, 4, 2),
+    GroupsLaunchConfig(32, 64, 0, 4, 2, splits=2, is_rounded=True),
+    GroupsLaunchConfig(16, 16, 2, 2, 2, splits=2),
 ]
 
 
@@ -116,7 +116,7 @@ def test_more_programs_than_blocks_share_k() -> None:
         return F.linear(x.to(dtype), matrix.dequantised(torch.float32).to(dtype))
 
     out = torch.full((rows, columns), float("nan")).half()
-    multiply_groups(out, x, packed, GroupsShape(32, 64, 0, 4, 2, splits=8))
+    multiply_groups(out, x, packed, GroupsLaunchConfig(32, 64, 0, 4, 2, splits=8))
     assert_as_exact(out, product(torch.float32).half(), product(torch.float64))
 
 

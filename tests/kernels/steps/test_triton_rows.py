@@ -165,7 +165,7 @@ def test_sliced_linear(rows: int, n: int, k: int, slices: int, gated: bool, tmp_
         eager, exact = F.silu(gate) * up, F.silu(exact_gate) * exact_up
     out = torch.full_like(eager, float("nan"))
     with kernel_module("sliced_linear", tmp_path) as module:
-        shape = module.SlicedShape(16, slices, tile=64)
+        shape = module.SlicedLaunchConfig(16, slices, tile=64)
         module.sliced_linear(x, weight, bias, residual, out, gated=gated, shape=shape)
     assert_as_exact(out, eager, exact)
 
@@ -238,7 +238,7 @@ def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     out = x.new_empty((9, 40))
     change = ("static_range(STEP, K, STEP)", "static_range(STEP, K - STEP, STEP)")
     with kernel_module("sliced_linear", tmp_path, change) as module:
-        shape = module.SlicedShape(16, slices=2, tile=64)
+        shape = module.SlicedLaunchConfig(16, slices=2, tile=64)
         module.sliced_linear(x, weight, None, None, out, gated=False, shape=shape)
     with pytest.raises(AssertionError):
         assert_as_exact(out, F.linear(x, weight), x.double() @ weight.double().T)

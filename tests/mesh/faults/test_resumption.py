@@ -21,7 +21,7 @@ import httpx
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from weft.contract.faults import FaultSpec
-from weft.engine.drawing.sampler import derive_seed
+from weft.engine.sampling.sampler import derive_seed
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, worker_pb2, worker_pb2_grpc

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from weft.engine.drawing.sampler import derive_seed
+from weft.engine.sampling.sampler import derive_seed
 from weft.testing.meshes.local_mesh import LocalMesh
 from weft.testing.meshes.mesh_calls import Answer, Ask, Caller, check_way, new_salt
 from weft.testing.meshes.mesh_kinds import NUM_TOKENS, on

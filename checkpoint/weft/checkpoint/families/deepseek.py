@@ -121,7 +121,7 @@ def _config(
     layer = AttentionConfig(
         rope=replace(rope, partial=1.0),
         scale=dim**-0.5 * _score_factor(family),
-        q_growth=family.q_growth(),
+        llama4_query_scale=family.llama4_query_scale(),
     )
     decoder = DecoderConfig(
         norm=norm,

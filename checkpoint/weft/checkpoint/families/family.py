@@ -116,8 +116,8 @@ class Family:
         """The rotation, of one kind of layers if there are several; see `rope_config`."""
         return rope_config(self.fields, kind=kind, **options)
 
-    def q_growth(self) -> tuple[float, int] | None:
-        """See `AttentionConfig.q_growth`: Llama 4's, as Mistral's files name it."""
+    def llama4_query_scale(self) -> tuple[float, int] | None:
+        """See `AttentionConfig.llama4_query_scale`: Llama 4's, as Mistral's files name it."""
         values = self.fields.section("rope_parameters")
         if values.get("llama_4_scaling_beta") is None:
             return None

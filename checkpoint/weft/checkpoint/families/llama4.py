@@ -49,7 +49,7 @@ def read_llama4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
             qkv_bias=bias,
             o_bias=bias,
             head_norm=norm if is_rotated else None,
-            q_growth=None if is_rotated else growth,
+            llama4_query_scale=None if is_rotated else growth,
             growth_counts_from=1,
         )
         for is_rotated in rotates

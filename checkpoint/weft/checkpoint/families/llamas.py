@@ -211,7 +211,7 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         family,
         family.head_dim(128 if is_ministral else None),
         rope,
-        {"q_growth": family.q_growth()},
+        {"llama4_query_scale": family.llama4_query_scale()},
         window=family.window(kinds) if is_ministral else _window(family),
         names=mistral_names(),
         eps=1e-5 if is_ministral else 1e-6,

@@ -36,7 +36,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.executor.adapter_projections import adapted_projections
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
-from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights
+from weft.engine.model.adapters.weights import HostWeights, LoraMatrix, WholeMatrix, host_weights
 from weft.engine.model.loader import LoadedModel, open_checkpoint
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
@@ -160,7 +160,7 @@ class _Sizes:
         return tensor
 
 
-class _Parts:
+class _RowComponents:
     """Cuts memory into tensors."""
 
     def __init__(self, flat: torch.Tensor) -> None:
@@ -249,7 +249,7 @@ class LoraPool:
             return [self._tables(zeros)]
         sizes = _Sizes()
         self._tables(sizes.add)
-        return [self._tables(_Parts(flat).take) for flat in ranks.memory(sizes.num_bytes)]
+        return [self._tables(_RowComponents(flat).take) for flat in ranks.memory(sizes.num_bytes)]
 
     def _tables(self, zeros: _NewZeros) -> _Tables:
         parts = self._projections.values()
@@ -432,7 +432,7 @@ class LoraPool:
         tables.vocabulary_ends[place.slot] = weights.vocab_end
 
 
-def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Half) -> None:
+def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: LoraMatrix) -> None:
     """Overwrites whole rows."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Cuts the rows into runs of consecutive ones.
     for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):

@@ -31,7 +31,7 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageChanges, PageTable
 from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.step_requests import (
     DecodeColumns,
@@ -130,8 +130,8 @@ class DeviceInputs:
                 table.view(-1).index_copy_(0, indices, pages)
 
     def _groups(
-        self, group: GroupStep, positions: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[GroupStep, ...]:
+        self, group: AttentionMetadata, positions: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[AttentionMetadata, ...]:
         """The step as all groups see it, given the first one's, with the requests' `rows` of the
         page tables.
         """
@@ -171,7 +171,7 @@ class DeviceInputs:
         self.step = step = StepRows(token_ids, positions, slots, cu_q_lens, kv_lens, ancestors)
         self._resolve(step, sources, owners)
         num_columns = -(-arrays.max_kv_len // self._page_size)
-        group = GroupStep(
+        group = AttentionMetadata(
             page_table=self._table[:, :num_columns].index_select(0, rows),
             places=slots,
             cu_q_lens=cu_q_lens,
@@ -238,7 +238,7 @@ class DeviceInputs:
         """
         given, step = self._decodes.views(num_rows)
         expand_decodes(given, step, self._known, self._table, self._page_size)
-        group = GroupStep(
+        group = AttentionMetadata(
             page_table=self._table.index_select(0, given.slots),
             places=step.places,
             cu_q_lens=step.cu_q_lens,
@@ -292,7 +292,7 @@ class DeviceInputs:
         if views.requests is not None:
             expand_requests(views, self._table, self._page_size, len(self._table))
         self._resolve(_step_of(views), views.sources, views.owners)
-        group = GroupStep(
+        group = AttentionMetadata(
             page_table=self._table.index_select(0, views.rows),
             places=views.slots,
             cu_q_lens=views.cu_q_lens,
@@ -455,12 +455,12 @@ class DeviceInputs:
 
 
 def group_step(
-    first: GroupStep,
+    first: AttentionMetadata,
     page_table: torch.Tensor,
     pool: torch.Tensor,
     positions: torch.Tensor,
     page_size: int,
-) -> GroupStep:
+) -> AttentionMetadata:
     """A step as a further page group sees it.
 
     Args:

@@ -129,19 +129,19 @@ class DrawGraphs:
         return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
 
     def begin(
-        self, bucket: GraphBucket, count: int, way: Way, drawn_as: Int64Array | None = None
+        self, bucket: GraphBucket, count: int, way: Way, slot_override: Int64Array | None = None
     ) -> CapturedDraws:
         """Draws from the step that ran last, and keeps the tokens.
 
         Args:
-            bucket: Bucket of the step, which has drafts if `drawn_as` is given.
+            bucket: Bucket of the step, which has drafts if `slot_override` is given.
             count: L, its rows of logits.
-            way: Way of drawing; "any" if `drawn_as` is given.
-            drawn_as: [L], slots by row, if some rows draw with other slots than their requests';
-                else None.
+            way: Way of drawing; "any" if `slot_override` is given.
+            slot_override: [L], slots by row, if some rows draw with other slots than
+                their requests'; else None.
         """
         if bucket.drafts:
-            self._send_slots(drawn_as)
+            self._send_slots(slot_override)
         rows = next(size for size in _sizes(bucket) if size >= count)
         key = DrawKey(bucket, rows, way)
         graph, tokens = self._graphs[key]
@@ -151,8 +151,8 @@ class DrawGraphs:
             drawn = self._drawn[key, count] = (tokens[:count], self._host[:, :count].numpy())
         return CapturedDraws(*drawn, self._marks.add())
 
-    def _send_slots(self, drawn_as: Int64Array | None) -> None:
-        wanted = self._sent_as[:0] if drawn_as is None else drawn_as
+    def _send_slots(self, slot_override: Int64Array | None) -> None:
+        wanted = self._sent_as[:0] if slot_override is None else slot_override
         if np.array_equal(wanted, self._sent_as):
             return  # Usually the same rows have masks as in the step before.
         entries = np.full(max(len(wanted), len(self._sent_as)), _OWN, np.int64)
@@ -211,11 +211,11 @@ class DrawGraphs:
             tokens = greedy_rows(logits)
         else:
             assert self._tables is not None
-            drawn_as = slots
+            slot_override = slots
             if key.bucket.drafts:
-                drawn_as = self._drawn_as[: key.rows]
-                drawn_as = torch.where(drawn_as == _OWN, slots, drawn_as)
-            tokens = draw_rows(logits, drawn_as, positions, self._tables)
+                slot_override = self._drawn_as[: key.rows]
+                slot_override = torch.where(slot_override == _OWN, slots, slot_override)
+            tokens = draw_rows(logits, slot_override, positions, self._tables)
         return tokens if self._peers is None else self._peers.share_tokens(tokens)
 
 

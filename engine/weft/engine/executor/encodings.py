@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.state_rows import StateRows
-from weft.engine.executor.step_input import LATE, StepInput
+from weft.engine.executor.step_input import ON_DEVICE, StepInput
 from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.memory.page_table import PageTable
 
@@ -72,8 +72,8 @@ class StepArrays:
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
     ancestors: Int64Array | None = None
-    """[T]: `GroupStep.ancestors`; None: there are no trees. If only the device knows the trees, it
-    writes this column itself before the step runs.
+    """[T]: `AttentionMetadata.ancestors`; None: there are no trees. If only the device knows the
+    trees, it writes this column itself before the step runs.
     """
     states: StateRows | None = None
     """See `StepInput.states`."""
@@ -100,7 +100,7 @@ class StepArrays:
 
     @property
     def num_earlier(self) -> int | None:
-        """See `GroupStep.num_earlier`."""
+        """See `AttentionMetadata.num_earlier`."""
         q_lens = self._q_lens.astype(np.int64)
         before = np.where(q_lens > 1, self.kv_lens - q_lens, 0)
         total = int(before.sum())
@@ -131,25 +131,25 @@ class StepArrays:
         cu_q_lens = np.zeros(num_requests + 1, np.int32)
         np.cumsum(q_lens, out=cu_q_lens[1:])
         request_of = np.repeat(np.arange(num_requests), q_lens)
-        positions = np.arange(len(token_ids)) + (step.bounds - cu_q_lens[:-1])[request_of]
+        positions = np.arange(len(token_ids)) + (step.max_starts - cu_q_lens[:-1])[request_of]
         row_of_token = step.slots[request_of]
         places = _places(table, row_of_token, positions, page_size)
         ancestors = None
         if step.has_trees:
             ancestors = np.full(len(token_ids), ALL_BEFORE, np.int64)
-            if step.words is not None:
+            if step.ancestor_masks is not None:
                 # A tree's rows occupy a chain's places; their positions follow from their depths.
                 rows = slice(int(cu_q_lens[num_decodes]), int(cu_q_lens[num_behind]))
-                ancestors[rows] = step.words
+                ancestors[rows] = step.ancestor_masks
                 roots = np.repeat(
-                    step.bounds[num_decodes:num_behind], q_lens[num_decodes:num_behind]
+                    step.max_starts[num_decodes:num_behind], q_lens[num_decodes:num_behind]
                 )
-                positions[rows] = roots + np.bitwise_count(step.words) - 1
-        for index in step.leads.nonzero()[0].tolist():
+                positions[rows] = roots + np.bitwise_count(step.ancestor_masks) - 1
+        for index in step.recomputed_rows.nonzero()[0].tolist():
             # The KV of the leading row exists already, and its page may be shared.
             first = int(cu_q_lens[num_behind + index])
-            places[first : first + int(step.leads[index])] = NULL_PAGE * page_size
-        kv_lens = step.bounds + q_lens
+            places[first : first + int(step.recomputed_rows[index])] = NULL_PAGE * page_size
+        kv_lens = step.max_starts + q_lens
         logits_rows = np.arange(len(token_ids))
         drawing_slots, drawing_positions = row_of_token, positions + 1
         if num_behind < num_requests:
@@ -184,11 +184,11 @@ class StepArrays:
     @classmethod
     def _of_decodes(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
         """`of_step` for requests of one row each."""
-        num_rows, drawing_positions = len(step.slots), step.bounds + 1
+        num_rows, drawing_positions = len(step.slots), step.max_starts + 1
         return cls(
             token_ids=np.full(num_rows, DRAWN, np.int64),
-            positions=step.bounds,
-            places=_places(table, step.slots, step.bounds, page_size),
+            positions=step.max_starts,
+            places=_places(table, step.slots, step.max_starts, page_size),
             slots=step.slots,
             cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
             kv_lens=drawing_positions.astype(np.int32),
@@ -225,7 +225,7 @@ class StepDecodes(NamedTuple):
     def of_step(cls, step: StepInput) -> StepDecodes:
         """Takes a step for which `StepInput.is_decodes`."""
         pages = -1 if step.pages is None else step.pages
-        return cls(step.slots, step.bounds, DRAWN, pages, step.adapters)
+        return cls(step.slots, step.max_starts, DRAWN, pages, step.adapters)
 
     @classmethod
     def of_arrays(cls, arrays: StepArrays) -> StepDecodes:
@@ -250,7 +250,7 @@ def _kept_rows(step: StepInput, num_kept: int, num_slots: int) -> tuple[Int64Arr
         num_slots: Rows of the page table.
     """
     slots, counts = step.slots[:num_kept], step.counts[:num_kept]
-    owners = np.where(step.starts[:num_kept] == LATE, np.arange(num_kept), -1)
+    owners = np.where(step.starts[:num_kept] == ON_DEVICE, np.arange(num_kept), -1)
     if num_kept == step.num_decodes:
         return slots, owners
     firsts = np.cumsum(counts) - counts

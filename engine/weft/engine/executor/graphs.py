@@ -34,11 +34,11 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.interface import Model
 from weft.kernels.attention import (
     MAX_TREE_ROWS,
-    GroupStep,
-    gains_by_cold_prompts,
-    gains_by_exact_lengths,
+    AttentionMetadata,
+    is_faster_by_lengths,
+    is_faster_when_cold,
 )
-from weft.kernels.latent_attention import suits_own_attention
+from weft.kernels.latent_attention import is_faster_uncompressed
 from weft.kernels.side_stream import rehearsal
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def step_buckets(
     prompts = [
         bucket._replace(kind="prompts")
         for bucket in ragged
-        if _gains_by_cold_prompts(config, dtype, bucket.tokens)
+        if _is_faster_when_cold(config, dtype, bucket.tokens)
     ]
     cold = [
         GraphBucket(bucket.tokens, 1, "cold")
@@ -323,7 +323,7 @@ class GraphBuckets:
                 return bucket
         lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
         prompts = self._prompts if arrays.adapter_slots is None else frozenset()
-        if not prompts and _gains_by_exact_lengths(self._config, lengths):
+        if not prompts and _is_faster_by_lengths(self._config, lengths):
             has_cold = num_requests == 1 and num_tokens <= len(self._cold)
             return self._cold[num_tokens - 1] if has_cold else None
         for bound, buckets in self._ragged:
@@ -572,23 +572,23 @@ def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def _gains_by_cold_prompts(config: ModelConfig, dtype: torch.dtype, tokens: int) -> bool:
+def _is_faster_when_cold(config: ModelConfig, dtype: torch.dtype, tokens: int) -> bool:
     if config.latent is not None:
         # As the layers ask before they compute heads.
-        return suits_own_attention(dtype, config.head_dim, config.value_dim, tokens)
-    return gains_by_cold_prompts(dtype, config.head_dim, tokens)
+        return is_faster_uncompressed(dtype, config.head_dim, config.value_dim, tokens)
+    return is_faster_when_cold(dtype, config.head_dim, tokens)
 
 
 def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
     """Whether a prompt is long enough for the faster attention."""
-    return _gains_by_exact_lengths(config, (tokens, 1, tokens, tokens))
+    return _is_faster_by_lengths(config, (tokens, 1, tokens, tokens))
 
 
-def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
+def _is_faster_by_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
     if config.latent is not None or not config.has_equal_layers or config.is_encoder:
         return False
     shape = (config.num_heads, config.head_dim)
-    return gains_by_exact_lengths(*shape, *lengths, config.common_window)
+    return is_faster_by_lengths(*shape, *lengths, config.common_window)
 
 
 def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
@@ -598,7 +598,7 @@ def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
     return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]
 
 
-def _with_bounds(group: GroupStep, bucket: GraphBucket) -> GroupStep:
+def _with_bounds(group: AttentionMetadata, bucket: GraphBucket) -> AttentionMetadata:
     """Adds the bounds of lengths that hold for all steps of a bucket."""
     if bucket.kind in ("verify", "tree"):
         return group._replace(max_q_len=1 + bucket.drafts)

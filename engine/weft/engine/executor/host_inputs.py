@@ -13,7 +13,7 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.step import Step
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.step_rows import SlotTokens, StepRows, resolve_rows
 
@@ -80,7 +80,7 @@ class HostInputs:
             torch.from_numpy(self._table.pages),
             self._page_size,
         )
-        group = GroupStep(
+        group = AttentionMetadata(
             page_table=torch.from_numpy(self._table.pages[arrays.slots, :num_columns]),
             places=step.places,
             cu_q_lens=step.cu_q_lens,

@@ -28,7 +28,7 @@ from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_
 from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.pooling import PooledStates, Pooler
-from weft.engine.executor.port import Drawable, Launched
+from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
@@ -281,7 +281,7 @@ class LocalExecutor:
                 step.drafts.begin()
         if step.pages is not None:
             (new,) = (step.pages >= 0).nonzero()
-            self.page_table.note(step.slots[new], step.bounds[new] // self.page_size)
+            self.page_table.note(step.slots[new], step.max_starts[new] // self.page_size)
         arrays = StepArrays.of_step(step, self.page_table, self.page_size)
         scores, vectors = None, None
         if step.scores or step.pooled:
@@ -301,7 +301,7 @@ class LocalExecutor:
             is_late = has_trees or arrays.owners.max(initial=-1) >= 0
             if is_late or arrays.is_decode:
                 on_device = partial(self._inputs.drawing_rows, arrays)
-        drawable = Drawable(
+        drawable = Logits(
             partial(self._logits, hidden, arrays),
             arrays.drawing_slots,
             arrays.drawing_positions,
@@ -311,7 +311,7 @@ class LocalExecutor:
         )
         return Launched(drawable, scores, vectors)
 
-    def _launch_decodes(self, step: StepInput, bucket: GraphBucket) -> Drawable:
+    def _launch_decodes(self, step: StepInput, bucket: GraphBucket) -> Logits:
         """`launch` of a step of decodes alone."""
         assert self.graphs is not None
         assert self._inputs is not None
@@ -324,9 +324,9 @@ class LocalExecutor:
             captured = partial(self._draws.begin, bucket, count)
         logits = partial(self._logits_of, hidden, step.adapters)
         on_device = partial(self._inputs.drawing_rows_of, count)
-        return Drawable(logits, step.slots, step.bounds + 1, on_device, captured)
+        return Logits(logits, step.slots, step.max_starts + 1, on_device, captured)
 
-    def _launch_requests(self, step: StepInput, bucket: GraphBucket) -> Drawable:
+    def _launch_requests(self, step: StepInput, bucket: GraphBucket) -> Logits:
         """`launch` of a step given by its requests."""
         assert self.graphs is not None
         assert self._inputs is not None
@@ -342,10 +342,10 @@ class LocalExecutor:
         logits = partial(self._logits_of, hidden, step.row_adapters())
         on_device = partial(self._inputs.drawing_rows_of, count)
         rows = partial(_rows_of, self._verifying)
-        return Drawable(logits, slots, positions + 1, on_device, captured, rows)
+        return Logits(logits, slots, positions + 1, on_device, captured, rows)
 
     def _captured(self, arrays: StepArrays, bucket: GraphBucket | None) -> CapturedDraw | None:
-        """See `Drawable.captured`."""
+        """See `Logits.captured`."""
         count = len(arrays.drawing_slots)
         if bucket is None or self._draws is None or not self._draws.has(bucket, count):
             return None
@@ -583,7 +583,7 @@ def _rows(pool: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(verifying: Verifying) -> torch.Tensor:
-    """See `Drawable.rows`."""
+    """See `Logits.rows`."""
     step, count = verifying.step, verifying.num_rows
     words = step.token_ids if step.ancestors is None else step.ancestors
     return torch.stack([step.token_ids[:count], words[:count]])

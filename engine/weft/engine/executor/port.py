@@ -17,7 +17,7 @@ from weft.engine.memory.page_table import PageTable
 from weft.engine.transfer.page_pool import PagePool
 
 
-class Drawable(NamedTuple):
+class Logits(NamedTuple):
     """Logits to draw tokens from, and the slots and positions of their rows."""
 
     logits: Callable[[], torch.Tensor]
@@ -41,7 +41,7 @@ class Drawable(NamedTuple):
 class Launched(NamedTuple):
     """Results of a step that has begun."""
 
-    drawable: Drawable | None
+    drawable: Logits | None
     """Logits to draw from: a row for each decode, then one for each row of the requests to
     verify, then one for each piece of a prompt that draws; None: no row draws.
     """

@@ -40,8 +40,8 @@ def write_requests(
     given = host[:used].view(np.int64)
     given[0] = 1
     columns = given[1:].reshape(4, num_requests)
-    assert requests.limits is not None, "the host knows tokens of the step"
-    values_of = requests.slots, requests.starts, requests.counts, requests.limits
+    assert requests.draft_limits is not None, "the host knows tokens of the step"
+    values_of = requests.slots, requests.starts, requests.counts, requests.draft_limits
     for column, values in zip(columns, values_of, strict=True):
         column[:count] = values
     if count < num_requests:
@@ -59,7 +59,7 @@ class RaggedColumns:
     max_rows: int = 1
     """Most rows of a request that the step verifies; 1: it verifies none."""
     has_trees: bool = False
-    """Whether rows may form trees, which adds a column for `GroupStep.ancestors`."""
+    """Whether rows may form trees, which adds a column for `AttentionMetadata.ancestors`."""
     has_requests: bool = False
     """Whether a step may also be given by its requests alone, in a column before all others."""
 

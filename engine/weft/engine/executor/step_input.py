@@ -12,7 +12,7 @@ from weft.contract.tasks import TOKEN_OUTPUTS, Pool
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.state_rows import StateRows
 
-LATE = -1
+ON_DEVICE = -1
 """Start position that only the device knows: the end of the step under way."""
 
 
@@ -90,7 +90,7 @@ class StepInput:
     """Slot of each request, [R]."""
     starts: Int64Array
     """Position of each request's first row, [R]; LATE: only the device knows it."""
-    bounds: Int64Array
+    max_starts: Int64Array
     """The largest value that `starts` can have, [R]; equal to `starts` where that is known."""
     counts: Int64Array
     """Rows of each request, [R]."""
@@ -100,7 +100,7 @@ class StepInput:
     """Number of requests that bring their last token and drafts; all of their rows draw."""
     draws: Int64Array = field(default_factory=_nothing)
     """[R - decodes - verified]: whether the last row of each piece of a prompt draws, 0 or 1."""
-    leads: Int64Array = field(default_factory=_nothing)
+    recomputed_rows: Int64Array = field(default_factory=_nothing)
     """[R - decodes - verified]: number of each piece's first rows that are computed again because
     only their K and V are known. They write no K and V.
     """
@@ -108,14 +108,14 @@ class StepInput:
     """Tokens of the rows that the host knows, in order: those of verified requests (unless the
     drafts are on the device), then those of pieces.
     """
-    words: Int64Array | None = None
+    ancestor_masks: Int64Array | None = None
     """For each row of a verified request, the rows of the request that it sees, where the host
     knows the trees
     (`weft.kernels.attention.paged_attention`). None: chains, or the device knows the trees.
     """
     has_trees: bool = False
     """Whether drafts form trees."""
-    limits: Int64Array | None = None
+    draft_limits: Int64Array | None = None
     """[R]: first position at which a chain of drafts has no page; 1 for a request without drafts.
     None: no drafts are made on the device.
     """
@@ -148,19 +148,21 @@ class StepInput:
     def is_decodes(self) -> bool:
         """Whether each request brings one token, at a position that the host knows."""
         count = len(self.slots)
-        return 0 < self.num_decodes == count and (self.starts is self.bounds or not self.is_late)
+        return 0 < self.num_decodes == count and (
+            self.starts is self.max_starts or not self.is_late
+        )
 
     @property
     def is_late(self) -> bool:
         """Whether only the device knows where some request begins."""
-        return self.starts is not self.bounds and bool((self.starts == LATE).any())
+        return self.starts is not self.max_starts and bool((self.starts == ON_DEVICE).any())
 
     @property
     def is_by_requests(self) -> bool:
         """Whether the step can be sent by its requests alone, since the device has the tokens of
         all rows.
         """
-        return self.limits is not None
+        return self.draft_limits is not None
 
     def row_adapters(self) -> Int32Array | None:
         """The adapter slot of each row, [T]."""
@@ -170,5 +172,5 @@ class StepInput:
         """The slot of each row, [T], and its largest possible position, [T]; for chains only."""
         behind = np.arange(self.num_rows)
         firsts = np.cumsum(self.counts) - self.counts
-        positions = behind + np.repeat(self.bounds - firsts, self.counts)
+        positions = behind + np.repeat(self.max_starts - firsts, self.counts)
         return np.repeat(self.slots, self.counts), positions

@@ -17,7 +17,6 @@ from weft.contract.layout import CacheLayout
 from weft.contract.store import StoreLookup, StorePut
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.machine_lock import machine_lock
-from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.adapter_rows import LoraPool, make_lora_pool
 from weft.engine.executor.device import (
     find_device,
@@ -51,7 +50,7 @@ from weft.engine.features.speculative.draft_model import DraftModel, load_draft_
 from weft.engine.loop.combinations import check_combination, check_recurrent
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
-from weft.engine.loop.parts import EngineParts
+from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pools import Pools, describe_context, size_pools
 from weft.engine.loop.recurrent import (
     describe_recurrent,
@@ -70,6 +69,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
@@ -116,7 +116,7 @@ def load_parts(
     *,
     wake: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total, what: None,
-) -> EngineParts:
+) -> EngineComponents:
     """Loads the model and creates the pool.
 
     Args:
@@ -168,7 +168,7 @@ def _load_parts(
     ranks: Ranks | None,
     wake: Callable[[], None],
     progress: Progress,
-) -> EngineParts:
+) -> EngineComponents:
     """See `load_parts`."""
     peers = None if ranks is None else peers_of(ranks, config, device)
     models = _load_models(config, model, device, ranks, peers, progress)
@@ -267,7 +267,7 @@ def _load_parts(
     if config.prefix_cache and not loaded.config.is_encoder:
         prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
     host = HostPriority()
-    return EngineParts(
+    return EngineComponents(
         executor=executor,
         layout=layout,
         memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
@@ -295,7 +295,7 @@ def _load_parts(
 
 def make_store(
     config: EngineConfig,
-    parts: EngineParts,
+    parts: EngineComponents,
     num_held_pages: Callable[[Request, int], int],
     send: Callable[[StoreLookup | StorePut], None],
     clock: Clock,

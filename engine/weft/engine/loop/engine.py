@@ -20,26 +20,26 @@ from weft.contract.reports import QUIET_REPORT_S
 from weft.contract.submits import Ping, Pong, Submit
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.engine.base.config import EngineConfig
-from weft.engine.drawing.draws import Drawer, Drawn
-from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.build import make_store
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.groups import RequestGroups, first_to_run
-from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
-from weft.engine.loop.parts import EngineParts
+from weft.engine.loop.output import OutputProcessor
+from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pipeline import StepPipeline
-from weft.engine.loop.recurrent import BlocksInPages
+from weft.engine.loop.recurrent import StatePacker
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.tiers import make_tiers
-from weft.engine.loop.windows import StoredWindows, WindowsInPages
+from weft.engine.loop.windows import StoredWindows, WindowPacker
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
+from weft.engine.sampling.draws import Drawer, SampledTokens
+from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
@@ -85,7 +85,9 @@ class Engine:
         clock: monotonic seconds.
     """
 
-    def __init__(self, config: EngineConfig, parts: EngineParts, clock: Clock = monotonic) -> None:
+    def __init__(
+        self, config: EngineConfig, parts: EngineComponents, clock: Clock = monotonic
+    ) -> None:
         self.config = config
         self._clock = clock
         self.parts = parts
@@ -111,14 +113,14 @@ class Engine:
             self._out.fill_command,
             clock,
         )
-        self._block_pages: BlocksInPages | None = None
-        self._window_pages: WindowsInPages | None = None
+        self._block_pages: StatePacker | None = None
+        self._window_pages: WindowPacker | None = None
         if parts.states is not None:
             own = (parts.layout, parts.states, parts.memory, parts.executor)
-            self._block_pages = self.fills.block_pages = BlocksInPages(*own)
+            self._block_pages = self.fills.block_pages = StatePacker(*own)
         elif parts.windows and config.ships_pages:
             (windows,) = parts.windows
-            self._window_pages = self.fills.block_pages = WindowsInPages(
+            self._window_pages = self.fills.block_pages = WindowPacker(
                 parts.layout, windows, parts.memory, parts.executor, has_store=config.has_store
             )
         pages = RequestPages(
@@ -141,7 +143,7 @@ class Engine:
         self._groups = RequestGroups(
             parts.intake, self.scheduler, parts.constraints, self._out, clock
         )
-        self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
+        self._new_tokens = OutputProcessor(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist, self._out.adapter_reply, self._fail)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
         if self.sessions is not None:
@@ -599,7 +601,7 @@ class Engine:
         for request in progressed:
             self.filler.on_progress(request)
 
-    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+    def step_done(self, plan: Plan, drawn: SampledTokens | None, duration_s: float) -> None:
         """See `StepOwner.step_done`."""
         self._note_progress()
         num_surplus = 0
@@ -626,7 +628,7 @@ class Engine:
             if pooled.is_last:
                 self._groups.end_sample(request, "stop", None)
 
-    def _take_tokens(self, drawn: Drawn, plan: Plan) -> int:
+    def _take_tokens(self, drawn: SampledTokens, plan: Plan) -> int:
         """Appends and emits new tokens; ends samples where they end, and forks others.
 
         Args:
@@ -639,8 +641,8 @@ class Engine:
         num_surplus = 0
         for failed, error in drawn.errors:
             if failed.state is not State.FINISHED:
-                # `NewTokens.take` will count the failed request's missing token as surplus, which
-                # it is not.
+                # `OutputProcessor.take` will count the failed request's missing token as
+                # surplus, which it is not.
                 num_surplus -= 1
                 self._groups.fail(failed.key, error)
         now = self._clock()

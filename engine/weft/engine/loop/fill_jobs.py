@@ -56,7 +56,7 @@ class ComputeJobs:
             return "namespace", f"model, dtype or layout differ{what}"
         if handle.adapter and not self._has_adapter(handle.adapter):
             return "namespace", f"adapter {handle.adapter.hex()[:16]} is not loaded here"
-        room = (self._num_pages - handle.num_more_pages) * handle.page_size
+        room = (self._num_pages - handle.companion_pages) * handle.page_size
         if handle.end_token > (most := min(self._max_tokens, room)):
             return "too_long", f"{handle.end_token} tokens, at most {most}"
         if not are_below(handle.tokens, self._intake.vocab_size):

@@ -18,7 +18,7 @@ from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, Pool, Task
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
-from weft.engine.drawing.sampler import derive_seed
+from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.state import Request, RequestKey
 
 NO_SAMPLING = SamplingParams(temperature=0.0)
@@ -273,5 +273,5 @@ class Intake:
             traceparent=traceparent,
             is_fill=True,
             lease_id=handle.lease_id,
-            num_more_pages=handle.num_more_pages,
+            companion_pages=handle.companion_pages,
         )

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from weft.contract.give_way import HostPriority
 from weft.contract.layout import CacheLayout
 from weft.contract.reports import EngineInfo
-from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
+from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
-from weft.engine.sources.tiers.build import TierParts
+from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.transfer.transport import Transport
 
 
 @dataclass(slots=True, kw_only=True)
-class EngineParts:
+class EngineComponents:
     """The components that `Engine` wires together."""
 
     executor: LocalExecutor
@@ -38,7 +38,7 @@ class EngineParts:
     constraints: MaskSource
     transport: Transport
     info: EngineInfo
-    tiers: TierParts | None = None
+    tiers: TierComponents | None = None
     """Tiers below the pool; None: there are none."""
     sampler: Sampler | None = None
     """The sampler; None: tokens are drawn on the host."""

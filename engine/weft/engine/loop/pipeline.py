@@ -26,11 +26,11 @@ from weft.contract import faults
 from weft.contract.clock import Clock
 from weft.contract.give_way import HostPriority
 from weft.engine.base.device_copies import Mark
-from weft.engine.drawing.draws import Draw, Drawer, Drawn
-from weft.engine.drawing.encode import step_input
-from weft.engine.executor.port import Drawable, Executor
+from weft.engine.executor.port import Executor, Logits
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
+from weft.engine.sampling.draws import Drawer, PendingTokens, SampledTokens
+from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.scheduler import Scheduler
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class StepOwner(Protocol):
     """Receives the results of steps."""
 
-    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+    def step_done(self, plan: Plan, drawn: SampledTokens | None, duration_s: float) -> None:
         """Called when a step was computed and its KV committed, in the order in which steps began.
 
         Args:
@@ -68,8 +68,8 @@ class _Step:
     """When the step began; the end of the step before, if the host was not idle in between."""
     drawing: Sequence[Request]
     """Requests that draw a token."""
-    drawable: Drawable | None = None
-    draw: Draw | None = None
+    drawable: Logits | None = None
+    draw: PendingTokens | None = None
     mark: Mark | None = None
     """Mark of this step's device work that follows the drawing; None: there is none."""
     ended_at: float = 0.0
@@ -297,7 +297,7 @@ class StepPipeline:
 
     def _end(self, step: _Step) -> None:
         """Waits for the device and commits the step."""
-        drawn: Drawn | None = None
+        drawn: SampledTokens | None = None
         self.host_rests()
         try:
             if step.mark is not None:

@@ -10,7 +10,7 @@ from weft.contract.layout import CacheLayout
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.port import Executor
-from weft.engine.loop.parts import EngineParts
+from weft.engine.loop.parts import EngineComponents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import Node, PrefixTree
@@ -78,7 +78,7 @@ def make_states(
     return StateBlocks(memory, index, *sizes, 1 + config.most_drafts)
 
 
-def block_access(parts: EngineParts, states: StateBlocks, pages: RequestPages) -> BlockAccess:
+def block_access(parts: EngineComponents, states: StateBlocks, pages: RequestPages) -> BlockAccess:
     """Access to the blocks of a model with recurrent layers, for tiers."""
     num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes
     return BlockAccess(
@@ -89,7 +89,7 @@ def block_access(parts: EngineParts, states: StateBlocks, pages: RequestPages) -
     )
 
 
-class BlocksInPages:
+class StatePacker:
     """Carries blocks of recurrent layers in pages of KV, so that leases ship them as they do these.
 
     Args:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from weft.contract.clock import Clock
 from weft.contract.reports import TierReport
 from weft.engine.base.config import EngineConfig
-from weft.engine.loop.parts import EngineParts
+from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.recurrent import block_access
 from weft.engine.loop.windows import window_access
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.ports import Fills
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
-from weft.engine.sources.tiers.blocks import Beside
+from weft.engine.sources.tiers.blocks import Companion
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
@@ -30,7 +30,7 @@ def tier_reports(
     return reports
 
 
-def _beside(parts: EngineParts, pages: RequestPages) -> Beside | None:
+def _beside(parts: EngineComponents, pages: RequestPages) -> Companion | None:
     """What the model needs beside pages of the first group; None: nothing."""
     if parts.states is not None:
         return block_access(parts, parts.states, pages)
@@ -41,7 +41,7 @@ def _beside(parts: EngineParts, pages: RequestPages) -> Beside | None:
 
 def make_tiers(
     config: EngineConfig,
-    parts: EngineParts,
+    parts: EngineComponents,
     owner: OwnerFills,
     pages: RequestPages,
     prefill_tokens_per_s: Callable[[], float],

@@ -8,7 +8,7 @@ from weft.contract.handle import KvHandle
 from weft.contract.layout import CacheLayout
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor
-from weft.engine.loop.parts import EngineParts
+from weft.engine.loop.parts import EngineComponents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import Node
 from weft.engine.scheduler.pages import RequestPages
@@ -29,7 +29,9 @@ def num_pages_of_window_page(layout: CacheLayout) -> int:
     return -(-other // own)
 
 
-def window_access(parts: EngineParts, windows: WindowPages, pages: RequestPages) -> WindowAccess:
+def window_access(
+    parts: EngineComponents, windows: WindowPages, pages: RequestPages
+) -> WindowAccess:
     """What tiers need of the window group."""
     num_pages, page_bytes = num_pages_of_window_page(parts.layout), parts.layout.page_bytes
     return WindowAccess(
@@ -40,7 +42,7 @@ def window_access(parts: EngineParts, windows: WindowPages, pages: RequestPages)
     )
 
 
-class WindowsInPages:
+class WindowPacker:
     """Carries pages of the window group in pages of the first group, so that leases ship them as
     they do these: the pages that the last window before the lease's end reaches, and that the owner
     lacks. The last one lies first, so that both sides find it whatever the number.
@@ -92,16 +94,16 @@ class WindowsInPages:
         if isinstance(asked, Request):
             count = self._windows.num_needed(asked.num_computed, end_token)
             return count * self.stored_block_pages if is_stored else self._carriers(count)
-        return self._carriers(self._carried(asked.num_more_pages, asked.end_token))
+        return self._carriers(self._carried(asked.companion_pages, asked.end_token))
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
         """See `BlockSource.pack`; the pages were reserved when the job was admitted."""
         assert isinstance(job, Request)
-        count = self._carried(job.num_more_pages, end_token)
-        if job.num_promised_pages < job.num_more_pages:
+        count = self._carried(job.companion_pages, end_token)
+        if job.num_promised_pages < job.companion_pages:
             return None
-        job.num_promised_pages -= job.num_more_pages
-        into = self._memory.allocate(job.num_more_pages, job.namespace, promised=True)
+        job.num_promised_pages -= job.companion_pages
+        into = self._memory.allocate(job.companion_pages, job.namespace, promised=True)
         if self.on_allocated is not None:
             self.on_allocated()
         # Otherwise the next step would zero them.

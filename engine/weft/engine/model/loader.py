@@ -25,10 +25,10 @@ from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, rea
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.gguf_file import GgufFile
-from weft.engine.model.weights.numberless import Numberless
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transposed
 from weft.engine.model.weights.schemes.registry import scheme_of
+from weft.engine.model.weights.skip_meta_checks import SkipMetaChecks
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
@@ -210,7 +210,7 @@ def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto
         return Weights(reader, scheme_of(chosen), dtype, torch.device("meta"))
 
     build = class_of(config)
-    with Numberless():
+    with SkipMetaChecks():
         model, _ = _read_model(model_dir, config, None, build, weights_of, mtp_head=False)
     _heads(model, pooling, torch.device("cpu"))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from weft.engine.model.state_step import StateStep
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.encoder_attention import Bounds
 from weft.kernels.lora import Group, LoraAddition, LoraStep
 
@@ -23,7 +23,7 @@ class Step:
     """Token ids, [T] int64."""
     positions: torch.Tensor
     """Absolute positions, [T] int64; of a row of a tree given by its depth."""
-    groups: tuple[GroupStep, ...]
+    groups: tuple[AttentionMetadata, ...]
     """Where K and V lie, by page group; a layer names the group whose pages it uses."""
     logits_rows: torch.Tensor
     """[L] int64: rows of T whose logits are wanted; empty if nothing is sampled."""
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def has_trees(self) -> bool:
-        """Whether rows form trees (`GroupStep.ancestors`)."""
+        """Whether rows form trees (`AttentionMetadata.ancestors`)."""
         return self.groups[0].ancestors is not None
 
     def one_row_requests(self) -> Step:
@@ -73,7 +73,7 @@ class Step:
         one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
         kv_lens = (positions + 1).to(torch.int32)
         groups = tuple(
-            GroupStep(
+            AttentionMetadata(
                 page_table=group.page_table.index_select(0, requests),
                 places=group.places.index_select(0, rows),
                 cu_q_lens=one_each,

@@ -660,7 +660,7 @@ class Scheduler:
         return True
 
     def _num_pages(self, request: Request) -> int:
-        return -(-request.num_tokens // self._limits.page_size) + request.num_more_pages
+        return -(-request.num_tokens // self._limits.page_size) + request.companion_pages
 
     def _num_pages_to_come(self, request: Request) -> int:
         """Pages that admitted requests and this one will probably need beyond their reservations.

@@ -73,6 +73,6 @@ class PrefixSharing:
 
     def _follow(self, request: Request, leader: Request) -> None:
         request.leader, request.leader_pages = leader, leader.num_published_pages
-        if not request.has_had_leader:
-            request.has_had_leader = True
+        if not request.was_follower:
+            request.was_follower = True
             self.num_waits += 1

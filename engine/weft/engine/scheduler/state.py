@@ -100,7 +100,7 @@ class Request:
     """
     lookup_until: float = 0.0
     """Time until which the KV store's answer is awaited; 0: no answer is awaited."""
-    passes_over_tiers: bool = False
+    skips_tiers: bool = False
     """Whether a load from a tier was given up. Until a later preemption, the request's pages come
     from other sources.
     """
@@ -118,7 +118,7 @@ class Request:
     """The request that computes or receives pages which this waiting request wants to share."""
     leader_pages: int = 0
     """The leader's published pages when it was last checked."""
-    has_had_leader: bool = False
+    was_follower: bool = False
     session_id: str = ""
     """Chat session of the request; empty: none."""
     ends_session: bool = False
@@ -155,9 +155,9 @@ class Request:
     """End position of the hidden state that the slot keeps for a draft model."""
     num_published_pages: int = 0
     num_promised_pages: int = 0
-    num_more_pages: int = 0
+    companion_pages: int = 0
     """Pages that a prompt computed for another worker needs beside those of its tokens, for what
-    lies behind these (`KvHandle.num_more_pages`).
+    lies behind these (`KvHandle.companion_pages`).
     """
     cache_leaf: Node | None = None
     """The prefix cache's node of its last published page, if known."""

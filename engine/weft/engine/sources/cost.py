@@ -181,7 +181,7 @@ class FillCosts:
         start_token: int,
         end_token: int,
         page_bytes: int,
-        num_more_pages: int = 0,
+        companion_pages: int = 0,
     ) -> FillDecision:
         """Decides for a fill of [start_token, end_token), which begins behind the request's pages.
         More pages than these are written behind its last step.
@@ -203,7 +203,7 @@ class FillCosts:
         to_compute = max(0, end_token - candidate.match_tokens)
         work_s = (candidate.queued_tokens + to_compute) / candidate.tokens_per_second
         num_bytes = self._exposed_bytes(num_pages * page_bytes, to_compute)
-        work_s += (num_bytes + num_more_pages * page_bytes) / self._bytes_per_s
+        work_s += (num_bytes + companion_pages * page_bytes) / self._bytes_per_s
         rate = self._rate_beside(load, num_local, candidate.tokens_per_second)
         local_s = self._computing_s(num_local, load, rate) + self._local_rest_s
         remote_s = work_s + _known(self._rests) + _known(self._tails)

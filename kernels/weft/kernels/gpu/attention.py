@@ -11,12 +11,12 @@ cuDNN if that is faster.
 from __future__ import annotations
 
 import torch
-from weft.kernels.attention import AttentionSpec, GroupStep
+from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
-from weft.kernels.gpu.dense_attention import dense_attention, suits
+from weft.kernels.gpu.dense_attention import dense_attention, is_faster
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
 from weft.kernels.gpu.fixed_attention import fixed_attention
-from weft.kernels.gpu.flash_attention import flash_attention, takes
+from weft.kernels.gpu.flash_attention import flash_attention, supports
 
 _SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)
 _FEW_OF_MANY = 8
@@ -31,7 +31,7 @@ def paged_attention(
     pool: torch.Tensor,
     layer: int,
     spec: AttentionSpec,
-    step: GroupStep,
+    step: AttentionMetadata,
     own: OwnKv | None = None,
     *,
     earlier_rows: int = 0,
@@ -65,7 +65,7 @@ def paged_attention(
     if (
         dense is not None
         and prompts is None
-        and suits(q, pool.shape[1], requests, max_q_len, max_kv_len)
+        and is_faster(q, pool.shape[1], requests, max_q_len, max_kv_len)
     ):
         return dense_attention(q, dense.k, dense.v, requests, scale)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
@@ -162,7 +162,7 @@ def paged_attention(
     return out
 
 
-def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | None:
+def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> OwnKv | None:
     """Where K and V of a settled step's rows are beside the pool, if kernels read them there.
 
     Args:
@@ -178,7 +178,7 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | N
         return None
     k = torch.empty((rows, spec.kv_heads, spec.dim), dtype=qkv.dtype, device=qkv.device)
     # Other layers, with heads of another width, may have settled the step.
-    prompts = step.prompts if takes(qkv.dtype, spec.dim, rows) else None
+    prompts = step.prompts if supports(qkv.dtype, spec.dim, rows) else None
     return OwnKv(k, qkv.view(rows, -1, spec.dim)[:, spec.heads + spec.kv_heads :], prompts)
 
 

@@ -30,7 +30,7 @@ outputs, and 859 us without either.
 """
 
 
-def takes_chunks(rows: HeadRows) -> bool:
+def supports_chunks(rows: HeadRows) -> bool:
     """Whether rows are computed by chunks."""
     v, keys = rows.v, rows.k.shape[2]
     is_narrow = v.dtype in (torch.bfloat16, torch.float16) and keys <= _LARGEST_KEY
@@ -38,7 +38,7 @@ def takes_chunks(rows: HeadRows) -> bool:
 
 
 def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.gpu.recurrence.recurrence` of rows for which `takes_chunks` holds."""
+    """`weft.kernels.gpu.recurrence.recurrence` of rows for which `supports_chunks` holds."""
     q, k, v, decay, sequences, beta, steps, skips, scale, is_unit = given.packed()
     rows, heads, values = v.shape
     keys, shared, count = k.shape[2], given.shared, sequences.num_sequences

@@ -34,7 +34,7 @@ from weft.kernels.gpu.softmax import capped, with_sink
 from weft.kernels.scaled_kv import is_scaled
 
 
-class DecodeLaunchShape(NamedTuple):
+class DecodeLaunchConfig(NamedTuple):
     """How a program iterates over its split of the context."""
 
     tile: int
@@ -115,7 +115,7 @@ def decode_attention(
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     group = heads // kv_heads
     is_float32 = q.dtype == torch.float32
-    tile, warps = launch_shape(q.dtype, dim, max_rows)
+    tile, warps = launch_config(q.dtype, dim, max_rows)
     block_rows = rows_of_program(q.dtype, group, max_rows)
     # Tensor cores take at least 16 rows.
     block_group = max(1 if is_float32 else 16, next_power_of_2(block_rows * group))
@@ -252,13 +252,13 @@ def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
     return max(1, min(wanted // pairs, tiles, MAX_SPLITS))
 
 
-def launch_shape(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchShape:
-    """The launch shape for heads of `dim` elements of `dtype`, of at most `max_rows` a request."""
+def launch_config(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchConfig:
+    """The launch for heads of `dim` elements of `dtype`, of at most `max_rows` a request."""
     if dtype == torch.float32:
-        return DecodeLaunchShape(tile=16, warps=8)
+        return DecodeLaunchConfig(tile=16, warps=8)
     # A tile of one short row is soon multiplied: fewer warps wait less for each other.
     is_short = dim <= 64 and max_rows == 1
-    return DecodeLaunchShape(tile=32 if dim > 128 else 64, warps=2 if is_short else 4)
+    return DecodeLaunchConfig(tile=32 if dim > 128 else 64, warps=2 if is_short else 4)
 
 
 def num_stages(programs: int, splits: int, q: torch.Tensor, is_scaled: bool) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weft.kernels.slot_states import DeltaGates, HeadForm, LayerMemory
 
 
-class _Shape(NamedTuple):
+class _LaunchConfig(NamedTuple):
     """Sizes of a launch."""
 
     warps: int
@@ -29,7 +29,7 @@ class _Shape(NamedTuple):
     """Rows of the ring whose keys a program takes at once."""
 
 
-_SHAPES = {1: _Shape(4, 16), 64: _Shape(2, 8)}
+_LAUNCH_CONFIGS = {1: _LaunchConfig(4, 16), 64: _LaunchConfig(2, 8)}
 """Sizes of launches, by the least number of requests for which each is used. On an H100 a layer of
 Qwen3-Next's sizes takes 15.5 and 16.3 us for one request, 281 and 263 us for 256.
 """
@@ -54,7 +54,7 @@ def step_delta(
     between = new.stride(1) - new.shape[2] if new.dim() == 3 else 0
     mixed = new.new_empty((requests, rows, channels))
     found = Shares.empty(mixed, form.heads)
-    shape = _SHAPES[max(least for least in _SHAPES if least <= max(1, requests))]
+    launch = _LAUNCH_CONFIGS[max(least for least in _LAUNCH_CONFIGS if least <= max(1, requests))]
     at_once = _HEADS if form.shared % _HEADS == 0 else 1
     _prepare_kernel[(requests * form.heads // at_once,)](
         *(plan, new, ba, ring, tails, form.conv, form.in_tails, gates.rates, gates.dt_bias),
@@ -66,7 +66,7 @@ def step_delta(
         AT_ONCE=at_once, KEYS=form.key_dim, VALUES=form.value_dim,
         BLOCK_KEYS=next_power_of_2(form.key_dim),
         BLOCK_VALUES=next_power_of_2(at_once * form.value_dim), ROWS=SHARE_ROWS,
-        AT_A_TIME=shape.rows, GATES_SHARED=gates.shared, num_warps=shape.warps,
+        AT_A_TIME=launch.rows, GATES_SHARED=gates.shared, num_warps=launch.warps,
         maxnreg=_REGISTERS, **launch_options(new.device),
     )  # fmt: skip
     return read_blocks(form, plan, memory, mixed, found, len(new))

@@ -26,7 +26,9 @@ def is_dense(tokens: int, requests: int, max_q_len: int, max_kv_len: int) -> boo
     return tokens == requests * max_q_len and max_kv_len == max_q_len
 
 
-def suits(q: torch.Tensor, kv_heads: int, requests: int, max_q_len: int, max_kv_len: int) -> bool:
+def is_faster(
+    q: torch.Tensor, kv_heads: int, requests: int, max_q_len: int, max_kv_len: int
+) -> bool:
     """Whether cuDNN supports a step's attention and is faster.
 
     Args:

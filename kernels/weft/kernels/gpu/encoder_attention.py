@@ -24,7 +24,7 @@ from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.gpu.request_tiles import request_of_tile
 
 
-class _Shape(NamedTuple):
+class _LaunchConfig(NamedTuple):
     """Rows of a program, and how it walks over those that they see."""
 
     rows: int
@@ -67,9 +67,9 @@ def encoder_attention(
     requests = len(cu_lens) - 1
     if not tokens or not requests:
         return out
-    shape = _launch_shape(q.dtype, dim)
+    launch = _launch_config(q.dtype, dim)
     # A bound: each sequence leaves at most one tile that is not full.
-    tiles = tokens // shape.rows + requests
+    tiles = tokens // launch.rows + requests
     _encoder_kernel[(heads, tiles)](
         out,
         q,
@@ -84,27 +84,27 @@ def encoder_attention(
         requests,
         HEADS=heads,
         GROUP=heads // k.shape[1],
-        ROWS=shape.rows,
-        TILE=shape.tile,
+        ROWS=launch.rows,
+        TILE=launch.tile,
         DIM=dim,
         BLOCK_DIM=next_power_of_2(dim),
         REACH=-1 if reach is None else reach,
         IS_FUSED=q.dtype.itemsize == 2,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         **launch_options(q.device),
     )
     return out
 
 
-def _launch_shape(dtype: torch.dtype, dim: int) -> _Shape:
+def _launch_config(dtype: torch.dtype, dim: int) -> _LaunchConfig:
     if dtype == torch.float32:
-        return _Shape(rows=32, tile=32, warps=4, stages=1)
+        return _LaunchConfig(rows=32, tile=32, warps=4, stages=1)
     if dim > 128:
-        return _Shape(rows=64, tile=64, warps=4, stages=2)
+        return _LaunchConfig(rows=64, tile=64, warps=4, stages=2)
     if dim > 64:
-        return _Shape(rows=128, tile=64, warps=8, stages=3)
-    return _Shape(rows=64, tile=64, warps=4, stages=3)
+        return _LaunchConfig(rows=128, tile=64, warps=8, stages=3)
+    return _LaunchConfig(rows=64, tile=64, warps=4, stages=3)
 
 
 @triton.jit(do_not_specialize=["requests"])

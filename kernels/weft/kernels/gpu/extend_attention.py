@@ -65,7 +65,7 @@ class OwnKv(NamedTuple):
     """Given if requests of several rows have nothing before the step, for FlashAttention-3."""
 
 
-class ExtendLaunchShape(NamedTuple):
+class ExtendLaunchConfig(NamedTuple):
     """Rows of a program, and how it iterates over its context."""
 
     rows: int
@@ -127,18 +127,18 @@ def extend_attention(
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     own_matrices = [] if own is None else [part.flatten(1) for part in (own.k, own.v)]
     is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
-    shape = launch_shape(q.dtype, dim, max_q_len, is_copied=is_copied)
+    launch = launch_config(q.dtype, dim, max_q_len, is_copied=is_copied)
     # A bound: each request leaves at most one tile that is not full.
-    tiles = tokens // shape.rows + requests
+    tiles = tokens // launch.rows + requests
     k_tiles, v_tiles = (
-        (copied_tiles(part, shape.tile, dim) for part in own_matrices)
+        (copied_tiles(part, launch.tile, dim) for part in own_matrices)
         if is_copied
         else (None, None)
     )
     in_powers = scale * math.log2(math.e)
     parts = None
     if window is None and first_position == 0 and not is_chunked:
-        parts = parts_of_contexts(q, shape, can_share=is_copied)
+        parts = parts_of_contexts(q, launch, can_share=is_copied)
     _extend_kernel[(heads, tiles, parts.number if parts else 1)](
         out,
         parts.mixed if parts else None,
@@ -164,12 +164,12 @@ def extend_attention(
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=heads // kv_heads,
-        ROWS=shape.rows,
+        ROWS=launch.rows,
         DIM=dim,
         BLOCK_DIM=block_dim(dim),
         PAGE_SIZE=page_size,
         PAGE_STRIDE=pool.stride(0),
-        TILE=shape.tile,
+        TILE=launch.tile,
         MIN_ROWS=least_rows,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
@@ -177,32 +177,34 @@ def extend_attention(
         SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
         PARTS=parts.number if parts else 1,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         **launch_options(q.device),
     )
     if parts:
         merge_parts(out, parts, cu_q_lens, kv_lens, sinks, in_powers, least_rows)
 
 
-def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) -> ExtendLaunchShape:
-    """The launch shape for a head of `dim` elements of `dtype` and at most `rows` rows per request.
+def launch_config(
+    dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool
+) -> ExtendLaunchConfig:
+    """The launch for a head of `dim` elements of `dtype` and at most `rows` rows per request.
 
     `is_copied`: the copy engine fetches own K and V, so that two programs share a multiprocessor.
     """
     if dtype == torch.float32:
-        return ExtendLaunchShape(rows=32, tile=32, warps=4, stages=1)
+        return ExtendLaunchConfig(rows=32, tile=32, warps=4, stages=1)
     if dim > 256:
-        return ExtendLaunchShape(rows=64, tile=32, warps=8, stages=2)
+        return ExtendLaunchConfig(rows=64, tile=32, warps=8, stages=2)
     if dim > 128:
-        return ExtendLaunchShape(rows=64, tile=64, warps=4, stages=2)
+        return ExtendLaunchConfig(rows=64, tile=64, warps=4, stages=2)
     if is_copied or rows < 1024:
-        return ExtendLaunchShape(rows=64, tile=64, warps=4, stages=3)
-    return ExtendLaunchShape(rows=128, tile=64, warps=8, stages=3)
+        return ExtendLaunchConfig(rows=64, tile=64, warps=4, stages=3)
+    return ExtendLaunchConfig(rows=128, tile=64, warps=8, stages=3)
 
 
 def parts_of_contexts(
-    q: torch.Tensor, shape: ExtendLaunchShape, *, can_share: bool
+    q: torch.Tensor, launch: ExtendLaunchConfig, *, can_share: bool
 ) -> Parts | None:
     """Parts of the contexts of a step, chosen as if all rows were one request's; each further
     request adds at most one tile.
@@ -210,7 +212,7 @@ def parts_of_contexts(
     `can_share`: a multiprocessor runs two programs at the same time.
     """
     tokens, heads, _ = q.shape
-    programs = heads * cdiv(tokens, shape.rows)
+    programs = heads * cdiv(tokens, launch.rows)
     at_once = num_multiprocessors(q.device) * (2 if can_share else 1)
     return make_parts(q, programs, at_once)
 

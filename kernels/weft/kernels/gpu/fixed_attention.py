@@ -19,7 +19,7 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 from weft.kernels.gpu.extend_attention import (
     attend_tile,
     k_of_pages,
-    launch_shape,
+    launch_config,
     window_of_rows,
 )
 from weft.kernels.gpu.kv_entries import SCALE_BYTES
@@ -74,9 +74,9 @@ def fixed_attention(
     tokens, heads, dim = q.shape
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     group = heads // kv_heads
-    shape = launch_shape(q.dtype, dim, 0, is_copied=False)
+    launch = launch_config(q.dtype, dim, 0, is_copied=False)
     # A bound: each request leaves at most one tile that is not full.
-    tiles = tokens // (shape.rows // group) + requests
+    tiles = tokens // (launch.rows // group) + requests
     segments = cdiv(max_kv_len, SEGMENT)
     is_split = segments > 1 and tokens * segments <= _MAX_PARTS
     is_split &= kv_heads * tiles <= _PROGRAMS_PER_SM * num_multiprocessors(q.device)
@@ -104,19 +104,19 @@ def fixed_attention(
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=group,
-        ROWS=shape.rows,
+        ROWS=launch.rows,
         DIM=dim,
         BLOCK_DIM=block_dim(dim),
         PAGE_SIZE=page_size,
         PAGE_STRIDE=pool.stride(0),
-        TILE=shape.tile,
+        TILE=launch.tile,
         SEGMENT=SEGMENT,
         WINDOW=window or 0,
         IS_CHUNKED=is_chunked,
         SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         **launch_options(q.device),
     )
     if is_split:

@@ -26,7 +26,7 @@ _GROUP = 8
 """Tiles of rows that share the weight's tiles in the cache."""
 
 
-class FixedLinearShape(NamedTuple):
+class FixedLaunchConfig(NamedTuple):
     """Tile of a program; a multiple of 64 rows, so that all take the same instruction."""
 
     rows: int
@@ -60,38 +60,38 @@ def fixed_linear(
         # With few rows, reading the weight is the limit, and `small_linear` streams it. The chain
         # of instructions is the same.
         return small_linear(x, weight, bias, residual, out_dtype, is_fixed=True)
-    shape = launch_shape(rows, columns)
+    launch = launch_config(rows, columns)
     is_copied = can_copy(x) and can_copy(weight)
-    tiles = (cdiv(rows, shape.rows), cdiv(columns, shape.columns))
+    tiles = (cdiv(rows, launch.rows), cdiv(columns, launch.columns))
     _fixed_linear_kernel[(tiles[0] * tiles[1],)](
         out,
         x,
         weight,
-        copied_tiles(x, shape.rows, shape.depth) if is_copied else None,
-        copied_tiles(weight, shape.columns, shape.depth) if is_copied else None,
+        copied_tiles(x, launch.rows, launch.depth) if is_copied else None,
+        copied_tiles(weight, launch.columns, launch.depth) if is_copied else None,
         bias,
         residual,
         rows,
         columns,
         depth,
-        ROWS=shape.rows,
-        COLUMNS=shape.columns,
-        TILE=shape.depth,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        TILE=launch.depth,
         GROUP=_GROUP,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         **launch_options(x.device),
     )
     return out
 
 
-def launch_shape(rows: int, columns: int) -> FixedLinearShape:
-    """The launch shape for a number of rows; few rows fill a device only with narrow tiles."""
+def launch_config(rows: int, columns: int) -> FixedLaunchConfig:
+    """The launch for a number of rows; few rows fill a device only with narrow tiles."""
     if rows <= 64 and columns >= _MANY_COLUMNS:
-        return FixedLinearShape(rows=64, columns=64, depth=128, warps=4, stages=3)
+        return FixedLaunchConfig(rows=64, columns=64, depth=128, warps=4, stages=3)
     if rows <= 64:
-        return FixedLinearShape(rows=64, columns=32, depth=128, warps=4, stages=4)
-    return FixedLinearShape(rows=128, columns=128, depth=64, warps=8, stages=4)
+        return FixedLaunchConfig(rows=64, columns=32, depth=128, warps=4, stages=4)
+    return FixedLaunchConfig(rows=128, columns=128, depth=64, warps=8, stages=4)
 
 
 @triton.jit(do_not_specialize=["rows"])

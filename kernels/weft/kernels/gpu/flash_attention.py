@@ -31,7 +31,7 @@ MIN_TOKENS = 2048
 """Rows of a step below which it is not faster."""
 
 
-def takes(dtype: torch.dtype, dim: int, tokens: int) -> bool:
+def supports(dtype: torch.dtype, dim: int, tokens: int) -> bool:
     """Whether it is there for such a step, and faster.
 
     Args:
@@ -89,10 +89,10 @@ def flash_attention(
     )
 
 
-def takes_own_rows(dtype: torch.dtype, dim: int, value_dim: int, tokens: int) -> bool:
+def supports_own_rows(dtype: torch.dtype, dim: int, value_dim: int, tokens: int) -> bool:
     """Whether `own_attention` is there for heads of so many elements, and pays for so many rows."""
     is_fit = dim == value_dim or (128 < dim <= 192 and 96 < value_dim <= 128)
-    return is_fit and takes(dtype, dim, tokens)
+    return is_fit and supports(dtype, dim, tokens)
 
 
 def own_attention(

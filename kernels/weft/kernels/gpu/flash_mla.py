@@ -13,7 +13,7 @@ import logging
 from typing import Any, NamedTuple
 
 import torch
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.latent_attention import LatentSpec
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class LatentPlan(NamedTuple):
     """
 
 
-def takes(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> bool:
+def supports(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> bool:
     """Whether it is there for such latents."""
     return _fits(dtype, dim, spec) and page_size == PAGE_SIZE and _operations() is not None
 
@@ -78,7 +78,7 @@ def lacking(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> s
     return None if page_size == PAGE_SIZE else f"take --page-size {PAGE_SIZE}"
 
 
-def plan_latents(step: GroupStep, rows: int, heads: int) -> LatentPlan:
+def plan_latents(step: AttentionMetadata, rows: int, heads: int) -> LatentPlan:
     """Divides the work of a step's layers.
 
     Args:

@@ -23,7 +23,7 @@ _MAX_NORMED_ELEMENTS = 1152
 """Most elements of rows whose norm a product takes, as in `weft.kernels.gpu.small_linear`."""
 
 
-class SpreadShape(NamedTuple):
+class SpreadLaunchConfig(NamedTuple):
     """How a program of plain multiplication covers its part of the weight."""
 
     columns: int
@@ -43,27 +43,29 @@ class FewRows(NamedTuple):
     tap: torch.Tensor | None = None
 
 
-def spread_shape(columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> SpreadShape:
-    """The launch shape of plain multiplication (measured on an H100 with Llama-3.1-8B's products,
+def spread_launch_config(
+    columns: int, k: int, *, is_gated: bool, is_blocks: bool
+) -> SpreadLaunchConfig:
+    """The launch of plain multiplication (measured on an H100 with Llama-3.1-8B's products,
     whole and divided between two).
     """
     groups = next_power_of_2(cdiv(k, FP8_GROUP))
     if groups <= 8:
-        return SpreadShape(4, groups, warps=2 if groups <= 4 else 4)
+        return SpreadLaunchConfig(4, groups, warps=2 if groups <= 4 else 4)
     if k <= _MAX_NORMED_ELEMENTS:
-        return SpreadShape(4, groups, 4)  # A norm before it takes all of K at once.
+        return SpreadLaunchConfig(4, groups, 4)  # A norm before it takes all of K at once.
     is_long = k > 8192
     if is_blocks:
-        return SpreadShape(4, 8, 2) if is_long else SpreadShape(8, 8, 4)
+        return SpreadLaunchConfig(4, 8, 2) if is_long else SpreadLaunchConfig(8, 8, 4)
     if is_long:
-        return SpreadShape(8, 16, 8)
+        return SpreadLaunchConfig(8, 16, 8)
     if is_gated:
-        return SpreadShape(2, min(groups, 32), 4)
+        return SpreadLaunchConfig(2, min(groups, 32), 4)
     if groups <= 16:
-        return SpreadShape(4, groups, 4)
+        return SpreadLaunchConfig(4, groups, 4)
     if k > 4096:
-        return SpreadShape(4, 8, 2)
-    return SpreadShape(8, 8, 4) if columns < 4096 else SpreadShape(4, 32, 8)
+        return SpreadLaunchConfig(4, 8, 2)
+    return SpreadLaunchConfig(8, 8, 4) if columns < 4096 else SpreadLaunchConfig(4, 32, 8)
 
 
 def can_take_norm(rows: int, k: int) -> bool:
@@ -76,7 +78,7 @@ def few_rows(
     matrix: Fp8Matrix | Int8Channels,
     out: torch.Tensor,
     given: FewRows,
-    shape: SpreadShape | None = None,
+    launch: SpreadLaunchConfig | None = None,
 ) -> None:
     """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
 
@@ -86,20 +88,20 @@ def few_rows(
         out: [M, N], where gated [M, N / 2], contiguous: receives the result, accumulated in float32
             and rounded once; may be the residual.
         given: See `FewRows`; a norm as `can_take_norm` says.
-        shape: How to launch; None: what suits.
+        launch: How to launch; None: what suits.
 
     Raises:
         ValueError: Rows of such a length take no norm.
     """
     (rows, k), columns = x.shape, out.shape[1]
     scales, gated = WeightScales.of(matrix), given.is_gated
-    shape = shape or spread_shape(columns, k, is_gated=gated, is_blocks=scales.rows > 0)
-    if given.norm is not None and k > shape.groups * FP8_GROUP:
+    launch = launch or spread_launch_config(columns, k, is_gated=gated, is_blocks=scales.rows > 0)
+    if given.norm is not None and k > launch.groups * FP8_GROUP:
         raise ValueError(f"products of {rows} rows of {k} take no norm")
     if scales.rows:
         # Columns of a program have their scales in common.
-        shape = shape._replace(columns=min(shape.columns, scales.rows))
-    _fp8_spread_kernel[(cdiv(columns, shape.columns),)](
+        launch = launch._replace(columns=min(launch.columns, scales.rows))
+    _fp8_spread_kernel[(cdiv(columns, launch.columns),)](
         out,
         x,
         matrix.data,
@@ -113,9 +115,9 @@ def few_rows(
         K=k,
         IS_GATED=gated,
         ROWS=rows,
-        COLUMNS=shape.columns,
-        GROUPS=shape.groups,
-        num_warps=shape.warps,
+        COLUMNS=launch.columns,
+        GROUPS=launch.groups,
+        num_warps=launch.warps,
         **scales.arguments(x.device),
         **launch_options(x.device),
     )

@@ -131,8 +131,8 @@ def has_groups(w: LinearWeight) -> bool:
     return isinstance(w.form, Fp8Blocks)
 
 
-def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
-    """See `weft.kernels.gpu.linear.takes_norm`."""
+def supports_norm(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
+    """See `weft.kernels.gpu.linear.supports_norm`."""
     return lora is None and not w.is_fixed and can_take_norm(rows, w.in_features)
 
 
@@ -172,7 +172,7 @@ def _multiply_rounded(
     residual: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    if dtype == torch.bfloat16 and suits_torch(x.rows, matrix):
+    if dtype == torch.bfloat16 and is_faster_in_torch(x.rows, matrix):
         out = torch_product(x, matrix)
         for term in (bias, residual):
             if term is not None:
@@ -183,7 +183,7 @@ def _multiply_rounded(
     return out
 
 
-def suits_torch(rows: int, matrix: Fp8Matrix) -> bool:
+def is_faster_in_torch(rows: int, matrix: Fp8Matrix) -> bool:
     """Whether torch multiplies so many rounded rows, and faster than our own kernel."""
     if isinstance(matrix, Fp8Channels):
         return rows > MAX_OWN_ROWS and not any(size % 16 for size in matrix.shape)

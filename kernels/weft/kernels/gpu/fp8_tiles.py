@@ -28,7 +28,7 @@ _ROW_TILES_TOGETHER = 8
 """Tiles of rows that share the weight's tiles in the cache."""
 
 
-class TileShape(NamedTuple):
+class TileLaunchConfig(NamedTuple):
     """What a program computes, and how it iterates over K."""
 
     rows: int
@@ -46,30 +46,32 @@ class TileShape(NamedTuple):
     """Programs that share K; a further launch sums their parts. Not where gated."""
 
 
-FIXED = TileShape(64, 64, FP8_GROUP, 4, 4, is_copied=True)
+FIXED = TileLaunchConfig(64, 64, FP8_GROUP, 4, 4, is_copied=True)
 """The shape in deterministic mode, whatever the number of rows, so that each row is summed in the
 same order in any batch. Its tiles are narrow, so that few rows still make enough programs.
 """
 
 
-def tile_shape(rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> TileShape:
-    """The launch shape of a product (measured on an H100, K of 2,048, 4,096 and 14,336)."""
+def tile_launch_config(
+    rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool
+) -> TileLaunchConfig:
+    """The launch configuration of a product (measured on an H100, K of 2,048, 4,096 and 14,336)."""
     few = max(16, next_power_of_2(rows))
     if is_blocks:
         if rows <= 64:
             wanted = 1 if is_gated else (512 if few == 16 else 256) // cdiv(columns, 64)
             splits = max(1, min(wanted, 8 if few == 16 else 4, k // FP8_GROUP))
-            return TileShape(few, 64, FP8_GROUP, 4, 5, is_turned=True, splits=splits)
-        return TileShape(128, 128, FP8_GROUP, 8, 4, is_copied=True)
+            return TileLaunchConfig(few, 64, FP8_GROUP, 4, 5, is_turned=True, splits=splits)
+        return TileLaunchConfig(128, 128, FP8_GROUP, 8, 4, is_copied=True)
     if rows <= 32 or (rows <= 64 and k <= _LONG):
         splits = 2 if few == 16 and columns <= _FEW_COLUMNS and not is_gated else 1
         stages = 5 if few == 16 and splits == 1 else 4
-        return TileShape(few, 64, 256, 4, stages, is_turned=True, splits=splits)
+        return TileLaunchConfig(few, 64, 256, 4, stages, is_turned=True, splits=splits)
     if rows <= 64:
-        return TileShape(64, 32, 256, 4, 5)
+        return TileLaunchConfig(64, 32, 256, 4, 5)
     if not is_gated and columns <= _FEW_COLUMNS and rows <= 256:
-        return TileShape(64, 128, 256, 4, 4, is_copied=True)
-    return TileShape(128, 128, FP8_GROUP, 8, 4, is_copied=True)
+        return TileLaunchConfig(64, 128, 256, 4, 4, is_copied=True)
+    return TileLaunchConfig(128, 128, FP8_GROUP, 8, 4, is_copied=True)
 
 
 def multiply_fp8(
@@ -80,7 +82,7 @@ def multiply_fp8(
     residual: torch.Tensor | None,
     *,
     is_gated: bool = False,
-    shape: TileShape | None = None,
+    launch: TileLaunchConfig | None = None,
 ) -> None:
     """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
 
@@ -92,28 +94,30 @@ def multiply_fp8(
         bias: [N], or None.
         residual: [M, N], contiguous, or None; not where gated.
         is_gated: Apply the activation.
-        shape: How to launch; None: what suits.
+        launch: How to launch; None: what suits.
     """
     rows, k, columns = x.rows, x.data.shape[1], out.shape[1]
     scales = WeightScales.of(matrix)
     if x.has_groups != (scales.rows > 0):
         raise ValueError("rows and weight must both have scales of groups, or neither")
-    shape = shape or tile_shape(rows, columns, k, is_gated=is_gated, is_blocks=scales.rows > 0)
+    launch = launch or tile_launch_config(
+        rows, columns, k, is_gated=is_gated, is_blocks=scales.rows > 0
+    )
     if scales.rows:
-        shape = shape._replace(columns=min(shape.columns, scales.rows), tile=FP8_GROUP)
-    is_copied = shape.is_copied and can_copy(x.data) and can_copy(matrix.data)
-    tiles = (cdiv(rows, shape.rows), cdiv(columns, shape.columns))
-    is_split, target = shape.splits > 1, out
+        launch = launch._replace(columns=min(launch.columns, scales.rows), tile=FP8_GROUP)
+    is_copied = launch.is_copied and can_copy(x.data) and can_copy(matrix.data)
+    tiles = (cdiv(rows, launch.rows), cdiv(columns, launch.columns))
+    is_split, target = launch.splits > 1, out
     if is_split:
-        parts = (shape.splits, rows, columns)
+        parts = (launch.splits, rows, columns)
         target = torch.empty(parts, dtype=torch.float32, device=x.data.device)
     options = launch_options(x.data.device)
-    _fp8_tiles_kernel[(tiles[0] * tiles[1], shape.splits)](
+    _fp8_tiles_kernel[(tiles[0] * tiles[1], launch.splits)](
         target,
         x.data,
         matrix.data,
-        copied_tiles(x.data, shape.rows, shape.tile) if is_copied else None,
-        copied_tiles(matrix.data, shape.columns, shape.tile) if is_copied else None,
+        copied_tiles(x.data, launch.rows, launch.tile) if is_copied else None,
+        copied_tiles(matrix.data, launch.columns, launch.tile) if is_copied else None,
         x.scales,
         scales.scales,
         None if is_split else bias,
@@ -124,14 +128,14 @@ def multiply_fp8(
         K=k,
         IS_GATED=is_gated,
         SCALE_ROWS=scales.rows,
-        ROWS=shape.rows,
-        COLUMNS=shape.columns,
-        TILE=shape.tile,
-        IS_TURNED=shape.is_turned,
-        SPLITS=shape.splits,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        TILE=launch.tile,
+        IS_TURNED=launch.is_turned,
+        SPLITS=launch.splits,
         TOGETHER=_ROW_TILES_TOGETHER,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         **options,
     )
     if is_split:

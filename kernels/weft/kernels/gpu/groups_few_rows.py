@@ -29,7 +29,7 @@ MAX_ROWS = 2
 """Most rows: tensor cores are faster from three on."""
 
 
-class FewRowsShape(NamedTuple):
+class FewRowsLaunchConfig(NamedTuple):
     """How a program covers its part of the weight."""
 
     columns: int
@@ -55,14 +55,14 @@ class PairExperts(NamedTuple):
     """The launch before this one is `multiply_few` of the same ids, not settled."""
 
 
-def few_rows_shape(rows: int, k: int, half: int, *, is_gated: bool) -> FewRowsShape:
-    """The launch shape of a product of K columns in blocks of 2 * half (measured on an H100, K of
+def few_rows_launch_config(rows: int, k: int, half: int, *, is_gated: bool) -> FewRowsLaunchConfig:
+    """The launch of a product of K columns in blocks of 2 * half (measured on an H100, K of
     2,880, 4,096 and 14,336).
     """
     blocks = min(16, triton.next_power_of_2(triton.cdiv(k, 2 * half)))
     if rows == 1:
-        return FewRowsShape(8, blocks, 4, is_ahead=2 * blocks * 2 * half < k)
-    return FewRowsShape(8, blocks, 2) if is_gated else FewRowsShape(16, blocks, 4)
+        return FewRowsLaunchConfig(8, blocks, 4, is_ahead=2 * blocks * 2 * half < k)
+    return FewRowsLaunchConfig(8, blocks, 2) if is_gated else FewRowsLaunchConfig(16, blocks, 4)
 
 
 def can_take(x: torch.Tensor) -> bool:
@@ -84,7 +84,7 @@ def multiply_few(
     residual: torch.Tensor | None = None,
     is_gated: bool = False,
     experts: PairExperts | None = None,
-    shape: FewRowsShape | None = None,
+    launch: FewRowsLaunchConfig | None = None,
     options: LaunchOptions | None = None,
 ) -> None:
     """x @ weight^T + bias + residual, or the gating of a pair's two products.
@@ -100,7 +100,7 @@ def multiply_few(
         is_gated: Make gate and up one.
         experts: Whose weights are read; None: there is one matrix. Where the weights are a rank's
             share of the experts, nothing is written for pairs whose expert is not among them.
-        shape: How to launch; None: what suits.
+        launch: How to launch; None: what suits.
         options: Launch options; None: those of the device.
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
@@ -113,8 +113,8 @@ def multiply_few(
         given = {"ids": experts.ids, "shares": experts.shares, "TOP_K": experts.top_k, "ROWS": 1}
         given["IS_SETTLED"] = experts.is_settled
         own = None if more.placement is None else weight.data.shape[0]
-    shape = shape or few_rows_shape(given["ROWS"], k, first.half, is_gated=is_gated)
-    _few_kernel[(triton.cdiv(columns, shape.columns), programs)](
+    launch = launch or few_rows_launch_config(given["ROWS"], k, first.half, is_gated=is_gated)
+    _few_kernel[(triton.cdiv(columns, launch.columns), programs)](
         out,
         x,
         weight.data,
@@ -131,10 +131,10 @@ def multiply_few(
         UNIT=first.unit,
         IS_E2M1=first.is_e2m1,
         IS_NATIVE=is_dependent(x.device),
-        COLUMNS=shape.columns,
-        STEP=shape.blocks,
-        IS_AHEAD=shape.is_ahead,
-        num_warps=shape.warps,
+        COLUMNS=launch.columns,
+        STEP=launch.blocks,
+        IS_AHEAD=launch.is_ahead,
+        num_warps=launch.warps,
         **given,
         **more.gating_arguments(),
         **(options or launch_options(x.device)),

@@ -22,7 +22,7 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.groups_few_rows import can_take, multiply_few
-from weft.kernels.gpu.groups_product import MAX_GATED_ROWS, multiply_groups, product_shape
+from weft.kernels.gpu.groups_product import MAX_GATED_ROWS, multiply_groups, product_launch_config
 from weft.kernels.gpu.groups_tensor_cores import can_multiply, multiply_wide
 from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
 from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
@@ -107,7 +107,7 @@ def _multiply(
     elif can_multiply(x, matrix, is_gated=is_gated) and not w.is_fixed:
         multiply_wide(out, x, matrix, bias=w.bias, residual=residual, is_gated=is_gated)
     else:
-        shape = product_shape(
+        shape = product_launch_config(
             x.shape[0], out.shape[1], matrix.half, is_gated=is_gated, is_fixed=w.is_fixed
         )
         multiply_groups(out, x, matrix, shape, bias=w.bias, residual=residual, is_gated=is_gated)

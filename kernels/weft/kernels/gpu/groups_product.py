@@ -29,7 +29,7 @@ from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
 
 
-class GroupsShape(NamedTuple):
+class GroupsLaunchConfig(NamedTuple):
     """What a program computes, and how it covers K."""
 
     rows: int
@@ -56,10 +56,10 @@ MAX_GATED_ROWS = 128
 """Most rows for which gate and up had better be made one by their product."""
 
 
-def product_shape(
+def product_launch_config(
     rows: int, columns: int, half: int, *, is_gated: bool, is_fixed: bool, can_split: bool = True
-) -> GroupsShape:
-    """The launch shape of a product (measured on an H100, K of 4,096 and 14,336).
+) -> GroupsLaunchConfig:
+    """The launch configuration of a product (measured on an H100, K of 4,096 and 14,336).
 
     Args:
         rows: Rows, of experts those of a block.
@@ -73,25 +73,33 @@ def product_shape(
     if rows <= MAX_SLICED_ROWS and not is_fixed:
         few = 8 if rows <= 8 else 16
         if is_short and not can_split:
-            return GroupsShape(few, 32, 4, 4, 4) if few == 8 else GroupsShape(few, 128, 0, 4, 3)
+            return (
+                GroupsLaunchConfig(few, 32, 4, 4, 4)
+                if few == 8
+                else GroupsLaunchConfig(few, 128, 0, 4, 3)
+            )
         if is_gated:
             few_shape = (16, 4, 4, 6 if is_short else 4) if few == 8 else (64, 4, 4, 3)
-            return GroupsShape(few, *few_shape)
+            return GroupsLaunchConfig(few, *few_shape)
         if is_short:
-            return GroupsShape(few, 16, 4, 4, 6, 4) if splits else GroupsShape(few, 16, 8, 8, 4)
+            return (
+                GroupsLaunchConfig(few, 16, 4, 4, 6, 4)
+                if splits
+                else GroupsLaunchConfig(few, 16, 8, 8, 4)
+            )
         if few == 8:
-            return GroupsShape(8, 16, 4, 4, 6)
-        return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
+            return GroupsLaunchConfig(8, 16, 4, 4, 6)
+        return GroupsLaunchConfig(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
     if rows <= 64 and splits and not is_gated:
-        return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
+        return GroupsLaunchConfig(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
     if rows <= 64 or is_gated or is_short:
         few = min(64, max(16, triton.next_power_of_2(rows)))
-        return GroupsShape(few, 64, 0, 4, 4 if is_gated or not can_split else 6)
+        return GroupsLaunchConfig(few, 64, 0, 4, 4 if is_gated or not can_split else 6)
     if splits:
-        return GroupsShape(128, 128, 0, 8, 3, 2)
+        return GroupsLaunchConfig(128, 128, 0, 8, 3, 2)
     if rows > MAX_GATED_ROWS and not is_fixed:
-        return GroupsShape(256, 128, 0, 8, 2, is_rounded=True)
-    return GroupsShape(128, 64, 0, 4, 4)
+        return GroupsLaunchConfig(256, 128, 0, 8, 2, is_rounded=True)
+    return GroupsLaunchConfig(128, 64, 0, 4, 4)
 
 
 class Experts(NamedTuple):
@@ -112,7 +120,7 @@ def multiply_groups(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: PackedGroups | PackedExperts,
-    shape: GroupsShape,
+    launch: GroupsLaunchConfig,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -127,7 +135,7 @@ def multiply_groups(
             the residual. Of experts [P, ...], each pair's, times its share unless gated.
         x: [M, K], contiguous, 16-bit floats.
         weight: Where gated the rows of gate come first.
-        shape: How to launch.
+        launch: How to launch.
         bias: [N], of experts [E, N], or None.
         residual: [M, N] or None; of a gated pair of experts [P, N], added before the activation.
         is_gated: Make gate and up one.
@@ -138,7 +146,7 @@ def multiply_groups(
     columns, k = (out.shape[1], first.columns)
     given: dict[str, Any]
     if experts is None:
-        many, more = triton.cdiv(x.shape[0], shape.rows), PLAIN_EXPERTS
+        many, more = triton.cdiv(x.shape[0], launch.rows), PLAIN_EXPERTS
         given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
         given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
     else:
@@ -149,12 +157,12 @@ def multiply_groups(
         given |= {"experts": weight.shape[0], "TOP_K": experts.top_k, "IS_RAW": experts.is_raw}
         if experts.is_raw:
             columns //= 2
-    is_split = shape.splits > 1
+    is_split = launch.splits > 1
     assert not (is_split and is_gated)
-    parts, target = (shape.splits, x.shape[0], first.rows), out
+    parts, target = (launch.splits, x.shape[0], first.rows), out
     if is_split:
         target = torch.empty(parts, dtype=torch.float32, device=x.device)
-    _groups_kernel[(triton.cdiv(columns, shape.columns), many, shape.splits)](
+    _groups_kernel[(triton.cdiv(columns, launch.columns), many, launch.splits)](
         target,
         x,
         weight.data,
@@ -171,13 +179,13 @@ def multiply_groups(
         UNIT=first.unit,
         IS_E2M1=first.is_e2m1,
         IS_NATIVE=is_dependent(x.device),
-        ROWS=shape.rows,
-        COLUMNS=shape.columns,
-        SLICES=shape.slices,
-        STAGES=shape.stages,
-        SPLITS=shape.splits,
-        IS_ROUNDED=shape.is_rounded,
-        num_warps=shape.warps,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        SLICES=launch.slices,
+        STAGES=launch.stages,
+        SPLITS=launch.splits,
+        IS_ROUNDED=launch.is_rounded,
+        num_warps=launch.warps,
         **given,
         **more.gating_arguments(),
         **(options or launch_options(x.device)),

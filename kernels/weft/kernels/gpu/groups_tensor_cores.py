@@ -60,7 +60,7 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Triton 3.9 has other names for both; the earlier one of copies raises there."""
 
 
-class TensorShape(NamedTuple):
+class TensorCoresLaunchConfig(NamedTuple):
     """What a program computes, and how programs share K."""
 
     rows: int
@@ -87,28 +87,28 @@ class TensorShape(NamedTuple):
         return self.rows > _MAX_NARROW_ROWS
 
 
-def tensor_shape(
+def tensor_cores_launch_config(
     rows: int, columns: int, k: int, *, is_gated: bool, can_pair: bool = True
-) -> TensorShape:
-    """The launch shape of a product (measured on an H100 and an H200 with groups of 128, K of 4,096
+) -> TensorCoresLaunchConfig:
+    """How a product is launched (measured on an H100 and an H200 with groups of 128, K of 4,096
     and 14,336). `can_pair`: whether registers suffice for two products of so many rows.
     """
     if rows <= _MAX_NARROW_ROWS:
         few = 8 if rows <= 8 else 16
         if is_gated:
-            return TensorShape(few, 32, 2, 6)
-        return TensorShape(few, 64, 4, 6, _splits(512, triton.cdiv(columns, 64), k))
+            return TensorCoresLaunchConfig(few, 32, 2, 6)
+        return TensorCoresLaunchConfig(few, 64, 4, 6, _splits(512, triton.cdiv(columns, 64), k))
     few = 32 if rows <= 32 else 64
     if is_gated:
-        return TensorShape(few, 64, 4, 4)
+        return TensorCoresLaunchConfig(few, 64, 4, 4)
     is_large = columns * k > _LARGE_WEIGHT
     is_paired = can_pair and (few == 32 or is_large)
     tile = 64 if is_paired or not is_large else 128
     programs = triton.cdiv(columns, 2 * tile if is_paired else tile) * triton.cdiv(rows, few)
     splits = _splits(256, programs, k)
     if few == 32 and is_paired:
-        return TensorShape(few, tile, 4, 3, splits, is_paired)
-    return TensorShape(few, tile, tile // 16, 4, splits, is_paired)
+        return TensorCoresLaunchConfig(few, tile, 4, 3, splits, is_paired)
+    return TensorCoresLaunchConfig(few, tile, tile // 16, 4, splits, is_paired)
 
 
 def _splits(wanted: int, programs: int, k: int) -> int:
@@ -141,7 +141,7 @@ def multiply_wide(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     is_gated: bool = False,
-    shape: TensorShape | None = None,
+    launch: TensorCoresLaunchConfig | None = None,
     options: LaunchOptions | None = None,
 ) -> None:
     """x @ weight^T + bias + residual, or the activation of a gated pair's two products.
@@ -154,17 +154,17 @@ def multiply_wide(
         bias: [N] or None.
         residual: [M, N] or None; None where gated.
         is_gated: silu(gate) * up.
-        shape: How to launch; None: what suits.
+        launch: How to launch; None: what suits.
         options: Launch options; None: those of the device.
     """
     (rows, k), columns = x.shape, out.shape[1]
-    if shape is None:
+    if launch is None:
         can_pair = rows in _FASTER_ROWS[weight.offsets is not None, weight.unit, True]
-        shape = tensor_shape(rows, columns, k, is_gated=is_gated, can_pair=can_pair)
-    is_split, target = shape.splits > 1, out
+        launch = tensor_cores_launch_config(rows, columns, k, is_gated=is_gated, can_pair=can_pair)
+    is_split, target = launch.splits > 1, out
     if is_split:
-        target = torch.empty((shape.splits, rows, columns), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.of_program), shape.splits)
+        target = torch.empty((launch.splits, rows, columns), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, launch.rows), triton.cdiv(columns, launch.of_program), launch.splits)
     options = options or launch_options(x.device)
     _tensor_cores_kernel[grid](
         target,
@@ -179,16 +179,16 @@ def multiply_wide(
         width=weight.scales.shape[1],
         K=k,
         IS_GATED=is_gated,
-        IS_PAIRED=shape.is_paired,
-        IS_WIDE=shape.is_wide,
-        ROWS=shape.rows,
-        COLUMNS=shape.columns,
-        WARPS=shape.warps,
-        STAGES=shape.stages,
-        SPLITS=shape.splits,
+        IS_PAIRED=launch.is_paired,
+        IS_WIDE=launch.is_wide,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        WARPS=launch.warps,
+        STAGES=launch.stages,
+        SPLITS=launch.splits,
         UNIT=weight.unit,
         HALF=weight.half,
-        num_warps=shape.warps,
+        num_warps=launch.warps,
         **options,
     )
     if is_split:

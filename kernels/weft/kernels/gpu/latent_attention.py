@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.flash_mla import flash_mla
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
@@ -20,7 +20,7 @@ from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.latent_attention import NOTHING, LatentSpec
 
 
-class LatentLaunchShape(NamedTuple):
+class LatentLaunchConfig(NamedTuple):
     """What a program takes, and how it iterates over its positions."""
 
     heads: int
@@ -40,7 +40,7 @@ _REQUESTS_AT_ONCE = 256
 
 
 def latent_attention(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> torch.Tensor:
     """`weft.kernels.latent_attention.latent_attention` for CUDA tensors."""
     if step.latents is not None:
@@ -49,7 +49,7 @@ def latent_attention(
 
 
 def attention_before(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.latent_attention.attention_before` for CUDA tensors."""
     plan = step.latents and step.latents.before
@@ -65,7 +65,7 @@ def _attend(
     pool: torch.Tensor,
     layer: int,
     spec: LatentSpec,
-    step: GroupStep,
+    step: AttentionMetadata,
     sums: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attends to latents. If `sums`, [T, H] float32, are given, they are written, and rows attend
@@ -76,8 +76,8 @@ def _attend(
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=device)
     if rows == 0:
         return out
-    shape = launch_shape(q.dtype, rows, heads)
-    blocks = cdiv(heads, shape.heads)
+    launch = launch_config(q.dtype, rows, heads)
+    blocks = cdiv(heads, launch.heads)
     wanted = cdiv(2 * num_multiprocessors(device), rows * blocks)
     parts = max(1, min(_MAX_PARTS, wanted, cdiv(step.max_kv_len, _MIN_PART)))
     rest = dim - width
@@ -93,10 +93,10 @@ def _attend(
         FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
         BLOCK_WIDTH=max(16, next_power_of_2(width)),
         BLOCK_REST=max(16, next_power_of_2(rest)),
-        HEADS=shape.heads, POSITIONS=shape.positions, IS_SPLIT=parts > 1,
+        HEADS=launch.heads, POSITIONS=launch.positions, IS_SPLIT=parts > 1,
         IS_BEFORE=sums is not None,
         REQUESTS=min(_REQUESTS_AT_ONCE, next_power_of_2(requests)),
-        IS_EXACT=q.dtype == torch.float32, num_warps=shape.warps, num_stages=shape.stages,
+        IS_EXACT=q.dtype == torch.float32, num_warps=launch.warps, num_stages=launch.stages,
         **options,
     )  # fmt: skip
     if parts > 1:
@@ -107,14 +107,14 @@ def _attend(
     return out
 
 
-def launch_shape(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchShape:
-    """The launch shape for so many rows of so many heads."""
+def launch_config(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchConfig:
+    """The launch configuration for so many rows of so many heads."""
     most = max(16, next_power_of_2(heads))
     if dtype == torch.float32:
-        return LatentLaunchShape(16, 16, warps=4, stages=2)
+        return LatentLaunchConfig(16, 16, warps=4, stages=2)
     if rows >= _MANY_ROWS and most > 16:
-        return LatentLaunchShape(min(64, most), 64, warps=8, stages=2)
-    return LatentLaunchShape(16, 32, warps=4, stages=2)
+        return LatentLaunchConfig(min(64, most), 64, warps=8, stages=2)
+    return LatentLaunchConfig(16, 32, warps=4, stages=2)
 
 
 @triton.jit(do_not_specialize=["requests", "table_stride", "layer", "parts"])

@@ -20,7 +20,7 @@ from weft.kernels.gpu.small_linear import (
     columns_at_once,
     small_linear,
 )
-from weft.kernels.gpu.tiled_linear import suits, tiled_linear
+from weft.kernels.gpu.tiled_linear import is_faster, tiled_linear
 from weft.kernels.lora import LoraAddition, check_addition
 from weft.kernels.quantised import Fp8Blocks, Fp8Channels
 
@@ -91,7 +91,7 @@ def _product(
                 out += term
         return out
     if residual is None:
-        if suits(x.shape[0], weight, gated=False):
+        if is_faster(x.shape[0], weight, gated=False):
             return tiled_linear(x, weight, bias, gated=False)
         return F.linear(x, weight, bias)
     if bias is None:
@@ -99,10 +99,10 @@ def _product(
     return F.linear(x, weight, bias).add_(residual)
 
 
-def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None = None) -> bool:
+def supports_norm(rows: int, w: LinearWeight, lora: LoraAddition | None = None) -> bool:
     """Whether products of so many rows take the norm of their input themselves."""
     if _is_fp8(w):
-        return fp8_linear.takes_norm(rows, w, lora)
+        return fp8_linear.supports_norm(rows, w, lora)
     is_small = w.data.dtype.itemsize == 2 and w.data.is_contiguous() and not w.is_fixed
     if not is_small or not can_take_norm(rows, w.in_features):
         return False
@@ -117,7 +117,7 @@ def normed_linear(
     out_dtype: torch.dtype | None = None,
     lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.linear.normed_linear` where `takes_norm` holds, in one launch, or two with
+    """`weft.kernels.linear.normed_linear` where `supports_norm` holds, in one launch, or two with
     adapters.
     """
     if gain.shape != x.shape[1:] or gain.dtype != x.dtype:
@@ -247,7 +247,7 @@ def _gate_up_silu(
             added = make((x.shape[0], weight.shape[0]), dtype=torch.float32)
             ranks.add_to(added, is_new=is_whole)
         return small_linear(x, weight, bias, added, x.dtype, gated=True), None
-    if ranks is None and suits(x.shape[0], weight, gated=True):
+    if ranks is None and is_faster(x.shape[0], weight, gated=True):
         return tiled_linear(x, weight, bias, gated=True), None
     both = F.linear(x, weight, bias)
     if ranks is not None:

@@ -47,7 +47,7 @@ class ToColumns(NamedTuple):
     counts2: torch.Tensor
 
 
-class AddedShape(NamedTuple):
+class AddedLaunchConfig(NamedTuple):
     """Sizes of an addition, which kernels are compiled for."""
 
     slots: int
@@ -71,7 +71,7 @@ class ProductAddition(NamedTuple):
 
     tensors: ToColumns
     layer: int
-    shape: AddedShape
+    launch: AddedLaunchConfig
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for the kernel."""
@@ -117,7 +117,7 @@ def added_within(
         *three([part.table for part in parts]),
         *three([part.counts for part in parts]),
     )
-    shape = AddedShape(
+    launch = AddedLaunchConfig(
         parts[0].table.shape[1],
         ranks.shape[0],
         ranks.shape[2],
@@ -127,7 +127,7 @@ def added_within(
         tuple(three([max_rows(part) for part in parts])),
         is_early,
     )
-    return ProductAddition(tensors, layer, shape)
+    return ProductAddition(tensors, layer, launch)
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def rows_of_b(
         row: [ROWS].
         rows: Rows that there are.
         column: [COLUMNS]: columns of the product, all of one part, or of none.
-        SHAPE: Its `AddedShape`.
+        SHAPE: Its `AddedLaunchConfig`.
 
     Returns:
         The number of the part; the place of each row's slot in the part's tables, and how many rows

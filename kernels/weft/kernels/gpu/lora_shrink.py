@@ -33,7 +33,7 @@ from weft.kernels.gpu.lora_parts import (
 from weft.kernels.gpu.lora_units import (
     NOTED,
     UNIT,
-    Shape,
+    LoraLaunchConfig,
     store_units,
     tile_of,
     unit_ranks,
@@ -41,12 +41,12 @@ from weft.kernels.gpu.lora_units import (
 )
 from weft.kernels.lora import LoraAddition, LoraSegments
 
-AHEAD = Shape(512, 32, warps=8, sharers=4, registers=128)
+AHEAD = LoraLaunchConfig(512, 32, warps=8, sharers=4, registers=128)
 """Tiles of UNIT tokens whose A is prefetched entirely."""
 SHAPES = {
-    16: Shape(128, 64, warps=4, stages=3),
-    32: Shape(128, 32, warps=4, sharers=4, stages=4),
-    64: Shape(64, 32, warps=4, sharers=2, stages=4),
+    16: LoraLaunchConfig(128, 64, warps=4, stages=3),
+    32: LoraLaunchConfig(128, 32, warps=4, sharers=4, stages=4),
+    64: LoraLaunchConfig(64, 32, warps=4, sharers=2, stages=4),
 }
 """Launch shapes by tokens of a tile."""
 _BESIDE = (1024, 8, 200)

@@ -28,7 +28,7 @@ from weft.kernels.gpu.lora_parts import (
 from weft.kernels.gpu.lora_shrink import Shrunk
 from weft.kernels.gpu.lora_units import (
     UNIT,
-    Shape,
+    LoraLaunchConfig,
     load_units,
     store_units,
     tile_of,
@@ -37,19 +37,19 @@ from weft.kernels.gpu.lora_units import (
 from weft.kernels.lora import LoraAddition, LoraWeights
 
 SHAPES = {
-    16: Shape(64, 32, warps=4),
-    32: Shape(128, 32, warps=4),
-    64: Shape(64, 32, warps=4, blocks=4, registers=128),
+    16: LoraLaunchConfig(64, 32, warps=4),
+    32: LoraLaunchConfig(128, 32, warps=4),
+    64: LoraLaunchConfig(64, 32, warps=4, blocks=4, registers=128),
 }
 """Launch shapes by tokens of a tile."""
-_FIXED = Shape(64, UNIT, warps=4)
+_FIXED = LoraLaunchConfig(64, UNIT, warps=4)
 """Launch shape of deterministic mode, for tiles of UNIT tokens. A unit is one tensor core
 instruction for each of a token's elements, and what others' units add before and after it is 0: the
 sum is that of the token's own."""
-SILU_SHAPES = {
-    16: Shape(128, 32, warps=4, registers=128),
-    32: Shape(128, 32, warps=8, registers=128),
-    64: Shape(64, 32, warps=4, registers=168),
+SILU_LAUNCH_CONFIGS = {
+    16: LoraLaunchConfig(128, 32, warps=4, registers=128),
+    32: LoraLaunchConfig(128, 32, warps=8, registers=128),
+    64: LoraLaunchConfig(64, 32, warps=4, registers=168),
 }
 """Launch shapes by tokens of a tile, for kernels that apply the activation as well."""
 
@@ -107,7 +107,7 @@ def expand_tiles_silu(
     tokens, inner = both.shape[0], both.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=both.dtype, device=both.device)
     tile = tile_of(tokens)
-    shape = SILU_SHAPES[tile]
+    shape = SILU_LAUNCH_CONFIGS[tile]
     blocks = cdiv(inner, shape.block * shape.blocks)
     down_ranks = torch.empty(
         (blocks, tokens, 0 if down is None else unit_ranks(down)),

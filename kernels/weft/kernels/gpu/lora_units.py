@@ -17,7 +17,7 @@ NOTED = 128
 """Ranks of which rows are noted at once; all kernels take that many or fewer at once."""
 
 
-class Shape(NamedTuple):
+class LoraLaunchConfig(NamedTuple):
     """Launch shape of a kernel."""
 
     block: int

@@ -27,7 +27,7 @@ _UNIT = 16
 """Ranks that a program multiplies at once: two rows of the pool, see `unit_of`."""
 
 
-class PairShape(NamedTuple):
+class PairLaunchConfig(NamedTuple):
     """Launch shape of the activation."""
 
     columns: int
@@ -35,7 +35,7 @@ class PairShape(NamedTuple):
     warps: int
 
 
-SHAPE = PairShape(256, 1)
+LAUNCH_CONFIG = PairLaunchConfig(256, 1)
 """One warp adds up all ranks of a column by itself: no barriers, and all programs of 64 tokens run
 at once."""
 
@@ -114,7 +114,7 @@ def activate_pairs(
     width //= 2
     down = lora.w2[0] if lora.w2 else None
     inner = torch.empty((pairs, width), dtype=gate.b.dtype, device=both.device)
-    columns = min(SHAPE.columns, next_power_of_2(width))
+    columns = min(LAUNCH_CONFIG.columns, next_power_of_2(width))
     sums = cdiv(width, columns)
     to_down = None
     of_down: tuple[Any, ...] = (None, None, None, 0)
@@ -129,7 +129,7 @@ def activate_pairs(
         up.b, up.rows_of_b, up.counts, max_rows(up), *of_down,
         ranks.shape[2], lora.layer, gate.table.shape[1], experts + is_share, WIDTH=width,
         TOP_K=ids.shape[1], RANKS_TOP_K=pairs // ranks.shape[1], COLUMNS=columns, UNIT=_UNIT,
-        num_warps=SHAPE.warps, **options,
+        num_warps=LAUNCH_CONFIG.warps, **options,
     )  # fmt: skip
     return inner, to_down
 

@@ -12,7 +12,7 @@ from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.gpu.fp8_rows import quantise_rows
 from weft.kernels.gpu.fp8_weights import GROUP, data_of, widened
-from weft.kernels.gpu.groups_product import Experts, multiply_groups, product_shape
+from weft.kernels.gpu.groups_product import Experts, multiply_groups, product_launch_config
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
@@ -69,7 +69,7 @@ def multiply_sorted(
         more: Biases, and how gate and up become one.
     """
     if isinstance(weight, PackedExperts):
-        shape = product_shape(
+        shape = product_launch_config(
             tiles.rows, out.shape[1], weight.first.half, is_gated=is_gated, is_fixed=is_fixed,
             can_split=False,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.gpu.chunked_recurrence import chunked_recurrence, takes_chunks
+from weft.kernels.gpu.chunked_recurrence import chunked_recurrence, supports_chunks
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.sequences import Sequences
@@ -24,7 +24,7 @@ _CONV_ROWS, _CONV_CHANNELS = 16, 256
 
 def fastest_recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`recurrence`, by chunks where that is faster."""
-    run = chunked_recurrence if takes_chunks(rows) else recurrence
+    run = chunked_recurrence if supports_chunks(rows) else recurrence
     return run(rows, states)
 
 

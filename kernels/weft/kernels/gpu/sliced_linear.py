@@ -32,7 +32,7 @@ _LONG = 2048
 """K from which there are eight slices, unless those of a gated pair share the memory."""
 
 
-class SlicedShape(NamedTuple):
+class SlicedLaunchConfig(NamedTuple):
     """What a program computes, and how it covers K."""
 
     columns: int
@@ -43,12 +43,12 @@ class SlicedShape(NamedTuple):
     """Elements of a slice taken at once."""
 
 
-def launch_shape(columns: int, k: int, *, is_gated: bool) -> SlicedShape:
-    """The launch shape of a product (measured on an H200, at 6 and 16 rows, K of 576 to 3,072)."""
+def launch_config(columns: int, k: int, *, is_gated: bool) -> SlicedLaunchConfig:
+    """The launch of a product (measured on an H200, at 6 and 16 rows, K of 576 to 3,072)."""
     slices = 8 if k >= _LONG and not is_gated else 4
     slices = min(slices, next_power_of_2(cdiv(k, _TILE)))
     is_wide = columns >= _MANY_COLUMNS and not is_gated and slices <= 4
-    return SlicedShape(32 if is_wide else 16, slices, _TILE)
+    return SlicedLaunchConfig(32 if is_wide else 16, slices, _TILE)
 
 
 def sliced_linear(
@@ -59,7 +59,7 @@ def sliced_linear(
     out: torch.Tensor,
     *,
     gated: bool,
-    shape: SlicedShape | None = None,
+    launch: SlicedLaunchConfig | None = None,
     added: ProductAddition | None = None,
 ) -> None:
     """`small_linear` into `out`, [M, N] or where gated [M, N / 2]; 1 <= M <= MAX_ROWS.
@@ -71,12 +71,12 @@ def sliced_linear(
         residual: [M, N], or None.
         out: Receives the result.
         gated: Apply the activation.
-        shape: How to launch; None: what suits.
+        launch: How to launch; None: what suits.
         added: What adapters add, where gated before the activation; or None.
     """
     (rows, k), columns = x.shape, out.shape[1]
-    shape = shape or launch_shape(columns, k, is_gated=gated)
-    _sliced_linear_kernel[(cdiv(columns, shape.columns),)](
+    launch = launch or launch_config(columns, k, is_gated=gated)
+    _sliced_linear_kernel[(cdiv(columns, launch.columns),)](
         out,
         x,
         weight,
@@ -88,10 +88,10 @@ def sliced_linear(
         IS_GATED=gated,
         **(NOTHING if added is None else added.arguments()),
         ROWS=MAX_ROWS if rows > MAX_ROWS // 2 else MAX_ROWS // 2,
-        COLUMNS=shape.columns,
-        TILE=shape.tile,
-        SLICES=shape.slices,
-        num_warps=shape.slices,
+        COLUMNS=launch.columns,
+        TILE=launch.tile,
+        SLICES=launch.slices,
+        num_warps=launch.slices,
         **launch_options(x.device),
     )
 

@@ -29,7 +29,7 @@ from weft.kernels.gpu.sliced_linear import (
     sliced_linear,
     store_product,
 )
-from weft.kernels.gpu.sliced_linear import launch_shape as sliced_shape
+from weft.kernels.gpu.sliced_linear import launch_config as sliced_launch_config
 
 MAX_SPREAD_ROWS = 2
 """Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
@@ -43,7 +43,7 @@ _NORMED_ELEMENTS = 1152
 """
 
 
-class SmallLinearShape(NamedTuple):
+class SmallLaunchConfig(NamedTuple):
     """How a program iterates over its part of the weight."""
 
     columns: int
@@ -55,7 +55,7 @@ class SmallLinearShape(NamedTuple):
     """Tiles whose loads are under way."""
 
 
-FIXED = SmallLinearShape(columns=64, tile=128, warps=4, stages=5)
+FIXED = SmallLaunchConfig(columns=64, tile=128, warps=4, stages=5)
 """Shape for products whose K must be one chain of instructions. K must be longer than a tile:
 Triton merges a single product and a bias into one product that begins at the bias, which gives
 other bits.
@@ -114,8 +114,8 @@ def small_linear(
         return out
     if is_fixed and added is not None:
         raise ValueError("what adapters add to products of fixed bits comes behind them")
-    shape = FIXED if is_fixed else launch_shape(columns, k, is_gated=gated)
-    _small_linear_kernel[(cdiv(columns, shape.columns),)](
+    launch = FIXED if is_fixed else launch_config(columns, k, is_gated=gated)
+    _small_linear_kernel[(cdiv(columns, launch.columns),)](
         out,
         x,
         weight,
@@ -132,10 +132,10 @@ def small_linear(
         BLOCK_ROWS=next_power_of_2(rows) if is_spread else MAX_ROWS,
         IS_SPREAD=is_spread,
         ROUNDS_FIRST=is_fixed,
-        BLOCK_COLUMNS=shape.columns,
-        TILE=shape.tile,
-        STAGES=shape.stages,
-        num_warps=shape.warps,
+        BLOCK_COLUMNS=launch.columns,
+        TILE=launch.tile,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
         **launch_options(x.device),
     )
     return out
@@ -151,21 +151,21 @@ def can_take_norm(rows: int, k: int) -> bool:
 def columns_at_once(rows: int, columns: int, k: int, *, is_gated: bool) -> int:
     """Columns that a program of such a product computes, of a gated pair in each half."""
     if rows <= MAX_SPREAD_ROWS:
-        return launch_shape(columns, k, is_gated=is_gated).columns
-    return sliced_shape(columns, k, is_gated=is_gated).columns
+        return launch_config(columns, k, is_gated=is_gated).columns
+    return sliced_launch_config(columns, k, is_gated=is_gated).columns
 
 
-def launch_shape(columns: int, k: int, *, is_gated: bool) -> SmallLinearShape:
-    """The launch shape of a plain product: enough programs for all multiprocessors, with many loads
+def launch_config(columns: int, k: int, *, is_gated: bool) -> SmallLaunchConfig:
+    """The launch of a plain product: enough programs for all multiprocessors, with many loads
     in flight each. Of short columns the sums over threads cost most: one warp has the fewest.
     """
     if k < _WHOLE_BELOW:
         # Measured on an H200, one and two rows, K of 576 to 3,072.
         is_wide = k >= 2048 or (columns >= 4096 and not is_gated)
         tile, warps = next_power_of_2(k), 1 if k < 2048 else 4
-        return SmallLinearShape(4 if is_wide else 2, tile, warps, stages=1)
+        return SmallLaunchConfig(4 if is_wide else 2, tile, warps, stages=1)
     fitting = [size for size in (2048, 1024, 512) if k % size == 0]
-    return SmallLinearShape(2, fitting[0] if fitting else 2048, warps=4, stages=1)
+    return SmallLaunchConfig(2, fitting[0] if fitting else 2048, warps=4, stages=1)
 
 
 @triton.jit(do_not_specialize=["rows", "layer"])

@@ -15,7 +15,7 @@ from weft.kernels.gpu.linear import (
     gate_up_silu_to_fold,
     linear_to_fold,
     normed_linear,
-    takes_norm,
+    supports_norm,
 )
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.moe import begin_ranks, routed_moe
@@ -249,7 +249,7 @@ def can_fold(
 ) -> bool:
     """See `weft.kernels.stream.can_fold`."""
     is_plain = last.data.is_contiguous() and not last.is_fixed
-    return is_plain and takes_norm(rows, first, to_first) and adds_within(rows, last, to_last)
+    return is_plain and supports_norm(rows, first, to_first) and adds_within(rows, last, to_last)
 
 
 def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:

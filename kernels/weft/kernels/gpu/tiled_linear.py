@@ -26,7 +26,7 @@ _WIDE_GATED = 4096
 """Columns of a gated pair from which a program takes 64 of each."""
 
 
-class TiledShape(NamedTuple):
+class TiledLaunchConfig(NamedTuple):
     """What a program computes, and how it iterates over K."""
 
     columns: int
@@ -37,7 +37,7 @@ class TiledShape(NamedTuple):
     """Tiles whose loads are under way."""
 
 
-def suits(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
+def is_faster(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
     """Whether `tiled_linear` is faster than cuBLAS (measured on an H200, at 20, 32 and 64 rows).
 
     Args:
@@ -52,11 +52,11 @@ def suits(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
     return gated or (k <= _MAX_PLAIN_K and columns >= _MIN_PLAIN_COLUMNS)
 
 
-def launch_shape(columns: int, k: int, *, is_gated: bool) -> TiledShape:
-    """The launch shape of a product (measured on an H200, K of 576, 1,024 and 4,096)."""
+def launch_config(columns: int, k: int, *, is_gated: bool) -> TiledLaunchConfig:
+    """The launch configuration of a product (measured on an H200, K of 576, 1,024 and 4,096)."""
     if is_gated and (columns >= _WIDE_GATED or k < 1024):
-        return TiledShape(64, _MIN_TILE, 6)
-    return TiledShape(32, 128, 5) if k % 128 == 0 else TiledShape(32, _MIN_TILE, 6)
+        return TiledLaunchConfig(64, _MIN_TILE, 6)
+    return TiledLaunchConfig(32, 128, 5) if k % 128 == 0 else TiledLaunchConfig(32, _MIN_TILE, 6)
 
 
 def tiled_linear(
@@ -76,10 +76,10 @@ def tiled_linear(
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    shape = launch_shape(columns, k, is_gated=gated)
-    _tiled_linear_kernel[(cdiv(columns, shape.columns),)](
+    launch = launch_config(columns, k, is_gated=gated)
+    _tiled_linear_kernel[(cdiv(columns, launch.columns),)](
         out, x, weight, bias, rows, columns, K=k, IS_GATED=gated, ROWS=MAX_ROWS,
-        COLUMNS=shape.columns, TILE=shape.tile, num_warps=4, num_stages=shape.stages,
+        COLUMNS=launch.columns, TILE=launch.tile, num_warps=4, num_stages=launch.stages,
         **launch_options(x.device),
     )  # fmt: skip
     return out

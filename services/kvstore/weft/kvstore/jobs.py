@@ -127,7 +127,7 @@ class StoreJobs:
         start, end = handle.start_token, handle.end_token
         if handle.page_size < 1 or not 0 <= start < end == len(handle.tokens):
             return 0
-        num_more, size = max(0, handle.num_more_pages), handle.block_pages
+        num_more, size = max(0, handle.companion_pages), handle.block_pages
         if size and (size > MAX_STORED_BLOCK_PAGES or num_more % size):
             return 0
         return num_more

@@ -25,7 +25,11 @@ from weft.kernels.slot_rows import take_rows
 from weft.kernels.step_rows import SlotTokens, chain_places
 
 _NO_REQUESTS = StepInput(
-    slots=NO_NUMBERS, starts=NO_NUMBERS, bounds=NO_NUMBERS, counts=NO_NUMBERS, limits=NO_NUMBERS
+    slots=NO_NUMBERS,
+    starts=NO_NUMBERS,
+    max_starts=NO_NUMBERS,
+    counts=NO_NUMBERS,
+    draft_limits=NO_NUMBERS,
 )
 
 
@@ -115,11 +119,11 @@ class StaticChains:
     def run(self, shape: ChainShape) -> torch.Tensor:
         """Drafts for the inputs sent last with this shape, [depth, requests] int64."""
         # Padding requests are at position 0, where a head has no KV.
-        slots, starts, _, limits = self._inputs.request_rows(shape.requests)
+        slots, starts, _, draft_limits = self._inputs.request_rows(shape.requests)
         pages, known = self._inputs.pages, self._known
         table, state, last = take_rows(slots, pages, self._model.kept, known.tokens[0])
         positions, places, kv_lens = chain_places(
-            slots, starts, limits, known.starts, pages, shape.depth, self._page_size
+            slots, starts, draft_limits, known.starts, pages, shape.depth, self._page_size
         )
         lora = None
         if shape.has_lora and self._adapters is not None:

@@ -37,12 +37,12 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     time_token,
 )
-from weft.engine.executor.port import Drawable
+from weft.engine.executor.port import Logits
 from weft.engine.executor.ranks.frames import (
-    ChainsOf,
+    Barrier,
     Copies,
+    DraftOrder,
     Draw,
-    Meet,
     Pages,
     SharedTokens,
     Step,
@@ -67,8 +67,8 @@ UNBOUNDED = 1 << 62
 """Number of pages that a rank offers if its own memory sets no bound."""
 
 
-class Following:
-    """Implements `Others` for a rank other than rank 0."""
+class FollowerGroup:
+    """Implements `RankGroup` for a rank other than rank 0."""
 
     def __init__(self, link: RankLink, rank: int, group: SharedGroup, store_path: str) -> None:
         self.rank = rank
@@ -101,24 +101,24 @@ class Drafting(NamedTuple):
     eager: Chains
     captured: ChainGraphs | None
 
-    def later(self, step: StepInput, limits: Int64Array) -> LaterChains:
-        """The drafts that a step verifies; see `Step.limits`."""
+    def later(self, step: StepInput, draft_limits: Int64Array) -> LaterChains:
+        """The drafts that a step verifies; see `Step.draft_limits`."""
         assert self.captured is not None
         own = slice(step.num_decodes, step.num_decodes + step.num_verified)
         requests = StepInput(
             slots=step.slots[own],
             starts=step.starts[own],
-            bounds=step.bounds[own],
+            max_starts=step.max_starts[own],
             counts=step.counts[own],
             num_verified=step.num_verified,
-            limits=limits,
+            draft_limits=draft_limits,
             adapters=None if step.adapters is None else step.adapters[own],
         )
         counts = (requests.counts - 1).tolist()
         return LaterChains(self.captured, counts, lambda: requests, to_host=False)
 
 
-def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafting | None]:
+def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Drafting | None]:
     """Loads this rank's share, in the same phases as rank 0."""
     assert config.num_threads is not None
     torch.set_num_threads(config.num_threads)
@@ -191,18 +191,18 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
     Raises:
         RanksLost: The group ends.
     """
-    drawable: Drawable | None = None
+    drawable: Logits | None = None
     while True:
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.
         frame = decode(group.take(spins=executor.is_asynchronous))
         match frame:
-            case Step(step, pages, limits):
+            case Step(step, pages, draft_limits):
                 pages.enter(executor.page_table)
-                if limits is not None:
+                if draft_limits is not None:
                     assert drafting is not None
-                    step.drafts = drafting.later(step, limits)
+                    step.drafts = drafting.later(step, draft_limits)
                 drawable = executor.launch(step).drawable
-            case ChainsOf(lasts, counts, pages):
+            case DraftOrder(lasts, counts, pages):
                 assert drafting is not None
                 pages.enter(executor.page_table)
                 with torch.inference_mode():
@@ -215,7 +215,7 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
                 executor.keep(torch.from_numpy(tokens))
             case SharedTokens(num_tokens):
                 executor.keep_shared(num_tokens)
-            case Meet():
+            case Barrier():
                 executor.meet()
             case Copies(copies):
                 executor.copy(copies)
@@ -244,7 +244,7 @@ def main(argv: list[str]) -> int:
         rank = int(hello["rank"])
         checks = config.check_ranks
         group = SharedGroup(segment, rank, config.tp, START_LIMIT_S, is_checked=checks)
-        others = Following(link, rank, group, hello["store_path"])
+        others = FollowerGroup(link, rank, group, hello["store_path"])
         executor, drafting = load(replace(config, device=device_of_rank(config, rank)), others)
         gc.collect()
         gc.freeze()

@@ -21,7 +21,7 @@ from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 
-_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _MEET, _BLOCKS = range(10)
+_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _BARRIER, _BLOCKS = range(10)
 _ARRAYS = (
     *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
     *("words", "limits", "pages", "adapters"),
@@ -62,12 +62,12 @@ class Step(NamedTuple):
 
     step: StepInput
     pages: NewPages
-    limits: Int64Array | None
-    """[V]: see `StepInput.limits`, of the verified requests, if their drafts are made on the device
-    for this step; else None."""
+    draft_limits: Int64Array | None
+    """[V]: `StepInput.draft_limits` of the verified requests, if their drafts are made on the
+    device for this step; else None."""
 
 
-class ChainsOf(NamedTuple):
+class DraftOrder(NamedTuple):
     """Chains of a head's drafts to be made, the arguments of `Chains.run`."""
 
     lasts: LastTokens
@@ -94,7 +94,7 @@ class SharedTokens(NamedTuple):
     """Length of that argument."""
 
 
-class Meet(NamedTuple):
+class Barrier(NamedTuple):
     """The devices wait for one another."""
 
 
@@ -120,7 +120,7 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
     made: Int64Array | None = None
     if step.drafts is not None:
         assert isinstance(step.drafts, LaterChains), "drafts of another rank's device"
-        made = step.drafts.requests().limits
+        made = step.drafts.requests().draft_limits
     assert not step.pooled, "ranks make no vectors"
     scores = NO_NUMBERS
     if step.scores:
@@ -135,7 +135,7 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
         of_states = rows.borders, rows.blocks, rows.writes.reshape(-1), rows.table.reshape(-1)
     arrays = [*_arrays_of(step), scores, made, *pages, *of_states]
     lengths = [_NONE if array is None else len(array) for array in arrays]
-    if step.starts is step.bounds:
+    if step.starts is step.max_starts:
         lengths[_ARRAYS.index("starts")] = _SAME
     num_few = 0 if rows is None else rows.num_few
     header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), num_few, *lengths)
@@ -144,7 +144,7 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
 
 
 _DRAWS = {way: (np.array([_DRAW, number]),) for number, way in enumerate(WAYS)}
-_BEFORE_TOKENS, _MEETS = np.array([_TOKENS]), (np.array([_MEET]),)
+_BEFORE_TOKENS, _BARRIERS = np.array([_TOKENS]), (np.array([_BARRIER]),)
 
 
 def encode_tokens(tokens: Int64Array) -> Frame:
@@ -162,9 +162,9 @@ def encode_shared(count: int) -> Frame:
     return (np.array([_SHARED, count]),)
 
 
-def encode_meet() -> Frame:
+def encode_barrier() -> Frame:
     """Encodes that the devices wait for one another."""
-    return _MEETS
+    return _BARRIERS
 
 
 def encode_copies(copies: Sequence[PageCopy]) -> Frame:
@@ -185,7 +185,7 @@ def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> Fra
 
 def decode(
     numbers: Int64Array,
-) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | ChainsOf | Meet:
+) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | DraftOrder | Barrier:
     """The content of a frame: views of it."""
     kind, behind = int(numbers[0]), numbers[1:]
     if kind == _TOKENS:
@@ -198,9 +198,9 @@ def decode(
         requests, slots = behind[:2].tolist()
         cuts = np.cumsum([requests] * 4 + [slots] * 3)
         *lasts, counts, new, firsts, ends, pages = np.split(behind[2:], cuts)
-        return ChainsOf(LastTokens(*lasts), counts, NewPages(new, firsts, ends, pages))
-    if kind == _MEET:
-        return Meet()
+        return DraftOrder(LastTokens(*lasts), counts, NewPages(new, firsts, ends, pages))
+    if kind == _BARRIER:
+        return Barrier()
     if kind == _COPIES:
         return Copies([PageCopy(*pair) for pair in behind.reshape(-1, 2).tolist()])
     return _step(numbers) if kind == _STEP else Pages(_WORK[kind], behind.tolist())
@@ -214,14 +214,24 @@ def _step(numbers: Int64Array) -> Step:
     for length in numbers[5:at].tolist():
         arrays.append(None if length < 0 else numbers[at : at + length])
         at += max(0, length)
-    (slots, starts, bounds, counts, draws, leads, tokens, words, limits, added, adapters) = arrays[
-        : len(_ARRAYS)
-    ]
+    (
+        slots,
+        starts,
+        max_starts,
+        counts,
+        draws,
+        recomputed_rows,
+        tokens,
+        ancestor_masks,
+        draft_limits,
+        added,
+        adapters,
+    ) = arrays[: len(_ARRAYS)]
     assert slots is not None
-    assert bounds is not None
+    assert max_starts is not None
     assert counts is not None
     assert draws is not None
-    assert leads is not None
+    assert recomputed_rows is not None
     assert tokens is not None
     scores, made, *rest = arrays[len(_ARRAYS) :]
     of_pages, (borders, blocks, writes, table) = rest[:num_pages], rest[num_pages:]
@@ -234,17 +244,17 @@ def _step(numbers: Int64Array) -> Step:
         states = StateRows(borders, blocks, *of_blocks)
     step = StepInput(
         slots=slots,
-        starts=bounds if starts is None else starts,
-        bounds=bounds,
+        starts=max_starts if starts is None else starts,
+        max_starts=max_starts,
         counts=counts,
         num_decodes=num_decodes,
         num_verified=num_verified,
         draws=draws,
-        leads=leads,
+        recomputed_rows=recomputed_rows,
         tokens=tokens,
-        words=words,
+        ancestor_masks=ancestor_masks,
         has_trees=bool(has_trees),
-        limits=limits,
+        draft_limits=draft_limits,
         pages=added,
         adapters=None if adapters is None else adapters.astype(np.int32),
         scores=_scores([] if scores is None else scores.tolist()),

@@ -18,10 +18,10 @@ from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
     NO_PAGES,
     NewPages,
+    encode_barrier,
     encode_chains,
     encode_copies,
     encode_draw,
-    encode_meet,
     encode_pages,
     encode_shared,
     encode_step,
@@ -32,7 +32,7 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 
 
-class _ChainsOfAll:
+class _RankedChains:
     """`Chains` that all ranks make."""
 
     def __init__(self, chains: Chains, executor: RankedExecutor) -> None:
@@ -87,7 +87,7 @@ class RankedExecutor(LocalExecutor):
     def chains(self, model: DraftedModel) -> Chains:
         """See `LocalExecutor.chains`: of all ranks."""
         own = super().chains(model)
-        return own if self.num_ranks == 1 else _ChainsOfAll(own, self)
+        return own if self.num_ranks == 1 else _RankedChains(own, self)
 
     def run_chains(self, chains: Chains, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
         """Has all ranks make chains of drafts.
@@ -106,12 +106,12 @@ class RankedExecutor(LocalExecutor):
             raise RanksLost(self._ranks.group.reason) from error
 
     def _draw_on_all(
-        self, captured: CapturedDraw, way: Way, drawn_as: Int64Array | None
+        self, captured: CapturedDraw, way: Way, slot_override: Int64Array | None
     ) -> CapturedDraws:
         """Draws by a graph that also gives the tokens to the other ranks."""
         assert self._ranks is not None
         self._ranks.group.post(encode_draw(way))
-        return captured(way, drawn_as)
+        return captured(way, slot_override)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """See `Executor.keep`."""
@@ -128,7 +128,7 @@ class RankedExecutor(LocalExecutor):
         """
         is_shared = self._maps_pools or self._lora is not None
         if self._ranks is not None and self.is_asynchronous and is_shared:
-            self._ranks.group.post(encode_meet())
+            self._ranks.group.post(encode_barrier())
             self.meet()
         return super().mark()
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
 
 
-class Others(Protocol):
+class RankGroup(Protocol):
     """One rank's interface to the other ranks during the start."""
 
     rank: int
@@ -49,7 +49,7 @@ class Others(Protocol):
 class SharedMemory:
     """Implements `weft.engine.executor.adapter_rows.RankMemory`."""
 
-    def __init__(self, others: Others, peers: SharedGroup | DevicePeers) -> None:
+    def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers) -> None:
         self.rank, self.size = others.rank, others.size
         self.others, self._peers = others, peers
 
@@ -68,7 +68,7 @@ class SharedMemory:
 
 
 def load_share(
-    config: EngineConfig, others: Others, peers: Peers
+    config: EngineConfig, others: RankGroup, peers: Peers
 ) -> tuple[LoadedModel, DraftedModel | None]:
     """This rank's share of the model's weights, and the model with its draft head, if it has one.
 
@@ -95,7 +95,7 @@ def load_share(
 
 
 def peers_of(
-    others: Others, config: EngineConfig, device: torch.device
+    others: RankGroup, config: EngineConfig, device: torch.device
 ) -> SharedGroup | DevicePeers:
     """The means by which ranks add up partial sums: memory that all of them map, on GPUs that of
     the GPUs.
@@ -162,7 +162,7 @@ def _mapped_pool(
 
 
 def blocks_of(
-    others: Others, layout: CacheLayout, num_blocks: int, device: torch.device
+    others: RankGroup, layout: CacheLayout, num_blocks: int, device: torch.device
 ) -> RankBlocks | None:
     """The blocks of recurrent layers, which all ranks on a CPU share like the pool; None: the model
     has none, or the executor allocates them.

@@ -10,14 +10,14 @@ from functools import partial
 import numpy as np
 import torch
 from weft.engine.base.drafts import DraftShape, LaterDrafts
-from weft.engine.drawing.encode import verified_input
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains, LastTokens
 from weft.engine.executor.drafts.tree_graphs import TreeArrays, TreeGraphs
 from weft.engine.executor.drafts.trees import EagerTrees, tree_of
-from weft.engine.executor.step_input import LATE
+from weft.engine.executor.step_input import ON_DEVICE
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.sampling.encode import verified_input
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
 
@@ -93,7 +93,7 @@ class EagleDrafter(Drafter):
         for item in items:
             request = item.request
             self._table.extend(request.slot, request.pages)
-            start = LATE if item.starts_late else item.start
+            start = ON_DEVICE if item.starts_late else item.start
             limit = len(request.pages) * self._page_size
             columns.append((request.slot, start, limit, item.max_accepted, request.adapter_slot))
         arrays = TreeArrays(*np.array(columns, np.int64).T)

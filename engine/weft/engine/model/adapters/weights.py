@@ -30,7 +30,7 @@ from weft.kernels.lora import ROW_RANK, pack_b
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class LoraMatrix:
     """All A matrices of one kind of projection, or all B matrices."""
 
     rows: torch.Tensor
@@ -50,14 +50,14 @@ class Half:
 class KindRows:
     """Rows of one kind of projection. Except for experts A and B have the same index."""
 
-    a: Half
-    b: Half
+    a: LoraMatrix
+    b: LoraMatrix
     counts: Int32Array
     """Number of rows, [layers, places]."""
-    others: tuple[tuple[Half, Half], ...] = ()
+    others: tuple[tuple[LoraMatrix, LoraMatrix], ...] = ()
     """A and B of rank 1 and further ranks. One that is not divided is the first rank's object."""
 
-    def of_rank(self, rank: int) -> tuple[Half, Half]:
+    def of_rank(self, rank: int) -> tuple[LoraMatrix, LoraMatrix]:
         """A and B of a rank."""
         return self.others[rank - 1] if rank else (self.a, self.b)
 
@@ -170,14 +170,14 @@ def host_weights(
         given_a = [change.a if change else None for change in changes]
         given_b = [change.b.mT if change else None for change in changes]
         size_a, size_b = part.in_features, part.out_features
-        all_a, all_b = list[Half](), list[Half]()
+        all_a, all_b = list[LoraMatrix](), list[LoraMatrix]()
         for rank in range(num_ranks):
             sizes = (rank, num_ranks, part, max_rows)
             if not all_a or _is_divided(given_a, size_a, part):
                 all_a.append(_half(given_a, size_a, *sizes, is_pinned=for_gpu))
             if not all_b or _is_divided(given_b, size_b, part):
                 b = _half(given_b, size_b, *sizes, is_pinned=for_gpu)
-                all_b.append(b if for_gpu else Half(pack_b(b.rows), b.index))
+                all_b.append(b if for_gpu else LoraMatrix(pack_b(b.rows), b.index))
         a, b = all_a[0], all_b[0]
         others = tuple(
             (all_a[rank % len(all_a)], all_b[rank % len(all_b)]) for rank in range(1, num_ranks)
@@ -366,7 +366,7 @@ def _half(
     max_rows: int,
     *,
     is_pinned: bool,
-) -> Half:
+) -> LoraMatrix:
     """Lays out a rank's rows of each layer from [experts or 1, ranks of the change, features], of
     which each rank has `width`; several have the same ones if there are too few. Of experts each
     rank has as many as the projection says.
@@ -394,4 +394,4 @@ def _half(
         numbers = used + np.arange(given * each).reshape(given, each)
         index[layer, :count, :each] = numbers  # One for all is broadcast.
         used += given * each
-    return Half(rows, index)
+    return LoraMatrix(rows, index)

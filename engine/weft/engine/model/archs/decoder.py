@@ -29,8 +29,8 @@ from weft.contract.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
 from weft.engine.model.layers.altup import AltUpLayer, Copies
 from weft.engine.model.layers.attention import Attention, Gate, attention_spec, o_spec, qkv_spec
-from weft.engine.model.layers.beside import BesideNorms, ExpertsBesideMLP
 from weft.engine.model.layers.delta_attention import DeltaAttention
+from weft.engine.model.layers.dual_norm import DualNorm, ExpertsBesideMLP
 from weft.engine.model.layers.gated_conv import GatedConv
 from weft.engine.model.layers.gated_delta import GatedDelta
 from weft.engine.model.layers.heads import (
@@ -49,12 +49,12 @@ from weft.engine.model.layers.mamba import Mamba
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.parallel_block import ParallelBlock
 from weft.engine.model.layers.per_layer import PerLayerEmbedding, PerLayerPart
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.layers.rotary import Rotaries
 from weft.engine.model.layers.shared_attention import SharedAttention
-from weft.engine.model.layers.side_by_side import SideBySide
 from weft.engine.model.layers.sinusoids import sinusoids
 from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
@@ -99,7 +99,7 @@ class Decoder(DecoderOnlyLM):
         if not parts.recurrent_layers:
             return layout
         mixer = self.model.layers[parts.recurrent_layers[0]].mixer
-        recurrent = mixer.recurrent if isinstance(mixer, SideBySide) else mixer
+        recurrent = mixer.recurrent if isinstance(mixer, ParallelBlock) else mixer
         assert isinstance(recurrent, RecurrentMixer)
         plane = recurrent.state_plane(len(parts.recurrent_layers))
         return replace(layout, states=plane.over_ranks(self._num_ranks))
@@ -245,7 +245,7 @@ def read_mixer(
     layer, names = parts.layers[index], config.names
     attention, recurrent = weights.at(names.attention), weights.at(names.recurrent)
     if isinstance(layer, ParallelConfig):
-        return SideBySide(
+        return ParallelBlock(
             _attention(config, layer.attention, index, attention, rotaries),
             _recurrent(config, parts, layer.mamba, index, recurrent),
             (layer.attention_factor, layer.mamba_factor),
@@ -414,9 +414,9 @@ def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSl
 
 def q_scales(config: ModelConfig, layer: AttentionConfig, weights: Weights) -> torch.Tensor | None:
     """Factors on q by its position, [max_positions] float32; None: there are none."""
-    if layer.q_growth is None:
+    if layer.llama4_query_scale is None:
         return None
-    growth, original = layer.q_growth
+    growth, original = layer.llama4_query_scale
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     turns = torch.floor((positions + layer.growth_counts_from) / original)
     return (1.0 + growth * torch.log1p(turns)).to(weights.device)
@@ -451,7 +451,7 @@ def _experts_beside(
     read = (read_norm(parts.norm, weights, name, hidden) for name in of_parts)
     router = Norm(scale * hidden**-0.5, parts.norm.eps)
     before, behind, before_experts, behind_experts = read
-    norms = BesideNorms(before, behind, before_experts, behind_experts, router)
+    norms = DualNorm(before, behind, before_experts, behind_experts, router)
     return ExpertsBesideMLP(mlp, experts, norms)
 
 

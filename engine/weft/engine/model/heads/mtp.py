@@ -24,7 +24,7 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows
 from weft.kernels.eagle_head import keep_last_states, states_before
 from weft.kernels.linear import LinearWeight, linear
@@ -130,7 +130,7 @@ class MtpHead:
 def _step_of(chains: DraftChains, number: int, token_ids: torch.Tensor) -> Step:
     """One draft of each of the leading requests as a step, each with one row."""
     count = len(token_ids)
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=chains.page_table[:count],
         places=chains.slots[number, :count],
         cu_q_lens=chains.one_row_each[: count + 1],

@@ -14,7 +14,13 @@ from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
-from weft.kernels.attention import AttentionSpec, GroupStep, own_kv, paged_attention, settled
+from weft.kernels.attention import (
+    AttentionMetadata,
+    AttentionSpec,
+    own_kv,
+    paged_attention,
+    settled,
+)
 from weft.kernels.linear import LinearWeight
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
@@ -95,7 +101,9 @@ class Gate(NamedTuple):
         return (heads * factors.unsqueeze(2)).flatten(1)
 
 
-def plane_of(group: GroupStep, pool: torch.Tensor, plane: PlaneInPage | None) -> torch.Tensor:
+def plane_of(
+    group: AttentionMetadata, pool: torch.Tensor, plane: PlaneInPage | None
+) -> torch.Tensor:
     """A layer's plane of its group's pool."""
     whole = group.pool_of(pool)
     return whole if plane is None else plane.of(whole)

@@ -17,18 +17,18 @@ from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.latent_attention import (
     EarlierLatents,
     LatentSpec,
     attention_before,
     earlier_attention,
+    is_faster_uncompressed,
     latent_attention,
     merged,
     own_attention,
     planned,
     read_latents,
-    suits_own_attention,
     write_latents,
 )
 from weft.kernels.linear import LinearWeight, linear
@@ -248,22 +248,24 @@ class LatentAttention:
         return values
 
     def _planned(
-        self, group: GroupStep, dtype: torch.dtype, rows: int, pool: torch.Tensor
-    ) -> GroupStep:
+        self, group: AttentionMetadata, dtype: torch.dtype, rows: int, pool: torch.Tensor
+    ) -> AttentionMetadata:
         """`planned`, with the positions before the step only where heads of them are computed."""
         if group.num_earlier and not self._takes_heads(dtype, rows, group):
             group = group._replace(num_earlier=None)
         return planned(group, dtype, self.spec, rows, group.pool_of(pool))
 
-    def _takes_heads(self, dtype: torch.dtype, rows: int, group: GroupStep) -> bool:
+    def _takes_heads(self, dtype: torch.dtype, rows: int, group: AttentionMetadata) -> bool:
         """Whether the heads' own keys and values of the step's rows are computed."""
         if group.max_q_len <= 1 or group.ancestors is not None or self.spec.first_position:
             return False
         dim = self.config.nope_dim + self.config.rope_dim
         is_fixed = self.down_proj.is_fixed
-        return not is_fixed and suits_own_attention(dtype, dim, self.config.value_dim, rows)
+        return not is_fixed and is_faster_uncompressed(dtype, dim, self.config.value_dim, rows)
 
-    def _by_heads(self, q: torch.Tensor, group: GroupStep, latents: torch.Tensor) -> torch.Tensor:
+    def _by_heads(
+        self, q: torch.Tensor, group: AttentionMetadata, latents: torch.Tensor
+    ) -> torch.Tensor:
         """[T, H, value]: attention to the step's rows by heads, and to what is before by latents
         or by heads.
         """
@@ -298,7 +300,7 @@ class LatentAttention:
     def _with_earlier(
         self,
         q: torch.Tensor,
-        group: GroupStep,
+        group: AttentionMetadata,
         earlier: EarlierLatents,
         latents: torch.Tensor,
         values: torch.Tensor,

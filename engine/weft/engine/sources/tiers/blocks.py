@@ -28,7 +28,7 @@ from weft.engine.transfer.page_pool import PagePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside(ABC):
+class Companion(ABC):
     """What a model needs of tiers beside pages of the first group. Its pieces, blocks or pages of a
     window group, have numbers.
     """
@@ -86,12 +86,12 @@ class Beside(ABC):
         """Gives a request, which has published its pages up to a border, what `lend` gave."""
 
 
-def pages_of(beside: Beside, piece: int) -> range:
+def pages_of(beside: Companion, piece: int) -> range:
     """Numbers of a piece's pages."""
     return range(piece * beside.num_pages, (piece + 1) * beside.num_pages)
 
 
-def names_of(beside: Beside, key: bytes) -> list[PageName]:
+def names_of(beside: Companion, key: bytes) -> list[PageName]:
     """Names of the pages that hold the piece at page `key`, in order. The parent of the first one
     is that page, of each other one the page before it.
     """
@@ -100,8 +100,8 @@ def names_of(beside: Beside, key: bytes) -> list[PageName]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockAccess(Beside):
-    """`Beside` for the blocks of a model with recurrent layers."""
+class BlockAccess(Companion):
+    """`Companion` for the blocks of a model with recurrent layers."""
 
     owner: StateBlocks
 
@@ -110,7 +110,7 @@ class BlockAccess(Beside):
         on_given_up: Callable[[Evicted], None],
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
-        """See `Beside.watch`."""
+        """See `Companion.watch`."""
         self.owner.on_given_up = on_given_up
         if on_kept is not None:
             self.owner.on_kept.append(on_kept)
@@ -118,7 +118,7 @@ class BlockAccess(Beside):
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """See `Beside.find`."""
+        """See `Companion.find`."""
         for border in range(len(keys), first, -1):
             found = _held_at(keys[border - 1], self.num_pages, tiers)
             if found is not None:
@@ -126,24 +126,24 @@ class BlockAccess(Beside):
         return [], None
 
     def lend(self, request: Request, border: int) -> list[int] | None:
-        """See `Beside.lend`."""
+        """See `Companion.lend`."""
         block = self.owner.lend()
         return None if block is None else [block]
 
     def give_back(self, pieces: Sequence[int]) -> None:
-        """See `Beside.give_back`."""
+        """See `Companion.give_back`."""
         for block in pieces:
             self.owner.give_back(block)
 
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
-        """See `Beside.adopt`."""
+        """See `Companion.adopt`."""
         self.owner.adopt(request, border, pieces[0])
         self.owner.committed(request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowAccess(Beside):
-    """`Beside` for a model whose pages are freed behind windows."""
+class WindowAccess(Companion):
+    """`Companion` for a model whose pages are freed behind windows."""
 
     owner: WindowPages
 
@@ -152,13 +152,13 @@ class WindowAccess(Beside):
         on_given_up: Callable[[Evicted], None],
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
-        """See `Beside.watch`; what fills bring is copied down when the pool gives it up."""
+        """See `Companion.watch`; what fills bring is copied down when the pool gives it up."""
         self.owner.on_given_up = on_given_up
 
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """See `Beside.find`."""
+        """See `Companion.find`."""
         found: list[tuple[list[bytes], list[Tier]]] = []
         border = index = len(keys)
         while index > max(first, self.owner.first_needed(border)):
@@ -175,15 +175,15 @@ class WindowAccess(Beside):
         return _cut(runs, border), FoundBlock(border, names, holders)
 
     def lend(self, request: Request, border: int) -> list[int] | None:
-        """See `Beside.lend`."""
+        """See `Companion.lend`."""
         return self.owner.lend(request, border)
 
     def give_back(self, pieces: Sequence[int]) -> None:
-        """See `Beside.give_back`."""
+        """See `Companion.give_back`."""
         self.owner.give_back(pieces)
 
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
-        """See `Beside.adopt`."""
+        """See `Companion.adopt`."""
         self.owner.adopt(request, border, pieces)
 
 

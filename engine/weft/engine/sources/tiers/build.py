@@ -26,7 +26,7 @@ MIN_BLOCKS = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class TierParts:
+class TierComponents:
     """The components of `Tiers`."""
 
     host: Tier
@@ -47,7 +47,7 @@ def load_tiers(
     make_pool: Callable[[], PagePool],
     pin: Callable[[NDArray[np.uint8]], Pinned | None],
     wake: Callable[[], None],
-) -> TierParts | None:
+) -> TierComponents | None:
     """Creates the tiers, with what the disk holds; None: none are configured.
 
     A tier that is not available now is left out, with a log message.
@@ -57,10 +57,10 @@ def load_tiers(
         page_bytes: Bytes of a page of the pool.
         block_pages: Pages that a block of recurrent layers, or a page of the window group, takes;
             0: there are none.
-        make_pool: See `TierParts`.
+        make_pool: See `TierComponents`.
         pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
             to it; raises ConfigError if that fails. None: the pool is in host memory.
-        wake: See `TierParts`.
+        wake: See `TierComponents`.
 
     Raises:
         ConfigError: The settings do not fit this machine, or another process uses the folder.
@@ -113,6 +113,6 @@ def load_tiers(
             notices.append(f"{num_pages:,} KV pages are on disk in {config.disk_cache_dir}")
     for notice in notices:
         logger.info(notice)
-    return TierParts(
+    return TierComponents(
         host=host, disk=disk, files=files, make_pool=make_pool, wake=wake, notices=notices
     )

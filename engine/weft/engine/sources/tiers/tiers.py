@@ -27,8 +27,8 @@ from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.fill import FillListener
-from weft.engine.sources.tiers.blocks import Beside, FoundBlock, names_of, pages_of
-from weft.engine.sources.tiers.build import TierParts
+from weft.engine.sources.tiers.blocks import Companion, FoundBlock, names_of, pages_of
+from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.host import HostMemory
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
 from weft.engine.sources.tiers.loads import (
@@ -98,7 +98,7 @@ class Tiers:
 
     def __init__(
         self,
-        parts: TierParts,
+        parts: TierComponents,
         page_size: int,
         memory: PageMemory,
         policy: TierPolicy,
@@ -106,7 +106,7 @@ class Tiers:
         num_cached_pages: Callable[[Request, int], int],
         clock: Clock,
         progress_timeout_s: float,
-        blocks: Beside | None = None,
+        blocks: Companion | None = None,
     ) -> None:
         self.host, self.disk = parts.host, parts.disk
         assert isinstance(parts.host.medium, HostMemory)
@@ -354,8 +354,8 @@ class Tiers:
         just admitted, or was filled up to a page border.
         """
         if request.state is State.PREEMPTED:
-            request.passes_over_tiers = False
-        if request.passes_over_tiers:
+            request.skips_tiers = False
+        if request.skips_tiers:
             return False
         first = begin = request.num_computed // self._page_size
         end = request.num_reusable_tokens // self._page_size
@@ -524,7 +524,7 @@ class Tiers:
     def _find_block(
         self, request: Request, runs: list[TierRun], held: int, begin: int
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """See `Beside.find`; pool and tiers hold the prompt's first `held` pages."""
+        """See `Companion.find`; pool and tiers hold the prompt's first `held` pages."""
         assert self._blocks is not None
         tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
         keys = request.keys.upto(request.tokens, held)
@@ -670,7 +670,7 @@ class Tiers:
         for load in list(self._loads.values()):
             if load.last_progress_at <= limit:
                 assert load.request is not None
-                load.request.passes_over_tiers = True  # Otherwise it would queue there again.
+                load.request.skips_tiers = True  # Otherwise it would queue there again.
                 self._give_up(load)
 
     def _give_up(self, load: TierLoad) -> None:

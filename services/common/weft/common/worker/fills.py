@@ -18,7 +18,7 @@ from weft.v1 import common_pb2, kv_pb2
 
 MAX_PAGES = 1 << 24
 MAX_BLOCK_PAGES = 1 << 20
-"""Most pages of a handle behind those of its tokens (`KvHandle.num_more_pages`): a window of 2**18
+"""Most pages of a handle behind those of its tokens (`KvHandle.companion_pages`): a window of 2**18
 positions in 63 layers beside one, in pages of 16 tokens, takes about as many.
 """
 DECLINES = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from weft.common.tasks import start_logged
 from weft.common.worker.engine_client import EngineClient
-from weft.common.worker.store_replica import Held, Stored
+from weft.common.worker.store_replica import Stored, StoredRange
 from weft.contract import faults
 from weft.contract.errors import InjectedFault, PeerUnavailable
 from weft.contract.messages import Inbox
@@ -38,7 +38,7 @@ class Replica(Protocol):
         """See `StoreReplica.is_away`."""
         ...
 
-    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
+    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None:
         """See `StoreReplica.look_up`."""
         ...
 
@@ -47,7 +47,7 @@ class Replica(Protocol):
         ...
 
 
-class _Stretch(NamedTuple):
+class _PageRange(NamedTuple):
     """Consecutive pages of a prompt that one replica should have."""
 
     replica: Replica
@@ -108,13 +108,13 @@ class StoreClient:
 
     async def _ask(self, lookup: StoreLookup) -> StoreAnswer:
         """Asks each replica for its stretches, all at once, and joins the answers."""
-        parts: list[_Stretch] = []
+        parts: list[_PageRange] = []
         num_keys = len(lookup.keys)
         for first, end in [(0, num_keys)] if lookup.block_pages else stretches(num_keys):
             replica = self._replica_of(lookup.keys[first], is_put=False)
             if replica is None:
                 break
-            parts.append(_Stretch(replica, first, end))
+            parts.append(_PageRange(replica, first, end))
         asked = list({part.replica.address: part.replica for part in parts}.values())
         answers = await asyncio.gather(
             *(replica.look_up(lookup, _keys_of(replica, parts, lookup.keys)) for replica in asked)
@@ -156,12 +156,12 @@ class StoreClient:
         )
 
 
-def _keys_of(replica: Replica, parts: Iterable[_Stretch], keys: Sequence[bytes]) -> list[bytes]:
+def _keys_of(replica: Replica, parts: Iterable[_PageRange], keys: Sequence[bytes]) -> list[bytes]:
     """Keys of all stretches of a replica, in their order."""
     return [key for part in parts if part.replica is replica for key in keys[part.first : part.end]]
 
 
-def _segments(parts: Sequence[_Stretch], held: dict[str, Held]) -> list[StoreSegment]:
+def _segments(parts: Sequence[_PageRange], held: dict[str, StoredRange]) -> list[StoreSegment]:
     """The pages held from the first one on, without a gap, as segments; neighbouring pages of one
     replica are merged.
     """

@@ -28,7 +28,7 @@ little time, and a store that is busy for a moment can still take pages.
 """
 
 
-class Held(NamedTuple):
+class StoredRange(NamedTuple):
     """A replica's answer to a lookup."""
 
     num_pages: int
@@ -94,7 +94,7 @@ class StoreReplica:
         """
         return self.is_resting and self._num_late_rests >= MAX_LATE_RESTS
 
-    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
+    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None:
         """Number of leading keys that it holds; None: it does not answer."""
         trace = _LookupTrace(self._tracer, lookup, len(keys))
         request = kvstore_pb2.LookupRequest(
@@ -103,14 +103,14 @@ class StoreReplica:
             block_pages=lookup.block_pages,
             window_pages=lookup.window_pages,
         )
-        held: Held | None = None
+        held: StoredRange | None = None
         try:
             response = await self._stub.Lookup(
                 request, timeout=LOOKUP_TIMEOUT_S, metadata=trace.metadata
             )
             if response.num_pages:
                 await self._identify(response.epoch)
-            held = Held(min(response.num_pages, len(keys)), self._store_id, response.epoch)
+            held = StoredRange(min(response.num_pages, len(keys)), self._store_id, response.epoch)
             self._num_late_rests = 0
         except grpc.aio.AioRpcError as error:
             self._failed("look up a prompt", error, may_be_busy=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.graphs import GraphBucket, GraphBuckets, StepGraphs, step_buckets
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
+from weft.engine.sampling.sampler import Sampler
 from weft.testing.engine.captured_drafts import capture
 from weft.testing.engine.drafters import KnownGraphs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.contract.request import SamplingParams
-from weft.engine.drawing.sampler import derive_seed
+from weft.engine.sampling.sampler import derive_seed
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 

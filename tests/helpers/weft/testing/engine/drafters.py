@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.drafts import DraftShape
-from weft.engine.drawing.draws import Drawn
-from weft.engine.drawing.sampler import derive_seed
-from weft.engine.executor.step_input import LATE, StepInput
+from weft.engine.executor.step_input import ON_DEVICE, StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample
+from weft.engine.sampling.draws import SampledTokens
+from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Drafter, DraftGate
 from weft.engine.scheduler.state import Request, State
@@ -103,7 +103,7 @@ class NotedRuns:
         self._done, engine.pipeline._owner = engine.step_done, self
         self.step_failed = engine.step_failed
 
-    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+    def step_done(self, plan: Plan, drawn: SampledTokens | None, duration_s: float) -> None:
         """See `StepOwner.step_done`."""
         self._done(plan, drawn, duration_s)
         for run in drawn.runs if drawn is not None else ():
@@ -170,8 +170,8 @@ class KnownGraphs:
         owners = {request.slot: request for request in self._running}
         drafts = torch.empty((depth, len(chosen)), dtype=torch.int64)
         for column, (slot, start) in enumerate(zip(chosen, starts, strict=True)):
-            self.num_late += start == LATE
-            begin = int(self._known.starts[slot]) if start == LATE else start
+            self.num_late += start == ON_DEVICE
+            begin = int(self._known.starts[slot]) if start == ON_DEVICE else start
             request = owners[slot]
             text = self._texts[tuple(request.tokens[: request.num_prompt_tokens])]
             for behind in range(depth):

@@ -12,8 +12,8 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.eagle_config import head_kind
 from weft.contract.keys import PageKeys
-from weft.engine.drawing.draws import Drawn
 from weft.engine.loop.engine import Engine
+from weft.engine.sampling.draws import SampledTokens
 from weft.engine.scheduler.plan import Plan, VerifyItem
 from weft.engine.scheduler.ports import Drafter, DraftGate
 from weft.testing.engine.drafters import KnownDrafter, RandomGate
@@ -69,7 +69,7 @@ class NotedChains:
         self._done, engine.pipeline._owner = engine.step_done, self
         self.step_failed = engine.step_failed
 
-    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+    def step_done(self, plan: Plan, drawn: SampledTokens | None, duration_s: float) -> None:
         """See `StepOwner.step_done`."""
         for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
             self.chains.append((list(item.request.tokens), list(drafts)))

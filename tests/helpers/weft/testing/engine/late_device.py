@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.pages import PageCopy
-from weft.engine.drawing.sampler import DrawnRows, Sampler
 from weft.engine.executor.encodings import StepArrays
-from weft.engine.executor.port import Drawable, Launched
+from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.engine import Engine
+from weft.engine.sampling.sampler import DrawnRows, Sampler
 
 
 class _Later:
@@ -158,7 +158,7 @@ class LateDevice:
         if not len(arrays.logits_rows):
             return Launched(None)
         later: Any = logits
-        drawable = Drawable(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
+        drawable = Logits(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
         return Launched(drawable)
 
     def begin(
@@ -168,7 +168,7 @@ class LateDevice:
         positions: np.ndarray,
         on_device: None = None,
         drafted: None = None,
-        drawn_as: None = None,
+        slot_override: None = None,
     ) -> _Samples:
         """See `Sampler.begin`."""
         sampler = Sampler(self._sampler._columns.vocab_size, len(slots))

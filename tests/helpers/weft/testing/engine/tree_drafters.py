@@ -11,7 +11,7 @@ from weft.contract.keys import PageKeys
 from weft.engine.base.drafts import DraftShape
 from weft.engine.base.token_trees import TokenTree
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
-from weft.engine.executor.step_input import LATE
+from weft.engine.executor.step_input import ON_DEVICE
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.scheduler.plan import VerifyItem
@@ -231,8 +231,8 @@ class KnownTreeGraphs:
         size = (shape.num_drafts, len(arrays.slots))
         found = torch.empty((2, *size), dtype=torch.int64)
         for column, (slot, start, _, max_depth, _) in enumerate(zip(*arrays, strict=True)):
-            self.num_late += start == LATE
-            begin = int(self._known.starts[slot]) if start == LATE else int(start)
+            self.num_late += start == ON_DEVICE
+            begin = int(self._known.starts[slot]) if start == ON_DEVICE else int(start)
             request = owners[int(slot)]
             text = self._texts[tuple(request.tokens[: request.num_prompt_tokens])]
             follows = text[begin + 1 :]

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention_reference
+from weft.kernels.attention import AttentionMetadata, AttentionSpec, paged_attention_reference
 
 LAYERS, LAYER = 2, 1
 
@@ -39,7 +39,7 @@ def in_parts(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         heads = (q.shape[1], pool.shape[1], q.shape[2])
         softmax = (sinks, softcap, first_position, is_chunked)
         spec = AttentionSpec(*heads, scale, window, is_fixed, *softmax)
-        step = GroupStep(
+        step = AttentionMetadata(
             page_table=page_table,
             places=torch.empty(0, dtype=torch.int64),
             cu_q_lens=cu_q_lens,

@@ -11,7 +11,7 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run
 from weft.engine.model.step import Step
-from weft.kernels.attention import AttentionSpec, GroupStep
+from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import SparseMlpWeight, pack_experts
@@ -108,7 +108,7 @@ def make_step(
     places = [
         pages[r, p // PAGE_SIZE].long() * PAGE_SIZE + p % PAGE_SIZE for r, p in enumerate(positions)
     ]
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=pages,
         places=torch.cat(places),
         cu_q_lens=torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).int(),
@@ -119,7 +119,9 @@ def make_step(
     return step_of(torch.cat(positions), group, lora)
 
 
-def step_of(positions: torch.Tensor, group: GroupStep, lora: LoraStep | None = None) -> Step:
+def step_of(
+    positions: torch.Tensor, group: AttentionMetadata, lora: LoraStep | None = None
+) -> Step:
     """A step as layers see it: of tokens nothing is known."""
     nothing = positions[:0]
     return Step(

@@ -13,7 +13,7 @@ from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
-from weft.kernels.attention import AttentionSpec, GroupStep
+from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.norm import Norm
@@ -77,7 +77,7 @@ class LayersCase:
         rows = len(self.slots)
         positions = self.kv_lens.long() - 1
         page = self.pages.gather(1, (positions // PAGE_SIZE)[:, None])[:, 0].long()
-        group = GroupStep(
+        group = AttentionMetadata(
             page_table=self.pages,
             places=page * PAGE_SIZE + positions % PAGE_SIZE,
             cu_q_lens=torch.arange(rows + 1, dtype=torch.int32, device=self.pool.device),

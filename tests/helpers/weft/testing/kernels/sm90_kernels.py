@@ -31,7 +31,7 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
 from weft.kernels.activation import Gating
-from weft.kernels.attention import MAX_TREE_ROWS, AttentionSpec, GroupStep, paged_attention
+from weft.kernels.attention import MAX_TREE_ROWS, AttentionMetadata, AttentionSpec, paged_attention
 from weft.kernels.device_sampling import NUM_FIELDS, DraftedRows, SlotTables
 from weft.kernels.draft_head import (
     DraftChains,
@@ -163,7 +163,7 @@ def make_run(
 def make_step(q_lens: list[int], *, has_trees: bool = False, lora: LoraStep | None = None) -> Step:
     """Requests of so many new rows each."""
     requests, rows = len(q_lens), sum(q_lens)
-    group = GroupStep(
+    group = AttentionMetadata(
         page_table=torch.zeros(requests, MAX_CONTEXT // PAGE_SIZE, dtype=torch.int32),
         places=torch.zeros(rows, dtype=torch.int64),
         cu_q_lens=torch.tensor([0, *q_lens]).cumsum(0).int(),

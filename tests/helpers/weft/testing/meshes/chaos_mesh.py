@@ -14,7 +14,7 @@ from weft.chaos.requests import BIAS, ChaosRequest, Reply, make_asks
 from weft.chaos.run import answers_in_peace
 from weft.chaos.tiny import TINY_NAME
 from weft.cli.up.settings import UpSettings
-from weft.engine.drawing.sampler import derive_seed
+from weft.engine.sampling.sampler import derive_seed
 from weft.testing.meshes.tiny_mesh import Greedy
 
 _NUM_TRIES = 200

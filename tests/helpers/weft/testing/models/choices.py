@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from weft.contract.request import SamplingParams
-from weft.engine.drawing.sampler import derive_seed
+from weft.engine.sampling.sampler import derive_seed
 from weft.kernels.noise import gumbel_noise
 from weft.testing.kernels.naive_sampling import Float64Array, NaiveParams, edited_logits
 

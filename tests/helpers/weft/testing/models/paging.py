@@ -10,7 +10,7 @@ from weft.contract.layout import StatePlane
 from weft.engine.model.interface import Model
 from weft.engine.model.state_step import StatePools, StateRound, StateStep
 from weft.engine.model.step import Step
-from weft.kernels.attention import GroupStep
+from weft.kernels.attention import AttentionMetadata
 from weft.kernels.sequences import Sequences
 
 
@@ -158,7 +158,7 @@ class PagedDriver:
         rows = [end - 1 for end in starts[1:]] if logits_rows is None else list(logits_rows)
         kv_lens = [request.num_cached for request, _ in work]
         device = self.pool.device
-        group = GroupStep(
+        group = AttentionMetadata(
             page_table=torch.tensor(table, dtype=torch.int32, device=device),
             places=torch.tensor(places, device=device),
             cu_q_lens=torch.tensor(starts, dtype=torch.int32, device=device),

@@ -43,7 +43,7 @@ from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.store import StoreLink
-from weft.engine.sources.tiers.build import TierParts
+from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.disk import PageFiles, disk_tier
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.host import host_tier
@@ -216,7 +216,7 @@ class System:
         self.memory = PageMemory(num_pages, cache, tracks_freed=True)
         self.pages = RequestPages(self.memory, cache, PAGE)
         self._files = PageFiles(folder)
-        parts = TierParts(
+        parts = TierComponents(
             host=host_tier(num_slots[0], PAGE_BYTES, order)[0],
             disk=disk_tier(self._files, num_slots[1] * PAGE_BYTES, PAGE_BYTES, order),
             files=self._files,

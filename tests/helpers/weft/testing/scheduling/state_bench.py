@@ -24,7 +24,6 @@ from weft.contract.layout import StatePart, StatePlane, num_ring_rows
 from weft.contract.pages import PageCopy
 from weft.contract.timeline import Timeline
 from weft.engine.base.drafts import DraftShape
-from weft.engine.drawing.encode import step_input
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
@@ -34,6 +33,7 @@ from weft.engine.memory.page_table import PageTable
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.model.state_step import FewRows, StateStep
+from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
@@ -45,7 +45,7 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.blocks import BlockAccess
-from weft.engine.sources.tiers.build import TierParts
+from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.disk import PageFiles, disk_tier
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.host import host_tier
@@ -285,7 +285,7 @@ class StateBench:
         if files is not None:
             disk = disk_tier(files, slots[1] * PAGE_BYTES, PAGE_BYTES, lru)
         rows = self.content.view(np.uint8)
-        parts = TierParts(
+        parts = TierComponents(
             host=host_tier(slots[0], PAGE_BYTES, lru)[0],
             disk=disk,
             files=files,

@@ -24,7 +24,7 @@ from weft.checkpoint.int_config import IntPacking
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.int_groups import IntGroups, pack_int_groups, takes_group
+from weft.kernels.int_groups import IntGroups, pack_int_groups, supports_group
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbours each four bits of a word are, from the lowest on."""
@@ -146,7 +146,7 @@ def join_parts(
     columns = parts[0].numbers.shape[1]
     group = packing.group or columns
     order = _sorted_columns(parts, group)
-    if order is None or not takes_group(group, columns):
+    if order is None or not supports_group(group, columns):
         return torch.cat([part.dequantised(group, dtype) for part in parts])
     numbers, scales, zeros = (
         torch.cat([getattr(part, name) for part in parts])

@@ -14,10 +14,10 @@ from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import TokenTree, parents_of
-from weft.engine.drawing.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
-from weft.engine.executor.port import Drawable
+from weft.engine.executor.port import Logits
+from weft.engine.sampling.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource
 from weft.engine.scheduler.state import Request, end_of
@@ -26,7 +26,7 @@ Rows = Callable[[], Int64Array]
 """Waits for the tokens and the words of a step's rows, [2, T]."""
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens drawn in one step; requests without drafts come first."""
 
     requests: Sequence[Request]
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
     """Outcomes of the requests with drafts."""
 
 
-class Draw(NamedTuple):
+class PendingTokens(NamedTuple):
     """The tokens of a step, which may still be computed."""
 
     plan: Plan
@@ -69,14 +69,14 @@ class Draw(NamedTuple):
         """Whether the device has kept the tokens for later steps (`LocalExecutor.keep`)."""
         return self.under_way.are_kept
 
-    def wait(self) -> Drawn:
+    def wait(self) -> SampledTokens:
         """Waits for the tokens and returns them."""
         output = self.under_way.wait()
         errors = {**output.errors, **self.mask_errors}
         requests, tokens = self.requests, output.token_ids.tolist()
         if not self.plan.verifies:
             found = [_cause(requests[row], error) for row, error in errors.items()]
-            return Drawn(requests, tokens, self.positions, output.logprobs, found)
+            return SampledTokens(requests, tokens, self.positions, output.logprobs, found)
         begin, behind = len(self.plan.decodes), len(self.plan.decodes) + len(self.plan.verifies)
         firsts = self.firsts
         end = int(firsts[behind])
@@ -85,7 +85,7 @@ class Draw(NamedTuple):
         # position.
         owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
         failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
-        return Drawn(
+        return SampledTokens(
             [*requests[:begin], *requests[behind:]],
             tokens[:begin] + tokens[end:],
             np.concatenate([self.positions[:begin], self.positions[end:]]),
@@ -225,7 +225,7 @@ def _is_end(request: Request, token: int, num_drawn: int) -> bool:
     return end_of(request, token, request.num_generated + num_drawn) is not None
 
 
-def _fetch_rows(drawable: Drawable) -> Rows:
+def _fetch_rows(drawable: Logits) -> Rows:
     """Begins to copy the tokens and words of a step's rows to the host."""
     assert drawable.rows is not None, "the step verifies no drafts"
     fetched = Fetched(drawable.rows())
@@ -242,7 +242,7 @@ def _needs_drafts(item: VerifyItem) -> bool:
     return item.max_drafts > 0 and item.request.params.constraint is not None
 
 
-def _await_drafts(plan: Plan, drawable: Drawable) -> None:
+def _await_drafts(plan: Plan, drawable: Logits) -> None:
     """Begins to copy the drafts to the host, unless they are there or on their way."""
     if isinstance(plan.drafts, LaterDrafts) and not plan.drafts.is_coming:
         plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
@@ -309,7 +309,7 @@ class Drawer:
             rows = self._sampler.mask_memory
             self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
 
-    def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
+    def begin(self, plan: Plan, requests: Sequence[Request], drawable: Logits) -> PendingTokens:
         """Draws one token for each request; with drafts, one for each accepted draft and one more.
 
         Args:
@@ -321,30 +321,33 @@ class Drawer:
         if not plan.verifies:
             errors = self._take_masks(requests)
             under_way = self._begin(drawable)
-            return Draw(plan, requests, under_way, drawable.positions, errors)
+            return PendingTokens(plan, requests, under_way, drawable.positions, errors)
         firsts = first_rows(plan, len(requests))
         if not self._sampler.is_on_device and any(
             item.request.draws_in_turn for item in plan.verifies if item.max_drafts
         ):
             _await_drafts(plan, drawable)
             return self._draw_in_turn(plan, requests, firsts, drawable)
-        failed, drawn_as = self._take_masks(requests), None
+        failed, slot_override = self._take_masks(requests), None
         if self._awaits_drafts(plan):
             _await_drafts(plan, drawable)
-            more, drawn_as = self._take_masks_behind_drafts(plan, firsts)
+            more, slot_override = self._take_masks_behind_drafts(plan, firsts)
             failed |= more
         errors = {int(firsts[index]): error for index, error in failed.items()}
-        under_way, rows = self._begin(drawable, firsts, drawn_as, has_trees=plan.has_trees), None
+        under_way, rows = (
+            self._begin(drawable, firsts, slot_override, has_trees=plan.has_trees),
+            None,
+        )
         if isinstance(plan.drafts, LaterDrafts):
             rows = _kept(under_way.rows or _fetch_rows(drawable))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))
-        return Draw(plan, requests, under_way, drawable.positions, errors, firsts, rows)
+        return PendingTokens(plan, requests, under_way, drawable.positions, errors, firsts, rows)
 
     def _begin(
         self,
-        drawable: Drawable,
+        drawable: Logits,
         firsts: Int64Array | None = None,
-        drawn_as: Int64Array | None = None,
+        slot_override: Int64Array | None = None,
         *,
         has_trees: bool = False,
     ) -> RowsUnderWay:
@@ -353,7 +356,7 @@ class Drawer:
         Args:
             drawable: Logits of their rows.
             firsts: Result of `first_rows`; None: each request has one row.
-            drawn_as: Slots by row, if some rows have masks of their own; else None.
+            slot_override: Slots by row, if some rows have masks of their own; else None.
             has_trees: Whether drafts form trees.
         """
         positions = drawable.positions
@@ -362,7 +365,7 @@ class Drawer:
             own = drawable.slots
             way = self._sampler.common_way(own)
             if way is not None:
-                columns = (own, positions, drawn_as)
+                columns = (own, positions, slot_override)
                 return self._sampler.begin_captured(drawable.captured, way, *columns)
         slots, drafted = self._prepared, None
         if firsts is not None:
@@ -373,13 +376,13 @@ class Drawer:
             slots = np.repeat(slots, firsts[1:] - firsts[:-1])
         if drawable.on_device is None:
             return self._sampler.begin(
-                drawable.logits(), slots, positions, drafted=drafted, drawn_as=drawn_as
+                drawable.logits(), slots, positions, drafted=drafted, slot_override=slot_override
             )
         # The row of a request that has ended since draws from an unused slot.
-        has_slots = drawn_as is None and np.array_equal(slots, drawable.slots)
+        has_slots = slot_override is None and np.array_equal(slots, drawable.slots)
         on_device = partial(drawable.on_device, has_slots=has_slots)
         return self._sampler.begin(
-            drawable.logits(), slots, positions, on_device, drafted, drawn_as
+            drawable.logits(), slots, positions, on_device, drafted, slot_override
         )
 
     def take_lost_s(self) -> float:
@@ -416,7 +419,7 @@ class Drawer:
         """Passes the mask of a request's next token to the sampler."""
         if self._sampler.is_on_device:
             # The sampler does not know how many drafts of earlier steps were accepted.
-            self._sampler.went_on(request.slot, request.num_generated)
+            self._sampler.advance(request.slot, request.num_generated)
         self._sampler.set_mask(request.slot, masks[0])
 
     def _take_masks_behind_drafts(
@@ -456,17 +459,17 @@ class Drawer:
             behind += masks[1:]
         if not rows:
             return errors, None
-        drawn_as = np.repeat(self._prepared, np.diff(firsts))
-        drawn_as[rows] = self._sampler.mask_rows(drawn_as[rows], behind, counts)
-        return errors, drawn_as
+        slot_override = np.repeat(self._prepared, np.diff(firsts))
+        slot_override[rows] = self._sampler.mask_rows(slot_override[rows], behind, counts)
+        return errors, slot_override
 
     def _draw_in_turn(
         self,
         plan: Plan,
         requests: Sequence[Request],
         first_row_of: Int64Array,
-        drawable: Drawable,
-    ) -> Draw:
+        drawable: Logits,
+    ) -> PendingTokens:
         """Draws the first token of each request, then the second of those whose draft was accepted,
         and so on: each draw may depend on the tokens before it (penalties, constraints).
         """
@@ -497,7 +500,7 @@ class Drawer:
         under_way = RowsUnderWay(
             torch.from_numpy(output.token_ids), lambda: output, drawable.positions
         )
-        return Draw(plan, requests, under_way, drawable.positions, errors, first_row_of)
+        return PendingTokens(plan, requests, under_way, drawable.positions, errors, first_row_of)
 
     def _draw_rows(
         self,

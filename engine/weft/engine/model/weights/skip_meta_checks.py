@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class Numberless(TorchFunctionMode):
+class SkipMetaChecks(TorchFunctionMode):
     """While it is entered, checks of the numbers of tensors on the meta device pass: all entries
     fulfil a condition, any entry breaks none, two tensors are equal, and a single number is 1.
     """

@@ -11,7 +11,7 @@ from weft.kernels.pool import PlaneInPage
 from weft.kernels.stream import Computed, Normed
 
 
-class SideBySide:
+class ParallelBlock:
     """Two mixers that read the same rows and whose results are added up: a `Mixer`."""
 
     def __init__(
@@ -58,4 +58,4 @@ class SideBySide:
 
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
-        return SideBySide, self.attention.shape_key(), self.recurrent.shape_key()
+        return ParallelBlock, self.attention.shape_key(), self.recurrent.shape_key()

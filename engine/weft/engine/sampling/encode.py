@@ -9,7 +9,7 @@ import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
-from weft.engine.executor.step_input import LATE, PooledRows, ScoredRows, StepInput
+from weft.engine.executor.step_input import ON_DEVICE, PooledRows, ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 
@@ -24,40 +24,40 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     if not (plan.verifies or plan.chunks) and plan.is_late is None:
         return _decodes(plan, table, page_size)
     drafts = plan.drafts if isinstance(plan.drafts, LaterDrafts) else None
-    groups, limits = list[_Columns](), list[Int64Array]()
-    words, tokens, draws, leads = None, list[int](), NO_NUMBERS, NO_NUMBERS
+    groups, draft_limits = list[_Columns](), list[Int64Array]()
+    ancestor_masks, tokens, draws, recomputed_rows = None, list[int](), NO_NUMBERS, NO_NUMBERS
     if plan.decodes:
         _enter_pages(plan, table, page_size)
         late, ones = plan.is_late, _ones(len(plan.decodes))
-        starts = plan.starts if late is None else np.where(late, LATE, plan.starts)
+        starts = plan.starts if late is None else np.where(late, ON_DEVICE, plan.starts)
         groups.append((plan.slots, starts, plan.starts, ones))
-        limits.append(ones)
+        draft_limits.append(ones)
     if plan.verifies and drafts is not None:
         found = verified_input(plan.verifies, drafts.counts, table, page_size)
-        assert found.limits is not None
-        groups.append((found.slots, found.starts, found.bounds, found.counts))
-        limits.append(found.limits)
+        assert found.draft_limits is not None
+        groups.append((found.slots, found.starts, found.max_starts, found.counts))
+        draft_limits.append(found.draft_limits)
     elif plan.verifies:
-        columns, tokens, words = _known_verifies(plan, table)
+        columns, tokens, ancestor_masks = _known_verifies(plan, table)
         groups.append(columns)
     if plan.chunks:
-        own, firsts, rows, draws, leads = _pieces(plan.chunks, table, page_size, tokens)
+        own, firsts, rows, draws, recomputed_rows = _pieces(plan.chunks, table, page_size, tokens)
         groups.append((own, firsts, firsts, rows))
-    slots, starts, bounds, counts = map(_joined, zip(*groups, strict=True))
-    is_on_device = not plan.chunks and len(limits) == len(groups)
+    slots, starts, max_starts, counts = map(_joined, zip(*groups, strict=True))
+    is_on_device = not plan.chunks and len(draft_limits) == len(groups)
     return StepInput(
         slots=slots,
         starts=starts,
-        bounds=bounds,
+        max_starts=max_starts,
         counts=counts,
         num_decodes=len(plan.decodes),
         num_verified=len(plan.verifies),
         draws=draws,
-        leads=leads,
+        recomputed_rows=recomputed_rows,
         tokens=np.array(tokens, np.int64),
-        words=words,
+        ancestor_masks=ancestor_masks,
         has_trees=plan.has_trees,
-        limits=_joined(limits) if is_on_device else None,
+        draft_limits=_joined(draft_limits) if is_on_device else None,
         adapters=_adapters(plan),
         drafts=drafts,
         scores=_scores(plan) if plan.chunks else (),
@@ -81,18 +81,18 @@ def verified_input(
         [last if count else 1 for last, count in zip(lasts, counts, strict=True)],
         counts,
     )
-    slots, num_pages, bounds, is_late, limits, num_drafts = np.array(found, np.int64)
+    slots, num_pages, max_starts, is_late, draft_limits, num_drafts = np.array(found, np.int64)
     for index in table.is_short(slots, num_pages - 1).nonzero()[0].tolist():
         table.extend(requests[index].slot, requests[index].pages)
     adapters = [request.adapter_slot for request in requests]
     return StepInput(
         slots=slots,
-        starts=np.where(is_late, LATE, bounds),
-        bounds=bounds,
+        starts=np.where(is_late, ON_DEVICE, max_starts),
+        max_starts=max_starts,
         counts=1 + num_drafts,
         num_verified=len(items),
         has_trees=items[0].tree is not None,
-        limits=np.minimum(limits, num_pages * page_size),
+        draft_limits=np.minimum(draft_limits, num_pages * page_size),
         adapters=np.array(adapters, np.int32) if any(adapters) else None,
     )
 
@@ -127,11 +127,11 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     return StepInput(
         slots=slots,
         starts=plan.starts,
-        bounds=plan.starts,
+        max_starts=plan.starts,
         counts=_ones(len(slots)),
         num_decodes=len(slots),
         draws=NO_NUMBERS,
-        leads=NO_NUMBERS,
+        recomputed_rows=NO_NUMBERS,
         tokens=NO_NUMBERS,
         pages=pages,
         adapters=None if adapters is None else adapters.astype(np.int32),
@@ -150,9 +150,9 @@ def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], 
 
     Returns:
         Their columns (starts are known, so bounds equal them), the tokens of their rows, and
-        `StepInput.words` where drafts form trees.
+        `StepInput.ancestor_masks` where drafts form trees.
     """
-    tokens, words = list[int](), list[int]()
+    tokens, ancestor_masks = list[int](), list[int]()
     for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
         request = item.request
         tokens += [request.tokens[item.start], *drafts]
@@ -161,11 +161,11 @@ def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], 
             own = [1]
             for row, parent in enumerate(parents_of(drafts), 1):
                 own.append(own[parent] | 1 << row)
-            words += own
+            ancestor_masks += own
     slots, starts = [i.request.slot for i in plan.verifies], [i.start for i in plan.verifies]
     counts = [1 + len(drafts) for drafts in plan.drafts]
     columns = np.array((slots, starts, counts), np.int64)
-    of_trees = np.array(words, np.int64) if plan.has_trees else None
+    of_trees = np.array(ancestor_masks, np.int64) if plan.has_trees else None
     return (columns[0], columns[1], columns[1], columns[2]), tokens, of_trees
 
 
@@ -180,8 +180,8 @@ def _pieces(
         first, count = start - has_lead, num_tokens + has_lead
         # Published pages are others' too, and have the KV of their tokens.
         num_known = min(count, request.num_published_pages * page_size - first)
-        leads = max(int(has_lead), num_known)
-        pieces.append((request.slot, first, count, int(samples), leads))
+        recomputed_rows = max(int(has_lead), num_known)
+        pieces.append((request.slot, first, count, int(samples), recomputed_rows))
         tokens += request.tokens[first : start + num_tokens]
         table.extend(request.slot, request.pages)
     return np.ascontiguousarray(np.array(pieces, np.int64).T)

@@ -11,7 +11,7 @@ from weft.kernels.norm import AnyNorm
 from weft.kernels.stream import Combine, Computed, Normed, Stream
 
 
-class BesideNorms(NamedTuple):
+class DualNorm(NamedTuple):
     """Norms before and behind both parts, and before the router."""
 
     mlp: AnyNorm
@@ -26,7 +26,7 @@ class ExpertsBesideMLP:
     `FeedForward`. It reads the stream as it is.
     """
 
-    def __init__(self, mlp: PlainMLP, experts: SparseMLP, norms: BesideNorms) -> None:
+    def __init__(self, mlp: PlainMLP, experts: SparseMLP, norms: DualNorm) -> None:
         self._mlp, self._experts, self._norms = mlp, experts, norms
 
     def __call__(self, x: Normed, step: Step) -> Computed:

@@ -9,8 +9,8 @@ import numpy as np
 from weft.contract.arrays import Int64Array
 from weft.contract.request import TokenLogprob
 from weft.contract.submits import TokenColumns, Tokens
-from weft.engine.drawing.draws import Drawn
 from weft.engine.loop.outgoing import Outgoing
+from weft.engine.sampling.draws import SampledTokens
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import LaterScores, Plan, Run
 from weft.engine.scheduler.running import RunningPlans
@@ -25,7 +25,7 @@ class End(NamedTuple):
     stop_token_id: int | None
 
 
-class NewTokens:
+class OutputProcessor:
     """Takes the tokens that steps draw.
 
     Args:
@@ -81,7 +81,7 @@ class NewTokens:
                 on_accepted(request)
         return ends, num_surplus
 
-    def take(self, drawn: Drawn, plan: Plan) -> tuple[list[End], int]:
+    def take(self, drawn: SampledTokens, plan: Plan) -> tuple[list[End], int]:
         """Appends and emits the tokens of requests without drafts.
 
         Args:
@@ -122,7 +122,7 @@ class NewTokens:
     def _take(
         self,
         columns: RequestColumns,
-        drawn: Drawn,
+        drawn: SampledTokens,
         positions: Int64Array,
         begin: int,
         ends: list[End],

@@ -274,7 +274,7 @@ class Sampler:
                 self._columns.masks[slot] = self._device.mask_memory()[slot]
                 self._send_mask(slot)
 
-    def went_on(self, slot: int, num_generated: int) -> None:
+    def advance(self, slot: int, num_generated: int) -> None:
         """Notes how many tokens a slot's sample has generated, when drafts of it were accepted."""
         self._num_generated[slot] = num_generated
 
@@ -324,7 +324,7 @@ class Sampler:
         positions: Int64Array,
         on_device: Callable[[], RowsOnDevice] | None = None,
         drafted: RowsBehindDrafts | None = None,
-        drawn_as: Int64Array | None = None,
+        slot_override: Int64Array | None = None,
     ) -> RowsUnderWay:
         """Draws one token per row and counts it; does not wait for a device.
 
@@ -337,16 +337,16 @@ class Sampler:
             on_device: Gives the same on the device of the logits, as far as it is there, and
                 positions that only the device knows; a sampler on the host cannot use it.
             drafted: Of a step with drafts, if `counts_tokens`; like `on_device`.
-            drawn_as: [L], slots by row with those of `mask_rows`; None: there are none of these.
+            slot_override: [L], slots by row with those of `mask_rows`; None: there are none.
 
         Raises:
             ValueError: Shapes or dtype are wrong.
         """
-        if logits.is_cuda and drawn_as is None and self._is_greedy[slots].all():
+        if logits.is_cuda and slot_override is None and self._is_greedy[slots].all():
             tokens, output = self._draw_greedily(logits)
         elif self._device is not None:
             found = None if on_device is None else on_device()
-            columns = (slots, slots if drawn_as is None else drawn_as, positions)
+            columns = (slots, slots if slot_override is None else slot_override, positions)
             tokens, output = self._draw_on_device(logits, *columns, found, drafted)
         else:
             on_host = Fetched(logits).wait() if logits.is_cuda else logits
@@ -372,7 +372,7 @@ class Sampler:
         way: Way,
         slots: Int64Array,
         positions: Int64Array,
-        drawn_as: Int64Array | None = None,
+        slot_override: Int64Array | None = None,
     ) -> RowsUnderWay:
         """Like `begin`, by a graph.
 
@@ -381,13 +381,13 @@ class Sampler:
             way: Result of `common_way` for these slots.
             slots: See `begin`; the device has the same ones.
             positions: See `begin`.
-            drawn_as: See `begin`.
+            slot_override: See `begin`.
         """
-        if drawn_as is not None:
+        if slot_override is not None:
             way = "any"
         if self._device is not None and way != "greedy":
             self._device.send_changes()
-        draws = draw(way, drawn_as)
+        draws = draw(way, slot_override)
         self._num_generated[slots] += 1
 
         def output() -> DrawnRows:
@@ -417,7 +417,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         slots: Int64Array,
-        drawn_as: Int64Array,
+        slot_override: Int64Array,
         positions: Int64Array,
         on_device: RowsOnDevice | None,
         drafted: RowsBehindDrafts | None,
@@ -428,7 +428,7 @@ class Sampler:
                 if not self._is_masking(slot):
                     self._send_mask(slot)
         num_tops = self._num_tops(slots)
-        draw = self._device.draw(logits, drawn_as, positions, num_tops, on_device, drafted)
+        draw = self._device.draw(logits, slot_override, positions, num_tops, on_device, drafted)
 
         def output() -> DrawnRows:
             tokens, found = draw.wait()
