@@ -176,7 +176,7 @@ def run_shape(
     if isinstance(shape, Tile):
         rounded = quantise_rows(x, has_groups=not isinstance(matrix, Fp8Channels))
         multiply_fp8(
-            rounded, matrix, out, given.bias, given.residual, is_gated=given.is_gated, shape=shape
+            rounded, matrix, out, given.bias, given.residual, is_gated=given.is_gated, launch=shape
         )
     else:
         few_rows(x, matrix, out, given, shape)
@@ -373,7 +373,7 @@ def shape_calls(
         rounded = quantise_rows(x, has_groups=scales)
         return [
             lambda w=w: multiply_fp8(
-                rounded, w, out, None, None, is_gated=product.is_gated, shape=shape
+                rounded, w, out, None, None, is_gated=product.is_gated, launch=shape
             )
             for w in weights
         ]

@@ -192,13 +192,13 @@ def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: Shape) 
     """The product by our kernel; what cannot be gated is, by a launch of its own."""
     out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
     if isinstance(shape, FewRows):
-        multiply_few(out, x, w, is_gated=product.is_gated, shape=shape)
+        multiply_few(out, x, w, is_gated=product.is_gated, launch=shape)
         return
     is_gated = product.is_gated and shape.splits == 1 and shape.columns < 128
     if product.is_gated and not is_gated:
         out = torch.empty((x.shape[0], product.n), device="cuda", dtype=BF16)
     if isinstance(shape, TensorCores):
-        multiply_wide(out, x, w, is_gated=is_gated, shape=shape)
+        multiply_wide(out, x, w, is_gated=is_gated, launch=shape)
     else:
         multiply_groups(out, x, w, shape, is_gated=is_gated)
     if product.is_gated and not is_gated:
@@ -354,7 +354,7 @@ def call_experts(
     taken = top_k if is_gated else 1
     if isinstance(shape, FewRows):
         few = PairExperts(ids, shares, taken, PLAIN_EXPERTS)
-        return partial(multiply_few, out, x, packed, is_gated=is_gated, shape=shape, experts=few)
+        return partial(multiply_few, out, x, packed, is_gated=is_gated, launch=shape, experts=few)
     blocks = sort_pairs(ids, experts, shape.rows)
     many = Experts(blocks, shares, taken, PLAIN_EXPERTS)
     return partial(multiply_groups, out, x, packed, shape, is_gated=is_gated, experts=many)

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engine
+from weft.common.worker.frames import HEADER, EngineMessages, frame, parse_from_engine
 from weft.contract.layout import CacheLayout, PagedPlane
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.reports import EngineInfo
@@ -182,7 +182,7 @@ class Bench:
         started_s = time.perf_counter()
         outbox = self.engine.turn(inbox)
         turned_s = time.perf_counter()
-        encoded = frame(FromEngine(outbox=outbox))
+        encoded = frame(EngineMessages(outbox=outbox))
         if times is not None:
             times.encode.append(time.perf_counter() - turned_s)
             times.server.append(serve(encoded))

@@ -157,6 +157,15 @@ class SamplingParams:
         of_model=True,
         names=_NOT_ANTHROPIC,
     )
+    top_n_sigma: float = _parameter(
+        0.0,
+        "tokens whose logit is more than so many standard deviations of all logits below the "
+        "largest are dropped; 0 or -1 = off",
+        0,
+        100,
+        names=_NOT_ANTHROPIC,
+        aliases={-1: 0},
+    )
     repetition_penalty: float = _parameter(
         1.0,
         "divides positive and multiplies negative logits of tokens that occurred",

@@ -6,13 +6,13 @@ applies to the row itself, are parameters here.
 
 from __future__ import annotations
 
-import math
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from weft.kernels.sampling_reference import SlotParams
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -22,8 +22,8 @@ class Field(IntEnum):
 
     TEMPERATURE = 0
     TOP_P = 1
-    MIN_P_GAP = 2
-    """ln(min_p); minus infinity = off."""
+    GAP = 2
+    """`SlotParams.gap`."""
     SEED = 3
     TOP_K = 4
     MASK_END = 5
@@ -35,6 +35,7 @@ class Field(IntEnum):
     REPETITION = 8
     FREQUENCY = 9
     PRESENCE = 10
+    TOP_N_SIGMA = 11
 
 
 NUM_FIELDS = len(Field)
@@ -43,43 +44,28 @@ ALWAYS_MASKED = 1 << 62
 
 
 def pack_slot(
-    *,
-    temperature: float,
-    top_p: float,
-    min_p: float,
-    seed: int,
-    top_k: int,
-    mask_end: int = 0,
-    bias_row: int = -1,
-    count_row: int = -1,
-    repetition: float = 1.0,
-    frequency: float = 0.0,
-    presence: float = 0.0,
+    params: SlotParams, *, mask_end: int = 0, bias_row: int = -1, count_row: int = -1
 ) -> Int64Array:
     """Packs one row of `SlotTables.params`.
 
     Args:
-        temperature: Below `GREEDY_TEMPERATURE` greedy.
-        top_p: In (0, 1]; 1 = off.
-        min_p: In [0, 1]; 0 = off.
-        seed: Unsigned 64 bits.
-        top_k: 0 = off.
+        params: How the slot draws.
         mask_end: Before this position only tokens of the slot's mask may be drawn.
         bias_row: Row of the biases; -1 = none.
         count_row: Row of the counts, for the penalties; -1 = none.
-        repetition: Divides positive logits of tokens that occurred, multiplies others.
-        frequency: Subtracted for each occurrence in the output.
-        presence: Subtracted once for tokens of the output.
     """
-    gap = math.log(min_p) if min_p > 0.0 else -math.inf
     row = np.zeros(NUM_FIELDS, np.int64)
     reals = row.view(np.float64)
-    reals[Field.TEMPERATURE], reals[Field.TOP_P], reals[Field.MIN_P_GAP] = temperature, top_p, gap
-    row[Field.SEED] = np.uint64(seed).astype(np.int64)
-    row[Field.TOP_K], row[Field.MASK_END] = top_k, mask_end
+    reals[Field.TEMPERATURE], reals[Field.TOP_P] = params.temperature, params.top_p
+    reals[Field.GAP], reals[Field.TOP_N_SIGMA] = params.gap, params.top_n_sigma
+    row[Field.SEED] = np.uint64(params.seed).astype(np.int64)
+    row[Field.TOP_K], row[Field.MASK_END] = params.top_k, mask_end
     row[Field.BIAS_ROW], row[Field.COUNT_ROW] = bias_row, count_row
-    reals[Field.REPETITION], reals[Field.FREQUENCY] = repetition, frequency
-    reals[Field.PRESENCE] = presence
+    reals[Field.REPETITION] = params.repetition_penalty
+    reals[Field.FREQUENCY], reals[Field.PRESENCE] = (
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
     return row
 
 

@@ -18,6 +18,7 @@ from weft.kernels.sampling_reference import (
     ERROR_NOT_FINITE,
     GREEDY_TEMPERATURE,
     MASKED_LOGIT,
+    SlotParams,
     sample_rows_reference,
     top_rows_reference,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "GREEDY_TEMPERATURE",
     "MASKED_LOGIT",
     "SamplingColumns",
+    "SlotParams",
     "native_sampling",
     "sample_rows",
     "top_rows",
@@ -70,35 +72,35 @@ def _declare(library: ctypes.CDLL) -> None:
     library.weft_gumbel.restype = None
 
 
+_COLUMNS: dict[str, type[np.generic]] = {
+    **{"temperature": np.float64, "top_p": np.float64, "gap": np.float64},
+    **{"top_n_sigma": np.float64, "seed": np.uint64, "top_k": np.int64},
+}
+"""Columns that hold a number of `SlotParams`, and their types, in the order of sampling.c."""
+
+
 class _ColumnPointers(ctypes.Structure):
     """`Columns` of sampling.c."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("temperature", "top_p", "min_p", "seed", "top_k", "is_masked", "masks")
-        ),
+        *((name, ctypes.c_void_p) for name in (*_COLUMNS, "is_masked", "masks")),
         ("mask_words", ctypes.c_int64),
     )
 
 
 class SamplingColumns:
-    """Sampling parameters of each slot: one numpy array per parameter, changed in place by the
-    owner.
+    """Sampling parameters of each slot: an array [max_slots] for each number of `SlotParams`.
 
     Serves one thread at a time (it carries the native path's memory).
     """
 
     temperature: npt.NDArray[np.float64]
-    """[max_slots]; below GREEDY_TEMPERATURE greedy."""
+    """Below GREEDY_TEMPERATURE greedy."""
     top_p: npt.NDArray[np.float64]
-    """[max_slots], in (0, 1]; 1 = off."""
-    min_p: npt.NDArray[np.float64]
-    """[max_slots], in [0, 1]; 0 = off."""
+    gap: npt.NDArray[np.float64]
+    top_n_sigma: npt.NDArray[np.float64]
     seed: npt.NDArray[np.uint64]
-    """[max_slots]."""
     top_k: npt.NDArray[np.int64]
-    """Number of most likely tokens to draw from, [max_slots]; 0: off."""
     is_masked: npt.NDArray[np.bool_]
     """[max_slots]: only tokens of the slot's mask may be drawn."""
     masks: npt.NDArray[np.uint32]
@@ -117,11 +119,9 @@ class SamplingColumns:
             raise ValueError(f"no vocabulary or no slots: {vocab_size}, {max_slots}")
         self.vocab_size = vocab_size
         self.max_slots = max_slots
-        self.temperature = np.zeros(max_slots, np.float64)
-        self.top_p = np.ones(max_slots, np.float64)
-        self.min_p = np.zeros(max_slots, np.float64)
-        self.seed = np.zeros(max_slots, np.uint64)
-        self.top_k = np.zeros(max_slots, np.int64)
+        greedy = SlotParams()
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.full(max_slots, getattr(greedy, name), dtype))
         self.is_masked = np.zeros(max_slots, np.bool_)
         self.masks = np.zeros((max_slots, -(-vocab_size // 32)), np.uint32)
         self.native = native_sampling().library if use_native else None
@@ -130,13 +130,15 @@ class SamplingColumns:
             floats = self.native.weft_sampling_scratch_floats(vocab_size)
             self._scratch = np.zeros(floats * self.num_threads, np.float32)
             self.scratch_pointer = self._scratch.ctypes.data
-            arrays: tuple[npt.NDArray[np.generic], ...] = (
-                *(self.temperature, self.top_p, self.min_p, self.seed, self.top_k),
-                *(self.is_masked, self.masks),
-            )
+            arrays = (getattr(self, name) for name in (*_COLUMNS, "is_masked", "masks"))
             addresses = (array.ctypes.data for array in arrays)
             self._pointers = _ColumnPointers(*addresses, self.masks.shape[1])
             self.pointers_address = ctypes.addressof(self._pointers)
+
+    def set(self, slot: int, params: SlotParams) -> None:
+        """Sets how a slot draws."""
+        for name in _COLUMNS:
+            getattr(self, name)[slot] = getattr(params, name)
 
     def threads_for(self, num_rows: int) -> int:
         """Threads that a native call over so many rows uses."""

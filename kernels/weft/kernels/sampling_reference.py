@@ -9,14 +9,18 @@ logit of each token without a bit is MASKED_LOGIT.
 3. top_p (1 = off): of these, tokens stay for which all tokens with a larger `z` have together less
    than `top_p` of the mass of exp(z / T). So it is the smallest set whose mass is at least top_p.
 4. min_p (0 = off): of these, tokens stay with (z - max z) / T >= ln(min_p).
-5. The token with the largest z / T + noise (noise.py), the lowest id of equals.
+5. top_n_sigma (0 = off): of these, tokens stay with z >= max z - top_n_sigma * sigma, where sigma
+   is the standard deviation of the `z` of all tokens that the mask allows (Tang et al. 2024,
+   arXiv 2411.07641).
+6. The token with the largest z / T + noise (noise.py), the lowest id of equals.
 
 Tokens of equal logits stay or go together: what is kept never depends on an order.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +43,28 @@ NOISE_SPREAD = 36.74 + 3.61
 """Largest minus smallest noise: tokens further below the largest scaled logit cannot win."""
 SMALL = 64
 """A search with at most so many values left sorts them."""
+
+
+class SlotParams(NamedTuple):
+    """How the tokens of a slot are drawn: the numbers of `weft.contract.request.SamplingParams` on
+    which that depends.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    top_n_sigma: float = 0.0
+    seed: int = 0
+    """Unsigned, 64 bits."""
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """The least (z - max z) / T that `min_p` keeps; minus infinity: all."""
+        return math.log(self.min_p) if self.min_p > 0.0 else -math.inf
 
 
 def sample_rows_reference(
@@ -94,12 +120,18 @@ def _draw(row: Float32Array, slot: int, position: int, columns: SamplingColumns)
     if (top_p := float(columns.top_p[slot])) < 1.0:
         keep = scaled >= _top_p_threshold(scaled, top_p)
         ids, scaled = ids[keep], scaled[keep]
-    if (min_p := float(columns.min_p[slot])) > 0.0:
-        keep = scaled >= np.log(min_p)
-        ids, scaled = ids[keep], scaled[keep]
-    ids = ids[scaled >= -NOISE_SPREAD]
+    gap = max(float(columns.gap[slot]), -NOISE_SPREAD)
+    if (count := float(columns.top_n_sigma[slot])) > 0.0:
+        gap = max(gap, -(count * _deviation(row)) / temperature)
+    ids = ids[scaled >= gap]
     noise = gumbel_noise(int(columns.seed[slot]), position, ids)
     return int(ids[np.argmax(row[ids].astype(np.float64) / temperature + noise)])
+
+
+def _deviation(row: Float32Array) -> float:
+    """The standard deviation of the logits that are not masked."""
+    z = row[row > MASKED_LOGIT].astype(np.float64)
+    return math.sqrt(max(float((z * z).mean()) - float(z.mean()) ** 2, 0.0))
 
 
 def _top_p_threshold(scaled: Float64Array, top_p: float) -> float:

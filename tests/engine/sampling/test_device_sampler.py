@@ -33,6 +33,7 @@ def random_row(rng: np.random.Generator) -> SamplerRow:
         top_k=int(rng.choice([0, 5, 40])),
         top_p=float(rng.choice([1.0, 0.9])),
         min_p=float(rng.choice([0.0, 0.05])),
+        top_n_sigma=float(rng.choice([0.0, 0.7, 1.9])),
         repetition_penalty=float(rng.choice([1.0, 1.4])),
         presence_penalty=float(rng.choice([0.0, 0.7])),
         frequency_penalty=float(rng.choice([0.0, 0.9])),

@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.2},
+    "top_n_sigma": {"top_n_sigma": 0.8},
     "bias": {"logit_bias": {3: 2.0, 7: -3.0}},
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "all": {
@@ -157,6 +158,7 @@ def random_case(rng: np.random.Generator, vocab: int) -> tuple[SamplerRow, Naive
         "top_k": sometimes(0, int(rng.integers(1, 80))),
         "top_p": sometimes(1.0, rng.random() + 1e-9),
         "min_p": sometimes(0.0, rng.random() / 4),
+        "top_n_sigma": sometimes(0.0, 3 * rng.random()),
         "repetition_penalty": sometimes(1.0, 0.5 + rng.random()),
         "presence_penalty": sometimes(0.0, rng.uniform(-2, 2)),
         "frequency_penalty": sometimes(0.0, rng.uniform(-2, 2)),

@@ -178,7 +178,7 @@ def test_tiles(shape: TileLaunchConfig, is_gated: bool, block_rows: int, tmp_pat
     x, out = Fp8Rows(data, scales, rows), empty(rows, columns)
     with kernel_module("fp8_tiles", tmp_path) as module:
         module.multiply_fp8(
-            x, matrix, out, given.bias, given.residual, is_gated=is_gated, shape=shape
+            x, matrix, out, given.bias, given.residual, is_gated=is_gated, launch=shape
         )
     wide = data[:rows].float() * _wide_scales(x, k)
     expected = exact(wide, matrix, given, torch.float64)

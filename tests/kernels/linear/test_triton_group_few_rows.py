@@ -56,7 +56,7 @@ def test_products(group: int, kind: Kind, is_gated: bool) -> None:
             return out + residual.to(dtype)
 
         out = torch.full((rows, columns), float("nan")).half()
-        multiply_few(out, x, packed, bias=bias, residual=residual, is_gated=is_gated, shape=shape)
+        multiply_few(out, x, packed, bias=bias, residual=residual, is_gated=is_gated, launch=shape)
         assert_as_exact(out, product(torch.float32).half(), product(torch.float64))
 
 

@@ -20,6 +20,7 @@ from weft.kernels.sampling import (
     top_rows,
 )
 from weft.testing.kernels import naive_sampling
+from weft.testing.kernels.device_sampling_cases import slot_params
 from weft.testing.kernels.naive_sampling import NaiveParams
 
 VECTORS = json.loads((Path(__file__).parent / "noise_vectors.json").read_text())
@@ -120,9 +121,8 @@ def test_noise_is_gumbel_and_independent_of_its_neighbours() -> None:
 
 def make_columns(vocab: int, rows: list[NaiveParams], seeds: list[int], native: bool):
     columns = SamplingColumns(vocab, len(rows), use_native=native)
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        getattr(columns, name)[:] = [getattr(row, name) for row in rows]
-    columns.seed[:] = np.array(seeds, np.uint64)
+    for slot, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+        columns.set(slot, slot_params(row, seed))
     return columns
 
 
@@ -137,6 +137,7 @@ def random_params(rng: np.random.Generator, vocab: int) -> NaiveParams:
         top_k=int(sometimes(rng.integers(1, vocab + 2), rng.choice([0, 1, 40, 64, 65]))),
         top_p=sometimes(float(rng.choice([1.0, 1e-6, 0.5, 0.999, 1 - 1e-9])), rng.random() + 1e-9),
         min_p=sometimes(0.0, float(rng.choice([1.0, 0.5, 0.05, 1e-4, 1e-9]))),
+        top_n_sigma=sometimes(0.0, 3 * rng.random()),
     )
 
 

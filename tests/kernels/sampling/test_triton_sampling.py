@@ -25,10 +25,17 @@ from weft.kernels.sampling_reference import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     MASKED_LOGIT,
+    SlotParams,
     top_rows_reference,
 )
 from weft.testing.kernels import naive_sampling
-from weft.testing.kernels.device_sampling_cases import DrawCase, draw_on_host, make_case, tables_of
+from weft.testing.kernels.device_sampling_cases import (
+    DrawCase,
+    draw_on_host,
+    make_case,
+    slot_params,
+    tables_of,
+)
 from weft.testing.kernels.gpu_kernels import PoisonedTorch, kernel_module
 from weft.testing.kernels.naive_sampling import NaiveParams
 
@@ -66,7 +73,7 @@ def test_noise_vectors_decide_which_of_equals_is_drawn() -> None:
     for vector in VECTORS["gumbel"][:4]:
         seed, position = int(vector["seed"], 16), int(vector["position"], 16)
         vocab = 300
-        row = pack_slot(temperature=1.0, top_p=1.0, min_p=0.0, seed=seed, top_k=0)
+        row = pack_slot(SlotParams(temperature=1.0, seed=seed))
         logits = torch.zeros(1, vocab)
         tokens = draw_rows(
             logits, torch.zeros(1, dtype=torch.int64), torch.tensor([position]),
@@ -91,19 +98,15 @@ def test_tokens_equal_the_host(vocab: int) -> None:
         NaiveParams(temperature=0.8, top_p=0.999),  # A nucleus that no list holds.
         NaiveParams(temperature=1.0, top_k=1500, top_p=0.9),
         NaiveParams(temperature=2.0, top_k=40, top_p=0.9, min_p=0.02),
+        NaiveParams(temperature=2.0, top_n_sigma=0.7),
+        NaiveParams(temperature=1.0, top_p=0.9, top_n_sigma=1.3),
     ],
 )
 def test_flat_and_tied_rows_need_a_search(params: NaiveParams) -> None:
     rng = np.random.default_rng()
     vocab, seed, position = 2500, int(rng.integers(2**63)), int(rng.integers(2**30))
     logits = torch.stack((0.3 * torch.randn(vocab), torch.randint(0, 3, (vocab,)).float()))
-    row = pack_slot(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=seed,
-        top_k=params.top_k,
-    )
+    row = pack_slot(slot_params(params, seed))
     tokens = draw_rows(
         logits, torch.tensor([1, 0]), torch.tensor([position] * 2), plain_tables(vocab, [row] * 2)
     )
@@ -117,8 +120,8 @@ def test_rows_without_a_token_say_why_and_none_is_none() -> None:
     logits[0, 1499] = float("nan")
     logits[1, 0] = float("-inf")
     logits[2] = MASKED_LOGIT
-    row = pack_slot(temperature=1.0, top_p=0.9, min_p=0.0, seed=3, top_k=7)
-    masked = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, seed=3, top_k=0, mask_end=5)
+    row = pack_slot(SlotParams(temperature=1.0, top_p=0.9, seed=3, top_k=7))
+    masked = pack_slot(SlotParams(seed=3), mask_end=5)
     tables = plain_tables(vocab, [row, row, row, masked, masked])
     logits[4, 1400] = float("inf")  # A forbidden token's fault counts too.
     tables.masks[4, 0] = 1
@@ -134,7 +137,7 @@ def test_a_mask_ends_at_its_position() -> None:
     vocab, allowed = 90, 37
     logits = torch.randn(4, vocab)
     logits[:, allowed] = -9.0
-    row = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, seed=0, top_k=0, mask_end=22)
+    row = pack_slot(SlotParams(), mask_end=22)
     tables = plain_tables(vocab, [row])
     tables.masks[0, allowed // 32] = 1 << allowed % 32
     tokens = draw_rows(logits, torch.zeros(4, dtype=torch.int64), torch.arange(20, 24), tables)
@@ -144,10 +147,8 @@ def test_a_mask_ends_at_its_position() -> None:
 def test_drawing_counts_and_rows_may_be_a_part() -> None:
     vocab = 90
     wide = torch.randn(2, vocab + 7)
-    counted = pack_slot(
-        temperature=0.0, top_p=1.0, min_p=0.0, seed=0, top_k=0, count_row=1, frequency=1.5
-    )
-    plain = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, seed=0, top_k=0)
+    counted = pack_slot(SlotParams(frequency_penalty=1.5), count_row=1)
+    plain = pack_slot(SlotParams())
     tables = plain_tables(vocab, [plain, counted])._replace(
         counts=torch.zeros(2, vocab, dtype=torch.int32)
     )
@@ -166,13 +167,13 @@ def test_drawing_counts_and_rows_may_be_a_part() -> None:
 
 def penalised_tables(rng: np.random.Generator, vocab: int) -> SlotTables:
     """Three slots that count what they draw, and have drawn something."""
-    rows = [
-        pack_slot(
-            temperature=temperature, top_p=top_p, min_p=0.0, seed=int(rng.integers(2**63)), top_k=0,
-            count_row=count_row, frequency=0.9, presence=0.4, repetition=1.3,
-        )
-        for count_row, temperature, top_p in ((0, 1.0, 1.0), (1, 0.0, 1.0), (2, 0.8, 0.9))
-    ]  # fmt: skip
+    penalties = SlotParams(
+        frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3
+    )._asdict()
+    rows = []
+    for count_row, (temperature, top_p) in enumerate(((1.0, 1.0), (0.0, 1.0), (0.8, 0.9))):
+        own = {"temperature": temperature, "top_p": top_p, "seed": int(rng.integers(2**63))}
+        rows.append(pack_slot(SlotParams(**{**penalties, **own}), count_row=count_row))
     counts = torch.from_numpy(rng.integers(0, 4, (len(rows), vocab))).int()
     return plain_tables(vocab, rows)._replace(counts=counts)
 
@@ -266,7 +267,7 @@ def test_the_comparison_sees_a_wrong_kernel(
 
 def test_wrong_tensors_are_refused() -> None:
     vocab, index = 64, torch.zeros(1, dtype=torch.int64)
-    row = pack_slot(temperature=1.0, top_p=1.0, min_p=0.0, seed=1, top_k=0)
+    row = pack_slot(SlotParams(temperature=1.0, seed=1))
     tables = plain_tables(vocab, [row])
     for logits in (torch.zeros(1, vocab).half(), torch.zeros(vocab), torch.zeros(1, vocab + 1)):
         with pytest.raises(ValueError):

@@ -166,7 +166,7 @@ def test_sliced_linear(rows: int, n: int, k: int, slices: int, gated: bool, tmp_
     out = torch.full_like(eager, float("nan"))
     with kernel_module("sliced_linear", tmp_path) as module:
         shape = module.SlicedLaunchConfig(16, slices, tile=64)
-        module.sliced_linear(x, weight, bias, residual, out, gated=gated, shape=shape)
+        module.sliced_linear(x, weight, bias, residual, out, gated=gated, launch=shape)
     assert_as_exact(out, eager, exact)
 
 
@@ -239,7 +239,7 @@ def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     change = ("static_range(STEP, K, STEP)", "static_range(STEP, K - STEP, STEP)")
     with kernel_module("sliced_linear", tmp_path, change) as module:
         shape = module.SlicedLaunchConfig(16, slices=2, tile=64)
-        module.sliced_linear(x, weight, None, None, out, gated=False, shape=shape)
+        module.sliced_linear(x, weight, None, None, out, gated=False, launch=shape)
     with pytest.raises(AssertionError):
         assert_as_exact(out, F.linear(x, weight), x.double() @ weight.double().T)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from weft.common.worker.fills import handle_from_proto, start_to_proto
-from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engine, parse_inbox
+from weft.common.worker.frames import HEADER, EngineMessages, frame, parse_from_engine, parse_inbox
 from weft.contract.errors import InvalidRequest
 from weft.contract.fills import FillStart
 from weft.contract.keys import PageKeys, page_key, token_bytes
@@ -54,7 +54,7 @@ def test_a_handle_crosses_both_sockets() -> None:
     command = fill_command("start", bytes(range(16)), "127.0.0.1:1")
     assert command.handle is not None
     command.handle.tokens[:] = token_ids(ids)
-    sent = frame(FromEngine(outbox=Outbox(fill_commands=[command])))
+    sent = frame(EngineMessages(outbox=Outbox(fill_commands=[command])))
     outbox = parse_from_engine(sent[HEADER.size :]).outbox
     assert outbox is not None
     (arrived,) = outbox.fill_commands

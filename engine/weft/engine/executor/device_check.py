@@ -15,15 +15,16 @@ from weft.kernels.device_sampling import (
     pack_slot,
     top_logits,
 )
-from weft.kernels.sampling import SamplingColumns, sample_rows
+from weft.kernels.sampling import SamplingColumns, SlotParams, sample_rows
 
 logger = logging.getLogger(__name__)
 
 _TRIALS = (
-    {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0},
-    {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0},
-    {"temperature": 0.8, "top_p": 0.95, "min_p": 0.0, "top_k": 40},
-    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "top_k": 0},
+    SlotParams(),
+    SlotParams(temperature=1.0),
+    SlotParams(temperature=0.8, top_p=0.95, top_k=40),
+    SlotParams(temperature=1.0, top_p=0.9, min_p=0.01),
+    SlotParams(temperature=1.0, top_n_sigma=1.0),
 )
 _ROWS_A_TRIAL = 8
 
@@ -46,18 +47,9 @@ def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
     packed = []
     for slot in range(count):
         trial = _TRIALS[slot // _ROWS_A_TRIAL]
-        columns.temperature[slot] = trial["temperature"]
-        columns.top_p[slot], columns.min_p[slot] = trial["top_p"], trial["min_p"]
-        columns.top_k[slot], columns.seed[slot] = int(trial["top_k"]), slot
-        packed.append(
-            pack_slot(
-                temperature=trial["temperature"],
-                top_p=trial["top_p"],
-                min_p=trial["min_p"],
-                top_k=int(trial["top_k"]),
-                seed=slot,
-            )
-        )
+        params = trial._replace(seed=slot)
+        columns.set(slot, params)
+        packed.append(pack_slot(params))
     slots, logits = np.arange(count), torch.from_numpy(rows)
     expected = sample_rows(logits, slots, slots + 100, columns)
     try:

@@ -28,26 +28,13 @@ from weft.kernels.device_sampling import (
     pack_slot,
     top_logits,
 )
+from weft.kernels.sampling_reference import SlotParams
 
 Float64Array = npt.NDArray[np.float64]
 
 Way = Literal["greedy", "any"]
 """How the tokens of a step are drawn: as the most likely ones, or each by its slot's parameters."""
 WAYS: tuple[Way, ...] = ("greedy", "any")
-
-
-class SlotParams(NamedTuple):
-    """Sampling parameters of a slot; arguments of `pack_slot`."""
-
-    temperature: float
-    top_p: float
-    min_p: float
-    seed: int
-    """Seed of the sample, unsigned 64 bits."""
-    top_k: int
-    repetition: float
-    frequency: float
-    presence: float
 
 
 class RowsOnDevice(NamedTuple):
@@ -126,7 +113,7 @@ class DeviceSampler:
         self._no_counts = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
         self._biases = _Rows(vocab_size, self._first_beside, torch.float32, device)
         self._counts = _Rows(vocab_size, self._first_beside, torch.int32, device)
-        greedy = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, top_k=0, seed=0)
+        greedy = pack_slot(SlotParams())
         self._host_params = np.tile(greedy, (max_slots, 1))
         self._changed = set(range(max_slots))
 
@@ -143,9 +130,7 @@ class DeviceSampler:
             bias_row = self._biases.take(slot, edits.bias_ids, edits.bias)
         if edits is not None and edits.counts is not None:
             count_row = self._counts.take(slot, edits.counts.ids, edits.counts.words)
-        self._host_params[slot] = pack_slot(
-            **params._asdict(), bias_row=bias_row, count_row=count_row
-        )
+        self._host_params[slot] = pack_slot(params, bias_row=bias_row, count_row=count_row)
         self._changed.add(slot)
 
     def remove(self, slot: int) -> None:

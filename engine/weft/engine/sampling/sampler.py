@@ -17,7 +17,6 @@ from weft.engine.executor.device_sampling import (
     DeviceSampler,
     RowsBehindDrafts,
     RowsOnDevice,
-    SlotParams,
     Way,
 )
 from weft.engine.executor.edits import LogitEdits
@@ -28,6 +27,7 @@ from weft.kernels.sampling import (
     ERROR_NOT_FINITE,
     GREEDY_TEMPERATURE,
     SamplingColumns,
+    SlotParams,
     sample_rows,
     top_rows,
 )
@@ -200,27 +200,15 @@ class Sampler:
             self._edits[slot] = LogitEdits(params, stop_ids, prompt_ids, output_ids)
         if params.has_penalties:
             self._counting.add(slot)
-        columns.temperature[slot] = params.temperature
-        columns.top_k[slot] = params.top_k
-        columns.top_p[slot] = params.top_p
-        columns.min_p[slot] = params.min_p
-        columns.seed[slot] = row.seed
+        numbers = {name: getattr(params, name) for name in SlotParams._fields}
+        own = SlotParams(**{**numbers, "seed": row.seed})
+        columns.set(slot, own)
         self._num_generated[slot] = len(output_ids)
         self._stops_from[slot] = len(prompt_ids) + row.stop.min_tokens
         self._is_special[slot] = has_edits or row.top_logprobs is not None
         self._rows[slot] = row
         self._note_greedy(slot)
         if self._device is not None:
-            own = SlotParams(
-                params.temperature,
-                params.top_p,
-                params.min_p,
-                row.seed,
-                params.top_k,
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
-            )
             self._device.add(slot, own, self._edits.get(slot))
             if stop_ids:
                 self._send_mask(slot)

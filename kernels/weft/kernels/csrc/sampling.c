@@ -32,7 +32,7 @@ static const double LOG2_E = 1.44269504088896340736;
 
 // Columns by slot, as in sampling.py.
 typedef struct {
-  const double *temperature, *top_p, *min_p;
+  const double *temperature, *top_p, *gap, *top_n_sigma;
   const uint64_t *seed;
   const int64_t *top_k;
   const uint8_t *is_masked;
@@ -388,10 +388,23 @@ static void filter_top_p(Candidates *candidates, const float *row, int64_t vocab
   keep_at_least(candidates, threshold, scratch);
 }
 
-// Candidates of at least `min_p` times the largest probability.
-static void filter_min_p(Candidates *candidates, const float *row, int64_t vocab, double min_p,
-                         Scratch *scratch) {
-  const double gap = log(min_p);
+// The standard deviation of the logits that are not masked.
+static double deviation(const float *row, int64_t vocab) {
+  double count = 0.0, sum = 0.0, squares = 0.0;
+#pragma omp simd reduction(+ : count, sum, squares)
+  for (int64_t i = 0; i < vocab; i++) {
+    const double counts = row[i] > MASKED, z = row[i] > MASKED ? row[i] : 0.0;
+    count += counts;
+    sum += z;
+    squares += z * z;
+  }
+  const double mean = sum / count;
+  return sqrt(fmax(squares / count - mean * mean, 0.0));
+}
+
+// Candidates at most `-gap` below the largest logit, in units of the temperature.
+static void filter_gap(Candidates *candidates, const float *row, int64_t vocab, double gap,
+                       Scratch *scratch) {
   if (candidates->ids == NULL) {
     const double cut = candidates->largest + gap * candidates->temperature;
     const double slack = 1e-6 * (1.0 + fabs(cut) + fabs(candidates->largest));
@@ -498,11 +511,13 @@ static int64_t sample_row(const float *row, int64_t vocab, int64_t slot, int64_t
 
   Candidates candidates = {row, NULL, vocab, -FLT_MAX, largest, 1.0 / temperature, temperature};
   const int64_t top_k = columns->top_k[slot];
-  const double top_p = columns->top_p[slot], min_p = columns->min_p[slot];
+  const double top_p = columns->top_p[slot], sigmas = columns->top_n_sigma[slot];
+  double gap = columns->gap[slot];
   if (top_k > 0 && top_k < vocab)
     take_from_row(&candidates, row, vocab, kth_largest(row, vocab, top_k, scratch), scratch);
   if (top_p < 1.0) filter_top_p(&candidates, row, vocab, top_p, scratch);
-  if (min_p > 0.0) filter_min_p(&candidates, row, vocab, min_p, scratch);
+  if (sigmas > 0.0) gap = fmax(gap, -(sigmas * deviation(row, vocab)) / temperature);
+  if (gap > -INFINITY) filter_gap(&candidates, row, vocab, gap, scratch);
   if (candidates.ids != NULL && candidates.count > SMALL && candidates.count > vocab / 4) {
     widen_to_row(&candidates, row, vocab);
   } else if (candidates.ids != NULL) {

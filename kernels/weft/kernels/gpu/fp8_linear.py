@@ -57,7 +57,7 @@ def _product(
     if rows == 0:
         return out
     if w.is_fixed:
-        multiply_fp8(_rounded(x, matrix), matrix, out, w.bias, residual, shape=FIXED)
+        multiply_fp8(_rounded(x, matrix), matrix, out, w.bias, residual, launch=FIXED)
     else:
         few_rows(x, matrix, out, FewRows(w.bias, residual))
     return out

@@ -75,7 +75,7 @@ class ProductAddition(NamedTuple):
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for the kernel."""
-        return {"added": self.tensors, "layer": self.layer, "ADDED": self.shape}
+        return {"added": self.tensors, "layer": self.layer, "ADDED": self.launch}
 
 
 NOTHING: dict[str, Any] = {"added": None, "layer": 0, "ADDED": None}

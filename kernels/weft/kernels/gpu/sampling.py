@@ -61,7 +61,8 @@ SEARCH_TILE = 4096
 
 _TEMPERATURE = tl.constexpr(int(Field.TEMPERATURE))
 _TOP_P = tl.constexpr(int(Field.TOP_P))
-_MIN_P_GAP = tl.constexpr(int(Field.MIN_P_GAP))
+_GAP = tl.constexpr(int(Field.GAP))
+_TOP_N_SIGMA = tl.constexpr(int(Field.TOP_N_SIGMA))
 _SEED = tl.constexpr(int(Field.SEED))
 _TOP_K = tl.constexpr(int(Field.TOP_K))
 _COUNT_ROW = tl.constexpr(int(Field.COUNT_ROW))
@@ -92,6 +93,10 @@ class Work(NamedTuple):
     """[L, T] int32: lowest id of the largest key, or ERROR_NOT_FINITE; then the id drawn."""
     tile_reals: torch.Tensor
     """[L, T] float64: mass in units of the largest; then the best score."""
+    tile_sums: torch.Tensor
+    """[L, T, 3] float64: number, sum and sum of squares of the logits that are not masked, for
+    `top_n_sigma`.
+    """
     chunk_keys: torch.Tensor
     """Largest keys of each chunk, [L, C] int32."""
     candidates: torch.Tensor
@@ -100,6 +105,8 @@ class Work(NamedTuple):
     """State of each row, [L, 4] int64."""
     totals: torch.Tensor
     """[L] float64: mass of all tokens in units of the largest."""
+    gaps: torch.Tensor
+    """[L] float64: the least (z - max z) / T that `min_p` and `top_n_sigma` keep."""
 
 
 def draw_rows(
@@ -147,9 +154,11 @@ def _new_work(rows: int, tiles: int, device: torch.device) -> Work:
         empty(tiles, torch.int32),
         empty(tiles, torch.int32),
         empty(tiles, torch.float64),
+        empty(tiles * 3, torch.float64),
         empty(tiles * (TILE // CHUNK), torch.int32),
         empty(CAPACITY, torch.int64),
         empty(int(_NUM_STATES), torch.int64),
+        empty(1, torch.float64),
         empty(1, torch.float64),
     )
 
@@ -192,6 +201,12 @@ def _scan_kernel(source: Source, work: Work, TILE: tl.constexpr, CHUNK: tl.const
         below = logits.to(tl.float64) - value_of(best).to(tl.float64)
         weights = tl.where(inside, exp_of_negative(below * (1.0 / temperature)), 0.0)
         tl.store(work.tile_reals + at, tl.sum(weights, axis=0))
+    if (temperature >= _GREEDY) & (real_field(source, slot, _TOP_N_SIGMA) > 0.0):
+        is_counted = inside & (logits > _MASKED)
+        wide = tl.where(is_counted, logits.to(tl.float64), 0.0)
+        tl.store(work.tile_sums + at * 3, tl.sum(is_counted.to(tl.float64), axis=0))
+        tl.store(work.tile_sums + at * 3 + 1, tl.sum(wide, axis=0))
+        tl.store(work.tile_sums + at * 3 + 2, tl.sum(wide * wide, axis=0))
 
 
 @triton.jit
@@ -250,6 +265,15 @@ def _bound_kernel(
         below = value_of(keys).to(tl.float64) - largest.to(tl.float64)
         shares = exp_of_negative(tl.where(is_tile, below * (1.0 / temperature), 0.0))
         tl.store(work.totals + row, tl.sum(masses * shares, axis=0))
+    gap, num_sigmas = real_field(source, slot, _GAP), real_field(source, slot, _TOP_N_SIGMA)
+    if (mode != _DONE) & (num_sigmas > 0.0):
+        sums = work.tile_sums + at * 3
+        count = tl.sum(tl.load(sums, mask=is_tile, other=0.0), axis=0)
+        mean = tl.sum(tl.load(sums + 1, mask=is_tile, other=0.0), axis=0) / count
+        square = tl.sum(tl.load(sums + 2, mask=is_tile, other=0.0), axis=0) / count
+        sigma = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
+        gap = tl.maximum(gap, -(num_sigmas * sigma) / temperature)
+    tl.store(work.gaps + row, gap)
     _set_state(work, row, _MODE, mode)
     _set_state(work, row, _BOUND, bound)
     _set_state(work, row, _COUNT, 0)
@@ -306,7 +330,7 @@ def _decide_kernel(source: Source, work: Work, tokens: tl.tensor, CAPACITY: tl.c
             limit = top_p * tl.where(has_top_k, mass, tl.load(work.totals + row) * _MASS_UNIT)
             is_whole = is_whole & (mass >= limit)
             kept = kept & (keys >= _threshold_of_few(keys, weights, below, best, limit))
-        kept = kept & ((logits - largest) / temperature >= real_field(source, slot, _MIN_P_GAP))
+        kept = kept & ((logits - largest) / temperature >= tl.load(work.gaps + row))
         noise = gumbel_noise(whole_field(source, slot, _SEED), tl.load(source.positions + row), ids)
         scores = tl.where(kept, logits / temperature + noise, float("-inf"))
         best = tl.max(scores, axis=0)
@@ -430,7 +454,7 @@ def _draw_kernel(source: Source, work: Work, TILE: tl.constexpr) -> None:
         largest = _largest_logit(work, row)
         key = tl.load(work.tile_keys + at)
         nearest = (value_of(key).to(tl.float64) - largest) / temperature
-        gap = tl.maximum(real_field(source, slot, _MIN_P_GAP), -_SPREAD)
+        gap = tl.maximum(tl.load(work.gaps + row), -_SPREAD)
         best, token = nearest * 0.0 + float("-inf"), key * 0 + _LARGEST_INT
         if (key >= bound) & (nearest >= gap):
             first = tile * TILE

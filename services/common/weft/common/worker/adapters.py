@@ -38,7 +38,7 @@ _STATES = {
 }
 
 
-class Wanted(NamedTuple):
+class WantedAdapters(NamedTuple):
     """A content listed in the registry."""
 
     name: str
@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
 class _Ordered:
     """An order to the engine about a content, and its answer."""
 
-    wanted: Wanted
+    wanted: WantedAdapters
     query: int
     """Query number of the unanswered order; 0: all are answered."""
     is_held: bool = False
@@ -104,7 +104,7 @@ class AdapterFollower:
         self._states: dict[bytes, AdapterState] = {}
         self._log = ChangeLog(self._is_known)
         self._stamp: Stamp | None = None
-        self._wanted: dict[bytes, Wanted] = {}
+        self._wanted: dict[bytes, WantedAdapters] = {}
         self._is_broken = False
         self.generation = 0
         """Generation of the registry that was applied last; 0: it was not read yet."""
@@ -163,7 +163,7 @@ class AdapterFollower:
             self._log.touch(digest)
             self._send(Inbox(adapter_orders=[self._load(query, digest, wanted)]))
 
-    def _load(self, query: int, digest: bytes, wanted: Wanted) -> AdapterOrder:
+    def _load(self, query: int, digest: bytes, wanted: WantedAdapters) -> AdapterOrder:
         return AdapterOrder(
             query=query,
             action="load",
@@ -270,16 +270,16 @@ class AdapterFollower:
         return None if engine is None else _leaving(engine)
 
 
-def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
+def wanted_of(manifest: Manifest, model: str) -> dict[bytes, WantedAdapters]:
     """The contents that a model's workers must hold, oldest first."""
-    found: dict[bytes, Wanted] = {}
+    found: dict[bytes, WantedAdapters] = {}
     for entry in sorted(manifest.entries, key=lambda entry: entry.generation):
         if entry.model == model:
             before = found.get(entry.digest_bytes)
             # A retired content stays for its requests, without a pin that would keep others out.
             is_pinned = entry.is_pinned and entry.state != "retired"
             is_pinned |= before is not None and before.is_pinned
-            found[entry.digest_bytes] = Wanted(
+            found[entry.digest_bytes] = WantedAdapters(
                 entry.name, is_pinned, entry.is_lenient, entry.generation
             )
     return found

@@ -16,7 +16,7 @@ from weft.common.settings import LogFormat, LogLevel
 from weft.common.worker.frames import (
     HEADER,
     MAX_FRAME_BYTES,
-    FromEngine,
+    EngineMessages,
     frame,
     merge,
     parse_from_engine,
@@ -257,7 +257,7 @@ class EngineClient:
             self._process.kill()
 
 
-async def _message(reader: asyncio.StreamReader) -> FromEngine:
+async def _message(reader: asyncio.StreamReader) -> EngineMessages:
     (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     if length > MAX_FRAME_BYTES:
         raise Internal(f"the engine sent a frame of {length} bytes")

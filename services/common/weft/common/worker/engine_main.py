@@ -28,7 +28,7 @@ from weft.common.worker.fault_orders import obey_orders
 from weft.common.worker.frames import (
     HEADER,
     MAX_FRAME_BYTES,
-    FromEngine,
+    EngineMessages,
     frame,
     merge,
     parse_config,
@@ -98,7 +98,7 @@ class ServerLink:
                 break
         return self._split()
 
-    def write(self, message: FromEngine) -> None:
+    def write(self, message: EngineMessages) -> None:
         """Queues a frame and sends what the socket takes."""
         self._unsent.append(memoryview(frame(message)))
         self.flush()
@@ -151,13 +151,13 @@ def load(link: ServerLink) -> Engine:
         now = time.monotonic()
         if done in (0, total) or now - last > 0.1:
             last = now
-            link.write(FromEngine(progress=(done, total, what)))
+            link.write(EngineMessages(progress=(done, total, what)))
 
     engine = Engine(config, load_parts(config, wake=link.wake, progress=progress))
     # Loaded objects live as long as the process, so the garbage collector need not visit them.
     gc.collect()
     gc.freeze()
-    link.write(FromEngine(info=engine.info))
+    link.write(EngineMessages(info=engine.info))
     return engine
 
 
@@ -173,7 +173,7 @@ def run(engine: Engine, link: ServerLink) -> None:
             logging.getLogger().setLevel(inbox.log_level.upper())
         outbox = engine.turn(inbox)
         if outbox != _EMPTY:
-            link.write(FromEngine(outbox=outbox))
+            link.write(EngineMessages(outbox=outbox))
         else:
             link.flush()
         if (rest_s := engine.rest_s()) > 0.0:
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> int:
         return 1
     except (WeftError, MemoryError, RuntimeError, RanksLost) as error:
         known = error if isinstance(error, WeftError) else ConfigError(str(error))
-        link.write(FromEngine(failure=failure_of(known)))
+        link.write(EngineMessages(failure=failure_of(known)))
         return 1
     if black_box is not None:
         black_box.watch(engine)
@@ -223,7 +223,7 @@ def main(argv: list[str]) -> int:
         return 0
     except RanksLost as lost:
         logger.critical("the engine ends: %s", lost)
-        link.write(FromEngine(failure=failure_of(Internal(str(lost), stage="decode"))))
+        link.write(EngineMessages(failure=failure_of(Internal(str(lost), stage="decode"))))
         if black_box is not None:
             black_box.failed()
         return 1

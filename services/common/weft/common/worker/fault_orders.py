@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 
-from weft.common.worker.frames import HEADER, MAX_FRAME_BYTES, FromEngine, frame, parse_inbox
+from weft.common.worker.frames import HEADER, MAX_FRAME_BYTES, EngineMessages, frame, parse_inbox
 from weft.contract import faults
 from weft.contract.errors import WeftError
 from weft.contract.faults import FaultState
@@ -39,7 +39,7 @@ def _obey_all(sock: socket.socket) -> None:
                 raise ValueError(f"a frame of {length} bytes")
             inbox = parse_inbox(stream.read(length))
             replies = [_obey(order) for order in inbox.fault_orders]
-            sock.sendall(frame(FromEngine(outbox=Outbox(fault_replies=replies))))
+            sock.sendall(frame(EngineMessages(outbox=Outbox(fault_replies=replies))))
 
 
 def _obey(order: FaultOrder) -> tuple[int, list[FaultState]]:

@@ -19,7 +19,7 @@ HEADER = struct.Struct("<I")
 
 
 @dataclass(slots=True, kw_only=True)
-class FromEngine:
+class EngineMessages:
     """A frame from the engine: exactly one field is set."""
 
     outbox: Outbox | None = None
@@ -50,10 +50,10 @@ def _decode_other(kind: type, value: object) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _config_decoder = msgspec.msgpack.Decoder(EngineConfig, dec_hook=_decode_other)
 _inbox_decoder = msgspec.msgpack.Decoder(Inbox, dec_hook=_decode_other)
-_outbox_decoder = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other)
+_outbox_decoder = msgspec.msgpack.Decoder(EngineMessages, dec_hook=_decode_other)
 
 
-def frame(message: EngineConfig | Inbox | FromEngine) -> bytes:
+def frame(message: EngineConfig | Inbox | EngineMessages) -> bytes:
     """A message with its length in front."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
@@ -71,7 +71,7 @@ def parse_inbox(body: bytes) -> Inbox:
     return _inbox_decoder.decode(body)
 
 
-def parse_from_engine(body: bytes) -> FromEngine:
+def parse_from_engine(body: bytes) -> EngineMessages:
     """Parses a frame from the engine."""
     return _outbox_decoder.decode(body)
 

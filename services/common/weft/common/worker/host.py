@@ -78,7 +78,7 @@ class RoleService(Protocol):
         ...
 
 
-class Front(NamedTuple):
+class WorkerServer(NamedTuple):
     """The part of a worker that exists only while the engine runs: the server and its services."""
 
     server: ServiceServer
@@ -142,7 +142,7 @@ class WorkerHost:
         self._service: RoleService | None = None
         self._closing = contextlib.AsyncExitStack()
 
-    async def start(self) -> Front:
+    async def start(self) -> WorkerServer:
         """Starts the engine, then the server, whose health is not SERVING yet.
 
         Raises:
@@ -180,7 +180,7 @@ class WorkerHost:
         self._closing.push_async_callback(server.close_ports)
         return front
 
-    async def serve(self, front: Front) -> int:
+    async def serve(self, front: WorkerServer) -> int:
         """Serves until a signal, the death of the engine, or the loss of the pool to quarantine.
 
         Returns:
@@ -275,7 +275,7 @@ class WorkerHost:
         ProcessCollector(namespace="weft_engine", pid=lambda: info.engine_pid, registry=registry)
         return registry
 
-    def _front(self, server: ServiceServer, info: EngineInfo, kv_feed: KvFeed) -> Front:
+    def _front(self, server: ServiceServer, info: EngineInfo, kv_feed: KvFeed) -> WorkerServer:
         """Adds the services to the server."""
         settings = self._settings
         service = self._make_service(
@@ -304,9 +304,9 @@ class WorkerHost:
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         service.add_to(server.grpc)
-        return Front(server, service, servicer, info)
+        return WorkerServer(server, service, servicer, info)
 
-    async def _tell_ready(self, front: Front) -> None:
+    async def _tell_ready(self, front: WorkerServer) -> None:
         server, info = front.server, front.info
         await server.set_serving(True)
         server.write_ready_file(
@@ -324,14 +324,14 @@ class WorkerHost:
             },
         )
 
-    def _watchdog(self, front: Front) -> Watchdog | None:
+    def _watchdog(self, front: WorkerServer) -> Watchdog | None:
         if self._dumps is None:
             return None
         about = {"worker_id": self._worker_id, "role": self._role, "info": _describe(front.info)}
         requests = front.service.open_requests
         return Watchdog(self._settings, self._engine, self._dumps, requests, about)
 
-    async def _say_last_words(self, front: Front, watchdog: Watchdog | None) -> None:
+    async def _say_last_words(self, front: WorkerServer, watchdog: Watchdog | None) -> None:
         """Reports the end of the engine on every stream, before this process ends too."""
         why = self._engine.gone.result()
         logger.error("the engine died: %s", why)

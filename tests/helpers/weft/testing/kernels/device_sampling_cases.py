@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.kernels.device_sampling import ALWAYS_MASKED, SlotTables, pack_slot
-from weft.kernels.sampling import SamplingColumns, sample_rows
+from weft.kernels.sampling import SamplingColumns, SlotParams, sample_rows
 from weft.testing.kernels.naive_sampling import NaiveParams, edited_logits
 
 Int64Array = npt.NDArray[np.int64]
@@ -68,6 +68,7 @@ def _random_params(rng: np.random.Generator, vocab: int) -> NaiveParams:
         top_k=int(sometimes(0, rng.choice([1, 40, 64, 65, rng.integers(1, vocab + 2)]))),
         top_p=sometimes(1.0, float(rng.choice([1e-6, 0.5, 0.95, 0.999, rng.random() + 1e-9]))),
         min_p=sometimes(0.0, float(rng.choice([1.0, 0.5, 0.05, 1e-4]))),
+        top_n_sigma=sometimes(0.0, 3 * rng.random()),
     )
     if rng.random() < 0.4:
         params.repetition_penalty = float(rng.choice([1.0, 1.3, 0.7]))
@@ -84,14 +85,19 @@ def draw_on_host(case: DrawCase) -> list[int]:
     """Draws with the host's sampler from logits that were edited one token at a time."""
     vocab, num_slots = case.logits.shape[1], len(case.params)
     columns = SamplingColumns(vocab, num_slots)
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        getattr(columns, name)[:] = [getattr(params, name) for params in case.params]
-    columns.seed[:] = np.array(case.seeds, np.uint64)
+    for slot, params in enumerate(case.params):
+        columns.set(slot, slot_params(params, case.seeds[slot]))
     columns.masks[:] = case.masks
     columns.is_masked[:] = case.is_masked
     rows = zip(case.logits.numpy(), case.slots.tolist(), strict=True)
     edited = np.stack([edited_logits(row, case.params[slot]) for row, slot in rows])
     return sample_rows(torch.from_numpy(edited), case.slots, case.positions, columns).tolist()
+
+
+def slot_params(params: NaiveParams, seed: int) -> SlotParams:
+    """The same parameters in the sampler's form."""
+    names = SlotParams._fields
+    return SlotParams(**{**{n: getattr(params, n) for n in names if n != "seed"}, "seed": seed})
 
 
 def tables_of(case: DrawCase, device: torch.device) -> SlotTables:
@@ -106,17 +112,10 @@ def tables_of(case: DrawCase, device: torch.device) -> SlotTables:
         counts[slot, list(params.prompt)] |= 1
         rows.append(
             pack_slot(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=case.seeds[slot],
-                top_k=params.top_k,
+                slot_params(params, case.seeds[slot]),
                 mask_end=ALWAYS_MASKED if case.is_masked[slot] else 0,
                 bias_row=slot if params.logit_bias else -1,
                 count_row=slot if params.prompt else -1,
-                repetition=params.repetition_penalty,
-                frequency=params.frequency_penalty,
-                presence=params.presence_penalty,
             )
         )
     arrays = (np.stack(rows), case.masks.view(np.int32), biases, counts)

@@ -49,6 +49,7 @@ class NaiveParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -92,6 +93,9 @@ def distribution(raw: npt.NDArray[np.float32], params: NaiveParams) -> Float64Ar
         p[z < z[order[num_kept - 1]]] = 0.0
     if params.min_p > 0.0:
         p[p < params.min_p * p.max()] = 0.0
+    if params.top_n_sigma > 0.0:
+        sigma = z[z > np.finfo(np.float32).min].std()
+        p[z < z.max() - params.top_n_sigma * sigma] = 0.0
     total: Float64Array = p / p.sum()
     return total
 

@@ -25,7 +25,7 @@ def _off(what: str) -> Unserved:
 UNSERVED: Mapping[str, Unserved] = {
     # Sampling.
     **_same("typical_p typical typ_p", "locally typical sampling", 1),
-    **_same("top_n_sigma nsigma", "a filter by standard deviations", -1),
+    **_same("nsigma", "give top_n_sigma instead", -1),
     **_same("tfs_z tfs", "tail-free sampling", 1),
     **_same("top_a epsilon_cutoff eta_cutoff", "a filter of candidates that is not min_p or top_p"),
     **_same("mirostat mirostat_mode", "mirostat sampling"),
