@@ -106,7 +106,7 @@ class Work(NamedTuple):
     totals: torch.Tensor
     """[L] float64: mass of all tokens in units of the largest."""
     gaps: torch.Tensor
-    """[L] float64: the least (z - max z) / T that `min_p` and `top_n_sigma` keep."""
+    """[L] float64: the least (z - max z) / T that is kept."""
 
 
 def draw_rows(

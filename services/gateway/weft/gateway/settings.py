@@ -58,8 +58,8 @@ class GatewaySettings(ServiceSettings):
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="defaults of temperature, top_p, top_k, min_p and repetition_penalty; auto = "
-        "those of the model's generation_config.json, none = the API's own",
+        description="defaults of sampling parameters; auto = those of the model's "
+        "generation_config.json, none = the API's own",
     )
     chat_template: str = Field(
         "",
