@@ -334,13 +334,11 @@ class _Listener(Reporter):
         self.absences: list[Absence] = []
 
     def ready(self, name: str, seconds: float) -> None:
-        """See `Reporter`."""
         now = asyncio.get_running_loop().time()
         for absence in self.absences:
             if absence.name == name and absence.until_s is None:
                 absence.until_s = now
 
     def died(self, name: str, how: str) -> None:
-        """See `Reporter`."""
         now = asyncio.get_running_loop().time()
         self.absences.append(Absence(name=name, how=how, since_s=now))

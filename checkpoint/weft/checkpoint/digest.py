@@ -103,7 +103,6 @@ class FileDigests:
 
 
 def cached_file_digests(files: Sequence[Path]) -> list[bytes]:
-    """See `FileDigests.wait`."""
     with FileDigests(files) as digests:
         return digests.wait()
 

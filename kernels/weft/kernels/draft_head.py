@@ -232,15 +232,12 @@ class DraftEntries:
             self._describe(self._native)
 
     def native(self) -> cpu.DraftWriteStruct | None:
-        """See `Follower.native`."""
         return None if self._described is None else self._described[0]
 
     def done(self) -> None:
-        """See `Follower.done`."""
         self._is_done = True
 
     def begin(self) -> None:
-        """See `Follower.begin`: while a graph is captured, the operation becomes a branch of it."""
         device = self._arguments[0].device
         if is_forking(device):
             self._beside = SideStreamWork(device, self._launch_beside, "drafts")

@@ -77,11 +77,9 @@ class GatedSum(NamedTuple):
         return Sum(self.x.gate_up_silu(self.gate_up, self.to_gate_up), self.down, self.to_down)
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        """See `Sum.added_to`."""
         return self.inner().added_to(value)
 
     def partial(self) -> torch.Tensor:
-        """See `Sum.partial`."""
         return self.inner().partial()
 
 
@@ -105,11 +103,9 @@ class Combine(NamedTuple):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        """See `Sum.added_to`."""
         return self._experts(value)
 
     def partial(self) -> torch.Tensor:
-        """See `Sum.partial`; of the dtype of x, since that is how experts are added up."""
         return self._experts(None)
 
     def _experts(self, residual: torch.Tensor | None) -> torch.Tensor:
@@ -152,11 +148,9 @@ class SharedCombine(NamedTuple):
         return found._replace(x=torch.mul(found.x, weight, out=torch.empty_like(found.x)))
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        """See `Sum.added_to`."""
         return self.routed.added_to(self.shared_sum().added_to(value))
 
     def partial(self) -> torch.Tensor:
-        """See `Sum.partial`."""
         return self.shared_sum().partial().add_(self.routed.partial())
 
 
@@ -169,11 +163,9 @@ class Computed(NamedTuple):
     """Whether it is a rank's part of the sum, where there are several; else all ranks have it."""
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        """See `Sum.added_to`."""
         return value + self.value
 
     def partial(self) -> torch.Tensor:
-        """See `Sum.partial`; of the dtype of the value."""
         return self.value
 
 

@@ -117,7 +117,6 @@ class Family:
         return rope_config(self.fields, kind=kind, **options)
 
     def llama4_query_scale(self) -> tuple[float, int] | None:
-        """See `AttentionConfig.llama4_query_scale`: Llama 4's, as Mistral's files name it."""
         values = self.fields.section("rope_parameters")
         if values.get("llama_4_scaling_beta") is None:
             return None

@@ -55,7 +55,6 @@ _OTHERS = tuple(f"{top}{part}" for top in ("", "model.") for part in _PARTS)
 def read_with_images(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """See the module."""
     whole = Fields(raw, where)
     text = whole.section("text_config")
     kind = text.text("model_type", "llama")

@@ -75,26 +75,21 @@ class ConsoleReporter(Reporter):
             self._live = None
 
     def starting(self, name: str) -> None:
-        """See `Reporter`."""
         self._board.starting(name)
 
     def loading(self, name: str, done: int, total: int, what: str) -> None:
-        """See `Reporter`."""
         self._board.loading(name, done, total, what)
 
     def ready(self, name: str, seconds: float) -> None:
-        """See `Reporter`."""
         self._board.ready(name)
         if self._is_plain or self._is_up:
             self._board.forget(name)
             self._line(f"{name} is ready after {seconds:.1f} s")
 
     def failed(self, name: str, how: str) -> None:
-        """See `Reporter`; `weft up` ends with the service's last words."""
         self._board.failed(name, how)
 
     def stopping(self, grace_s: float) -> None:
-        """See `Reporter`."""
         if self._live is not None:
             self._finish()
             self._line(
@@ -102,20 +97,16 @@ class ConsoleReporter(Reporter):
             )
 
     def died(self, name: str, how: str) -> None:
-        """See `Reporter`."""
         self._board.forget(name)
         self._line(f"[red]{name} {escape(how)}")
 
     def stalled(self, name: str, seconds: float) -> None:
-        """See `Reporter`."""
         self._line(f"[red]{name} has stood still for {seconds:g} s and is killed")
 
     def restarting(self, name: str, delay_s: float) -> None:
-        """See `Reporter`."""
         self._line(f"{name} starts again in {delay_s:.1f} s")
 
     def killed(self, name: str, *, is_late: bool) -> None:
-        """See `Reporter`."""
         how = "did not stop in time and was killed" if is_late else "was interrupted and killed"
         self._line(f"[yellow]{name} {how}")
 

@@ -321,7 +321,6 @@ class LoraPool:
         return LoraStep(segments=segments, **self._draft_groups)
 
     def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
-        """See `AdapterStore.read`."""
         with torch.inference_mode():
             adapter = read_adapter(
                 Path(directory),
@@ -379,7 +378,6 @@ class LoraPool:
         return replace(weights, kinds={**weights.kinds, **drafts.kinds})
 
     def _own_weight(self, name: str) -> torch.Tensor | None:
-        """See `OwnWeight`."""
         model = self._model
         size = (model.vocab_size, model.hidden_size, model.num_added_tokens)
         try:
@@ -393,7 +391,6 @@ class LoraPool:
 
     @property
     def _parts(self) -> set[str]:
-        """See `read_adapter`."""
         parts = {DENSE}
         for projection in self._projections.values():
             if projection.is_expert:
@@ -403,7 +400,6 @@ class LoraPool:
         return parts
 
     def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
-        """See `AdapterStore.write`."""
         assert isinstance(weights, HostWeights)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for rank, tables in enumerate(self._of_ranks):

@@ -31,25 +31,20 @@ class BlockPool:
         self._copies = CopyRows(parts[0].device, page_bytes)
 
     def read(self, page: int) -> NDArray[np.uint8]:
-        """See `PagePool.read`."""
         self._copy_out(page, self._copies.rows[0])
         return self._copies.row(0)
 
     def target(self, index: int, page: int) -> NDArray[np.uint8]:
-        """See `PagePool.target`."""
         return self._copies.row(index)
 
     def commit(self, pages: Sequence[int]) -> None:
-        """See `PagePool.commit`."""
         self._copy_in(list(self._copies.rows[: len(pages)]), pages)
 
     def copy_in(self, rows: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> list[int]:
-        """See `PagePool.copy_in`; the digests are those of the rows."""
         self._copy_in([torch.from_numpy(row) for row in rows], pages)
         return [_digest(row) for row in rows]
 
     def copy_out(self, page: int, row: NDArray[np.uint8]) -> int:
-        """See `PagePool.copy_out`."""
         self._copy_out(page, torch.from_numpy(row))
         return _digest(row)
 

@@ -274,7 +274,6 @@ class DeviceInputs:
     def _captured_states(
         self, slots: torch.Tensor, cu_q_lens: torch.Tensor, positions: torch.Tensor
     ) -> StateStep | None:
-        """See `DeviceStates.captured`."""
         if self._states is None:
             return None
         return self._states.captured(slots, cu_q_lens, positions)

@@ -110,32 +110,27 @@ class DevicePool:
         self._copies = CopyRows(pool.device, self._pages.page_bytes, priority=-1)
 
     def read(self, page: int) -> NDArray[np.uint8]:
-        """See `PagePool.read`."""
         with self._copies.on_stream():
             self._pages.read(page, self._copies.rows[0])
         self._copies.wait()
         return self._copies.row(0)
 
     def target(self, index: int, page: int) -> NDArray[np.uint8]:
-        """See `PagePool.target`."""
         return self._copies.row(index)
 
     def commit(self, pages: Sequence[int]) -> None:
-        """See `PagePool.commit`."""
         with self._copies.on_stream():
             for row, page in zip(self._copies.rows, pages, strict=False):
                 self._pages.write(page, row)
         self._copies.wait()
 
     def copy_in(self, rows: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> list[int]:
-        """See `PagePool.copy_in`; the device computes the digests."""
         with self._copies.on_stream():
             for row, page in zip(rows, pages, strict=True):
                 self._pages.write(page, torch.from_numpy(row))
             return self._digests(pages)
 
     def copy_out(self, page: int, row: NDArray[np.uint8]) -> int:
-        """See `PagePool.copy_out`."""
         with self._copies.on_stream():
             self._pages.read(page, torch.from_numpy(row))
             (digest,) = self._digests([page])

@@ -100,7 +100,6 @@ class StepArrays:
 
     @property
     def num_earlier(self) -> int | None:
-        """See `AttentionMetadata.num_earlier`."""
         q_lens = self._q_lens.astype(np.int64)
         before = np.where(q_lens > 1, self.kv_lens - q_lens, 0)
         total = int(before.sum())

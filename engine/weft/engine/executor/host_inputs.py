@@ -55,11 +55,9 @@ class HostInputs:
         """See `DeviceInputs.verify_rows`."""
 
     def send(self, arrays: Sequence[Int64Array]) -> list[torch.Tensor]:
-        """See `DeviceInputs.send`: the arrays themselves."""
         return [torch.from_numpy(array) for array in arrays]
 
     def batch(self, arrays: StepArrays) -> Step:
-        """See `DeviceInputs.batch`."""
         num_columns = -(-arrays.max_kv_len // self._page_size)
         self.drawing_slots = torch.from_numpy(arrays.drawing_slots)
         if arrays.verify_rows is not None:
@@ -110,11 +108,9 @@ class HostInputs:
 
     @property
     def changes_logits(self) -> bool:
-        """See `DeviceInputs.changes_logits`."""
         return self._lora is not None and self._lora.changes_logits
 
     def lora_of(self, token_slots: Int32Array) -> LoraStep:
-        """See `DeviceInputs.lora_of`."""
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         segments = self._segments
         if segments is None or not np.array_equal(segments.token_slots.numpy(), token_slots):

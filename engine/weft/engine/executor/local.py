@@ -233,7 +233,6 @@ class LocalExecutor:
 
     @property
     def works_behind_draws(self) -> bool:
-        """See `Executor.works_behind_draws`."""
         return False
 
     @property
@@ -345,7 +344,6 @@ class LocalExecutor:
         return Logits(logits, slots, positions + 1, on_device, captured, rows)
 
     def _captured(self, arrays: StepArrays, bucket: GraphBucket | None) -> CapturedDraw | None:
-        """See `Logits.captured`."""
         count = len(arrays.drawing_slots)
         if bucket is None or self._draws is None or not self._draws.has(bucket, count):
             return None
@@ -473,7 +471,6 @@ class LocalExecutor:
         return hidden, scores, vectors
 
     def _token_types(self, step: StepInput, arrays: StepArrays) -> Int64Array | None:
-        """See `Step.token_types`; None also of models that do not tell texts of a pair apart."""
         if not tells_texts_apart(self._model.config):
             return None
         if not any(piece.pool.segment_start for piece in step.pooled):
@@ -540,24 +537,20 @@ class LocalExecutor:
     def pack_pages(
         self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
     ) -> None:
-        """See `Executor.pack_pages`."""
         num_runs = len(pages) if is_each else 1
         repack_pages(_rows(self._pools[group]), pages, self._page_rows, into, num_runs=num_runs)
 
     def unpack_pages(
         self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
     ) -> None:
-        """See `Executor.unpack_pages`."""
         num_runs = len(pages) if is_each else 1
         repack_pages(self._page_rows, out_of, _rows(self._pools[group]), pages, num_runs=num_runs)
 
     def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
-        """See `Executor.block_pool`."""
         assert self.states is not None
         return BlockPool(self.states.of_blocks, num_pages, page_bytes)
 
     def window_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
-        """See `Executor.window_pool`."""
         return BlockPool(self._pools[1:], num_pages, page_bytes)
 
     @property
@@ -583,7 +576,6 @@ def _rows(pool: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(verifying: Verifying) -> torch.Tensor:
-    """See `Logits.rows`."""
     step, count = verifying.step, verifying.num_rows
     words = step.token_ids if step.ancestors is None else step.ancestors
     return torch.stack([step.token_ids[:count], words[:count]])

@@ -169,7 +169,6 @@ def _load_parts(
     wake: Callable[[], None],
     progress: Progress,
 ) -> EngineComponents:
-    """See `load_parts`."""
     peers = None if ranks is None else peers_of(ranks, config, device)
     models = _load_models(config, model, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings

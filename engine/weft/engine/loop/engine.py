@@ -602,7 +602,6 @@ class Engine:
             self.filler.on_progress(request)
 
     def step_done(self, plan: Plan, drawn: SampledTokens | None, duration_s: float) -> None:
-        """See `StepOwner.step_done`."""
         self._note_progress()
         num_surplus = 0
         runs: Sequence[Run] = ()
@@ -664,7 +663,6 @@ class Engine:
         return num_surplus + num_ended + num_behind
 
     def step_failed(self, plan: Plan, error: Exception) -> None:
-        """See `StepOwner.step_failed`."""
         failure = Internal(f"a step failed: {type(error).__name__}", stage="decode")
         for request, *_ in plan:
             self._fail(request, failure)

@@ -50,7 +50,6 @@ class ComputeJobs:
         self._clock = clock
 
     def why_not(self, handle: KvHandle) -> tuple[str, str]:
-        """See `Jobs.why_not`."""
         if handle.namespace != self._intake.namespace(handle.cache_salt, handle.adapter):
             what = ", or what adapters may change (lora_projections)" if handle.adapter else ""
             return "namespace", f"model, dtype or layout differ{what}"
@@ -68,19 +67,16 @@ class ComputeJobs:
         return "", ""
 
     def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> Request:
-        """See `Jobs.begin`; progress comes with the steps."""
         request = self._intake.from_handle(handle, request_id, traceparent, self._clock())
         self._look_up(request)
         self._scheduler.add(request)
         return request
 
     def waits_s(self, job: FillJob) -> tuple[float, float]:
-        """See `Jobs.waits_s`."""
         assert isinstance(job, Request)
         timeline = job.timeline
         return timeline.admitted_s or 0.0, timeline.local_prefill_began_s or 0.0
 
     def end(self, job: FillJob) -> None:
-        """See `Jobs.end`."""
         assert isinstance(job, Request)
         self._scheduler.finish(job)

@@ -121,7 +121,6 @@ class StatePacker:
         return self.num_pages
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
-        """See `BlockSource.pack`; the pages were reserved when the job was admitted."""
         assert isinstance(job, Request)
         block = self._states.block_at(job, end_token // self._page_size)
         if block is None or job.num_promised_pages < self.num_pages:
@@ -131,7 +130,6 @@ class StatePacker:
         return self._fill(pages, block)
 
     def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
-        """See `StoredBlocks.copy`."""
         room = max(0, self._memory.num_available_pages) // self.num_pages
         return [
             self._fill(self._memory.allocate(self.num_pages, namespace), block)
@@ -139,7 +137,6 @@ class StatePacker:
         ]
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
-        """See `StoredBlocks.kept_of`."""
         return self._states.kept_of(request, first, end)
 
     def _fill(self, pages: list[int], block: int) -> list[int]:
@@ -157,7 +154,6 @@ class StatePacker:
     def unpack(
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
     ) -> None:
-        """See `BlockPages.unpack`."""
         block = self._states.adopt(request, end_token // self._page_size)
         self._executor.unpack_block(block, pages)
         self._states.committed(request)

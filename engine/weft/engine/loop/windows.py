@@ -82,7 +82,6 @@ class WindowPacker:
 
     @property
     def num_pages(self) -> int:
-        """See `BlockPages.num_pages`."""
         if self._has_store:
             return self._most * self.stored_block_pages
         return self._carriers(self._most)
@@ -97,7 +96,6 @@ class WindowPacker:
         return self._carriers(self._carried(asked.companion_pages, asked.end_token))
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
-        """See `BlockSource.pack`; the pages were reserved when the job was admitted."""
         assert isinstance(job, Request)
         count = self._carried(job.companion_pages, end_token)
         if job.num_promised_pages < job.companion_pages:
@@ -118,7 +116,6 @@ class WindowPacker:
     def unpack(
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
     ) -> None:
-        """See `BlockPages.unpack`."""
         new = self._windows.adopt(request, end_token // self._page_size)
         # Otherwise the next step would zero them.
         self._executor.zero(self._windows.memory.take_wipes(), 1)
@@ -171,7 +168,6 @@ class StoredWindows:
         self._on_allocated = on_allocated
 
     def copy(self, window_pages: Sequence[int], /, namespace: bytes) -> list[list[int]]:
-        """See `StoredBlocks.copy`: one gather for all."""
         # Pages for copies must not make requests wait.
         room = max(0, self._memory.num_available_pages - self._spared) // self.num_pages
         window_pages = window_pages[:room]
@@ -186,11 +182,9 @@ class StoredWindows:
         return [pages[at : at + self.num_pages] for at in range(0, len(pages), self.num_pages)]
 
     def settle(self) -> None:
-        """See `StoredBlocks.settle`."""
         if self._copied is not None:
             self._copied.wait()
             self._copied = None
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
-        """See `StoredBlocks.kept_of`: if there is no room for all, for the last window at least."""
         return self._windows.kept_of(request, first, end)[::-1]

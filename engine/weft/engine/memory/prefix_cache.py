@@ -195,11 +195,9 @@ class PageKeyCache:
     # -- what is in use --------------------------------------------------------------------------
 
     def has_page(self, page: int) -> bool:
-        """See `PageIndex.has_page`."""
         return page in self._by_page
 
     def mark_unused(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_unused`."""
         for page in pages:
             entry = self._by_page[page]
             entry.is_used = False
@@ -211,7 +209,6 @@ class PageKeyCache:
             self._offer(entry)
 
     def mark_used(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_used`."""
         for page in pages:
             entry = self._by_page[page]
             entry.is_used = True
@@ -225,7 +222,6 @@ class PageKeyCache:
     # -- giving up -------------------------------------------------------------------------------
 
     def evict(self) -> Evicted | None:
-        """See `PageIndex.evict`."""
         return self._take_out(self._queues.pop())
 
     def evict_of(self, group: bytes) -> Evicted | None:
@@ -295,10 +291,8 @@ class PageKeyCache:
 
     @property
     def num_unused_pages(self) -> int:
-        """See `PageIndex.num_unused_pages`."""
         return self._num_unused
 
     @property
     def num_evictable_pages(self) -> int:
-        """See `PageIndex.num_evictable_pages`."""
         return self._num_unused

@@ -76,7 +76,6 @@ class StateIndex:
 
     @property
     def num_evictable_pages(self) -> int:
-        """See `PageIndex.num_evictable_pages`: all unused blocks, in any order."""
         return self.num_unused_pages
 
     @property
@@ -113,11 +112,9 @@ class StateIndex:
         self._of_block[block].num_uses += 1
 
     def has_page(self, page: int) -> bool:
-        """See `PageIndex.has_page`."""
         return page in self._of_block
 
     def mark_unused(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_unused`."""
         for page in pages:
             kept = self._of_block[page]
             kept.base = self._floor
@@ -125,13 +122,11 @@ class StateIndex:
             self._offer(kept)
 
     def mark_used(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_used`."""
         for page in pages:
             self._of_block[page].ticket = 0
         self.num_unused_pages -= len(pages)
 
     def evict(self) -> Evicted | None:
-        """See `PageIndex.evict`."""
         while self._heap:
             worth, ticket, kept = heappop(self._heap)
             if kept.ticket != ticket:

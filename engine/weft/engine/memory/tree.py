@@ -264,7 +264,6 @@ class PrefixTree:
     # -- what is in use --------------------------------------------------------------------------
 
     def has_page(self, page: int) -> bool:
-        """See `PageIndex.has_page`."""
         return page in self._node_by_page
 
     def mark_used(self, pages: Sequence[int]) -> None:
@@ -280,7 +279,6 @@ class PrefixTree:
                 self._hold(node)
 
     def mark_unused(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_unused`."""
         nodes, now = self._node_by_page, self._time
         self.num_unused_pages += len(pages)
         self._time += len(pages)
@@ -350,7 +348,6 @@ class PrefixTree:
     # -- giving up -------------------------------------------------------------------------------
 
     def evict(self) -> Evicted | None:
-        """See `PageIndex.evict`."""
         while True:
             entry, self._bared = self._bared, None
             if entry is not None:

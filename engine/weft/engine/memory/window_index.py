@@ -84,21 +84,17 @@ class WindowIndex:
                 self._left[page] = None
 
     def has_page(self, page: int) -> bool:
-        """See `PageIndex.has_page`."""
         return page in self._nodes
 
     def mark_unused(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_unused`."""
         self._unused.update(dict.fromkeys(pages))
 
     def mark_used(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_used`."""
         for page in pages:
             if not self._drop_unused(page):
                 raise KeyError(page)
 
     def evict(self) -> Evicted | None:
-        """See `PageIndex.evict`."""
         if self._left:
             return self._evicted(self._left.popitem(last=False)[0])
         for _ in range(min(len(self._unused), _MAX_PASSED_OVER)):
@@ -110,12 +106,10 @@ class WindowIndex:
 
     @property
     def num_unused_pages(self) -> int:
-        """See `PageIndex.num_unused_pages`."""
         return len(self._left) + len(self._unused)
 
     @property
     def num_evictable_pages(self) -> int:
-        """See `PageIndex.num_evictable_pages`: all unused pages, in any order."""
         return self.num_unused_pages
 
     def check_integrity(self) -> None:

@@ -138,7 +138,6 @@ class DecoderOnlyLM:
         return logits
 
     def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
-        """See `LogitsInParts.logits_part`."""
         weight = self.lm_head.part(tokens)
         if weight is None or self.config.num_added_tokens:
             return None

@@ -148,7 +148,6 @@ class DevicePeers:
         runtime.cudaHostUnregister(self._group.words[0])
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """See `Peers.add_sum`."""
         total = torch.empty_like(residual)
         sum_rows(self._memory, partial.to(residual.dtype), residual, total)
         return total
@@ -160,7 +159,6 @@ class DevicePeers:
         norm: Norm | None,
         tap: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """See `GpuPeers.add_norm`."""
         return sum_rows(self._memory, partial, stream, stream, norm, tap)
 
     def meet(self) -> None:
@@ -172,7 +170,6 @@ class DevicePeers:
         return self._logits.share if rows <= self._logits.rows else None
 
     def gather_logits(self, part: torch.Tensor) -> torch.Tensor:
-        """See `weft.kernels.gpu.peer_logits.gather_logits`."""
         return gather_logits(self._logits, part)
 
     def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:

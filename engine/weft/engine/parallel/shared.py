@@ -173,7 +173,6 @@ class SharedGroup:
         return out
 
     def native(self) -> cpu.PeersStruct:
-        """See `CpuPeers.native`."""
         return self._struct
 
     def check(self, lost: int) -> None:

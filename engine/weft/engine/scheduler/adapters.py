@@ -119,12 +119,10 @@ class AdapterWaitlist:
             request.adapter_slot = 0
 
     def step_began(self, number: int) -> None:
-        """See `AdapterResidency.step_began`."""
         if self._adapters is not None:
             self._adapters.step_began(number)
 
     def step_ended(self, number: int) -> None:
-        """See `AdapterResidency.step_ended`."""
         if self._adapters is not None:
             self._adapters.step_ended(number)
 

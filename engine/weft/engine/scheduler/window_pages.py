@@ -108,7 +108,6 @@ class WindowPages:
     # -- lookups ---------------------------------------------------------------------------------
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
-        """See `WindowIndex.continuable`."""
         return 0 if self._index is None else self._index.continuable(path, num_pages)
 
     def take(self, request: Request, found: Match) -> None:

@@ -66,9 +66,7 @@ class BlockPages(Protocol):
         ...
 
     @property
-    def stored_block_pages(self) -> int:
-        """See `KvHandle.block_pages` of handles for a KV store."""
-        ...
+    def stored_block_pages(self) -> int: ...
 
     def unpack(
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool

@@ -115,53 +115,42 @@ class StagedLanding(Landing):
         self._verifying: dict[ChunkTag, list[int]] = {}
 
     def max_pages(self, num_beside: int) -> int:
-        """See `Landing.max_pages`: the area has no room beside."""
         return self._area.num_landing
 
     @property
     def least_pages(self) -> int:
-        """See `Landing.least_pages`: each lease costs its filler a request of its own."""
         return max(1, min(self._area.num_landing, self.max_pool_pages(0)) // 8)
 
     @property
     def num_usable_pages(self) -> int:
-        """See `Landing.num_usable_pages`."""
         return self._area.num_landing
 
     def reserve(self, pages: Sequence[int]) -> list[int]:
-        """See `Landing.reserve`."""
         landed = self._area.take_landing(len(pages))
         assert landed is not None, "more was reserved than `max_pages`"
         return landed
 
     def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
-        """See `Landing.verifying`."""
         self._memory.retain(pages)
         self._verifying[tag] = list(pages)
 
     def verified(self, tag: ChunkTag) -> None:
-        """See `Landing.verified`."""
         self._memory.release(self._verifying.pop(tag))
 
     @property
     def num_verifying(self) -> int:
-        """See `Landing.num_verifying`."""
         return len(self._verifying)
 
     def accepted(self, landed: Sequence[int]) -> None:
-        """See `Landing.accepted`."""
         self._area.free_landing(landed)
 
     def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """See `Landing.release`."""
         self._memory.release(pages)
         self._area.free_landing(landed)
 
     def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """See `Landing.quarantine`; releases the pool's pages: only this process writes there."""
         self._memory.release(pages)
         self._area.quarantine(landed)
 
     def end_quarantine(self, landed: Sequence[int]) -> None:
-        """See `Landing.end_quarantine`."""
         self._area.end_quarantine(landed)

@@ -110,7 +110,6 @@ class OwnerFills:
     # -- the scheduler's side --------------------------------------------------------------------
 
     def next_state(self, request: Request) -> State:
-        """See `Fills.next_state`: stores first, then the remote-or-local rule."""
         self._pass_over_silent(request)
         if request.candidates and self._is_blocked(request):
             self.counters.local_decisions += 1
@@ -139,7 +138,6 @@ class OwnerFills:
         return decision.is_remote
 
     def has_room(self, request: Request) -> bool:
-        """See `Fills.has_room`."""
         return not self._is_blocked(request)
 
     def start(self, request: Request) -> bool:

@@ -99,9 +99,7 @@ class StoredBlocks(Protocol):
         """Waits until all copies are made."""
         ...
 
-    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
-        """See `StateBlocks.kept_of`."""
-        ...
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]: ...
 
 
 class StoreLink:

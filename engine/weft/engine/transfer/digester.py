@@ -55,11 +55,9 @@ class DigestThread:
         self._thread.start()
 
     def read(self, page: int) -> bytes:
-        """See `PagePort.read`."""
         return bytes(self._pool[page])
 
     def write(self, page: int, offset: int, data: bytes) -> None:
-        """See `PagePort.write`."""
         self._pool[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def mark(self) -> None:
@@ -68,11 +66,9 @@ class DigestThread:
     def verify(
         self, tag: tuple[bytes, int], landed: Sequence[int], pages: Sequence[int], after: object
     ) -> None:
-        """See `PagePort.verify`; `landed` are the pool's pages."""
         self._jobs.put((tag, list(landed)))
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """See `PagePort.expose`."""
         self._jobs.put((number, list(pages)))
         return True
 

@@ -72,15 +72,12 @@ class StagedExchange:
         self._mover = mover
 
     def source(self, *, has_digests: bool) -> StagedSource:
-        """See `DirectExchange.source`."""
         return StagedSource(self.staging, self._mover, has_digests=has_digests)
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> StagedPort:
-        """See `DirectExchange.port`."""
         return StagedPort(self.staging, self._mover, wake, has_digests=has_digests)
 
     def describe(self) -> str:
-        """See `DirectExchange.describe`."""
         num_pages, page_bytes = self.pages.shape
         return (
             f"staged through {num_pages:,} pages of {self._kind} "

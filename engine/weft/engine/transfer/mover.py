@@ -73,21 +73,17 @@ class DeviceMove:
         self._staged = staged
 
     def is_done(self) -> bool:
-        """See `StagingMove.is_done`."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See `StagingMove.wait`; other threads run meanwhile."""
         if self._event is not None:
             self._event.synchronize()
 
     def digests(self) -> list[int]:
-        """See `StagingMove.digests`."""
         found: list[int] = self._digests.numpy()[list(self._staged)].view(np.uint64).tolist()
         return found
 
     def digest_s(self) -> float:
-        """See `StagingMove.digest_s`."""
         if self._copied is None or self._event is None:
             return 0.0
         took_ms: float = self._copied.elapsed_time(self._event)
@@ -128,12 +124,10 @@ class PageMover:
         self._try(area)
 
     def mark(self) -> WorkMark:
-        """See `StagingMover.mark`."""
         return self._mark()
 
     @property
     def is_direct(self) -> bool:
-        """See `StagingMover.is_direct`: pages of one device that do not pass through a buffer."""
         is_whole = len(self._pages.parts) == 1
         return self._is_direct and is_whole and self._pages.device.type == "cuda"
 
@@ -145,7 +139,6 @@ class PageMover:
         with_digests: bool,
         after: WorkMark | None = None,
     ) -> DeviceMove:
-        """See `StagingMover.move_out`."""
         lanes = self._lanes
         with (lanes.out if after is None else lanes.early).begin(after) as lane:
             numbers = lane.send(pages)
@@ -165,7 +158,6 @@ class PageMover:
         *,
         with_digests: bool,
     ) -> DeviceMove:
-        """See `StagingMover.move_in`."""
         with self._lanes.into.begin(after) as lane:
             numbers = lane.send(pages)
             if self._is_direct:

@@ -50,12 +50,10 @@ class HostPool:
         self._rows = rows
 
     def read(self, page: int) -> Page:
-        """See `PagePool.read`."""
         row: Page = self._rows[page]
         return row
 
     def target(self, index: int, page: int) -> Page:
-        """See `PagePool.target`: the page itself."""
         row: Page = self._rows[page]
         return row
 
@@ -63,13 +61,11 @@ class HostPool:
         """See `PagePool.commit`."""
 
     def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
-        """See `PagePool.copy_in`."""
         for row, page in zip(rows, pages, strict=True):
             np.copyto(self._rows[page], row)
         digests: list[int] = digest_pages(self._rows, pages).tolist()
         return digests
 
     def copy_out(self, page: int, row: Page) -> int:
-        """See `PagePool.copy_out`."""
         np.copyto(row, self._rows[page])
         return int(digest_pages(self._rows, [page])[0])

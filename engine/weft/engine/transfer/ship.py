@@ -105,22 +105,18 @@ class ShipThread:
         return self._source.reads_early
 
     def read_early(self, chunk: ShipChunk, after: WorkMark) -> None:
-        """See `EarlyReader.read_early`."""
         self._early_orders.append((chunk, after))
         self._signal.set()
 
     def ship(self, chunk: ShipChunk) -> None:
-        """See `Shipper.ship`."""
         self._queue.append(chunk)
         self._signal.set()
 
     def prepare(self, owner: PeerKey, target: NixlTargetInfo) -> None:
-        """See `Shipper.prepare`."""
         self._connects.append((owner, target))
         self._signal.set()
 
     def stop(self, lease_id: bytes) -> None:
-        """See `Shipper.stop`."""
         self._stopped.add(lease_id)
         self._early_orders.append(lease_id)
         self._signal.set()

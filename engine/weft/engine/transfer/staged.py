@@ -103,15 +103,12 @@ class StagedReading(Reading):
         self._move = move
 
     def is_done(self) -> bool:
-        """See `Reading.is_done`."""
         return self._move.is_done()
 
     def digests(self) -> list[int]:
-        """See `Reading.digests`."""
         return self._move.digests()
 
     def digest_s(self) -> float:
-        """See `Reading.digest_s`."""
         return self._move.digest_s()
 
 
@@ -132,7 +129,6 @@ class StagedSource(PageSource):
 
     @property
     def max_chunk_pages(self) -> int:
-        """See `PageSource.max_chunk_pages`."""
         return self._area.max_chunk_pages
 
     def begin(
@@ -141,7 +137,6 @@ class StagedSource(PageSource):
         digests: Sequence[int] | None,
         after: WorkMark | None = None,
     ) -> StagedReading | None:
-        """See `PageSource.begin`; early readings leave half of the sending part to others."""
         keep = 0 if after is None else self._area.num_sending // 2
         staged = self._area.take_sending(len(pages), keep=keep)
         if staged is None:
@@ -155,7 +150,6 @@ class StagedSource(PageSource):
         return StagedReading(staged, move)
 
     def end(self, reading: Reading) -> None:
-        """See `PageSource.end`."""
         self._area.free_sending(reading.pages)
 
 
@@ -202,24 +196,19 @@ class StagedPort:
 
     @property
     def max_put_pages(self) -> int:
-        """See `PagePort.max_put_pages`."""
         return min(MAX_PUT_PAGES, self._area.max_chunk_pages)
 
     @property
     def max_queued_pages(self) -> int:
-        """See `PagePort.max_queued_pages`: as many as can be copied soon."""
         return min(MAX_QUEUED_PAGES, 2 * self._area.num_sending)
 
     def mark(self) -> WorkMark:
-        """See `PagePort.mark`."""
         return self._mover.mark()
 
     def read(self, page: int) -> bytes:
-        """See `PagePort.read`."""
         return bytes(self._area.pages[page])
 
     def write(self, page: int, offset: int, data: bytes) -> None:
-        """See `PagePort.write`."""
         self._area.pages[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def verify(
@@ -229,7 +218,6 @@ class StagedPort:
         pages: Sequence[int],
         after: WorkMark | None,
     ) -> None:
-        """See `PagePort.verify`."""
         job = _Job(tag, list(pages), list(landed), after)
         if not self._moves_at_once:
             self._queue(job)
@@ -254,11 +242,9 @@ class StagedPort:
 
     @property
     def is_moving(self) -> bool:
-        """See `DigestThread.is_moving`."""
         return bool(self._moving)
 
     def has_moved(self) -> bool:
-        """See `DigestThread.has_moved`."""
         if not self._moving:
             return False
         try:
@@ -267,7 +253,6 @@ class StagedPort:
             return True  # `take` raises it.
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """See `PagePort.expose`: leaves half of the sending part for shipping."""
         staged = self._area.take_sending(len(pages), keep=self._area.num_sending // 2)
         if staged is None:
             return False
@@ -275,7 +260,6 @@ class StagedPort:
         return True
 
     def conceal(self, exposed: Sequence[int]) -> None:
-        """See `PagePort.conceal`."""
         self._area.free_sending(exposed)
 
     def take(self) -> list[Digested]:

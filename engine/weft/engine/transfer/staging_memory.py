@@ -85,11 +85,9 @@ class PinnedStagingPages:
         self._release.atexit = False
 
     def region(self) -> PoolRegion:
-        """See `StagingMemory.region`."""
         return PoolRegion.of_array(self.tensor.numpy())
 
     def describe(self) -> str:
-        """See `StagingMemory.describe`."""
         return "host memory"
 
     def close(self) -> None:
@@ -153,7 +151,6 @@ class DeviceStagingPages:
         self.pages: StagingPages = _DeviceBytes(self.tensor)
 
     def region(self) -> PoolRegion:
-        """See `StagingMemory.region`."""
         num_pages, page_bytes = self.tensor.shape
         device = self.tensor.device
         is_cuda = device.type == "cuda"
@@ -168,7 +165,6 @@ class DeviceStagingPages:
         )
 
     def describe(self) -> str:
-        """See `StagingMemory.describe`."""
         return f"memory of {self.tensor.device}"
 
     def close(self) -> None:

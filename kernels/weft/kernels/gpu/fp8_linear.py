@@ -132,7 +132,6 @@ def has_groups(w: LinearWeight) -> bool:
 
 
 def supports_norm(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
-    """See `weft.kernels.gpu.linear.supports_norm`."""
     return lora is None and not w.is_fixed and can_take_norm(rows, w.in_features)
 
 

@@ -61,17 +61,14 @@ class GpuStream(Stream):
         self._entered: int | None = None
 
     def begin_run(self, folds: bool) -> None:
-        """See `Stream.begin_run`; between runs of one kind an addition stays pending."""
         if folds != self._folds:
             self.settle()
         self._folds = folds
 
     def enter(self, layer: int) -> None:
-        """See `Stream.enter`; the stream is tapped together with the following norm."""
         self._entered = layer
 
     def normed(self, norm: AnyNorm | None) -> Normed:
-        """See `Stream.normed`."""
         if not isinstance(norm, Norm):
             value = self.settle()
             self._take(None)
@@ -91,7 +88,6 @@ class GpuStream(Stream):
         return normed
 
     def add(self, pending: Pending) -> None:
-        """See `Stream.add`."""
         if self._pending is not None:
             self.settle()
         if isinstance(pending, SharedCombine) and not _joins(pending):
@@ -101,7 +97,6 @@ class GpuStream(Stream):
         self._pending = pending
 
     def computed(self, pending: Pending) -> torch.Tensor:
-        """See `Stream.computed`."""
         if isinstance(pending, SharedCombine):
             return pending.shared_sum().added_to(_combine(pending.routed, None))
         if isinstance(pending, Combine):
@@ -109,7 +104,6 @@ class GpuStream(Stream):
         return super().computed(pending)
 
     def settle(self) -> torch.Tensor:
-        """See `Stream.settle`; no norm follows in this run."""
         pending, self._pending = self._pending, None
         if pending is None:
             return self._value
@@ -157,7 +151,6 @@ class RankedStream(GpuStream):
         """See `Stream.begin_run`: products cannot add to the stream."""
 
     def normed(self, norm: AnyNorm | None) -> Normed:
-        """See `Stream.normed`."""
         pending = self._pending
         is_whole = isinstance(pending, Computed) and not pending.is_partial
         if pending is None or is_whole or not isinstance(norm, Norm):
@@ -169,19 +162,16 @@ class RankedStream(GpuStream):
         return Normed(normed)
 
     def add(self, pending: Pending) -> None:
-        """See `Stream.add`."""
         if isinstance(pending, SharedCombine):
             pending = Computed(_part(pending), is_partial=True)
         super().add(pending)
 
     def computed(self, pending: Pending) -> torch.Tensor:
-        """See `Stream.computed`; of all ranks."""
         total = torch.zeros_like(self._value)
         self.peers.add_norm(_part(pending), total, None)
         return total
 
     def settle(self) -> torch.Tensor:
-        """See `Stream.settle`."""
         pending, self._pending = self._pending, None
         if isinstance(pending, Computed) and not pending.is_partial:
             self._value = pending.added_to(self._value)
@@ -213,7 +203,6 @@ class _RoundedNormed(Normed):
         self.rounded = rounded
 
     def linear(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
-        """See `Normed.linear`."""
         rounded = _rounded_for(self, w, lora)
         if rounded is None:
             return super().linear(w, lora)
@@ -234,7 +223,6 @@ class _NormedByProducts(Normed):
         self._stream, self._norm = value, norm
 
     def linear(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
-        """See `Normed.linear`."""
         return normed_linear(self._stream, *self._norm, w, lora=lora)
 
     gate_up_silu = linear
@@ -247,7 +235,6 @@ def can_fold(
     last: LinearWeight,
     to_last: LoraAddition | None,
 ) -> bool:
-    """See `weft.kernels.stream.can_fold`."""
     is_plain = last.data.is_contiguous() and not last.is_fixed
     return is_plain and supports_norm(rows, first, to_first) and adds_within(rows, last, to_last)
 

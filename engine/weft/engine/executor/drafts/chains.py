@@ -239,14 +239,12 @@ class LaterChains(LaterDrafts):
         self._depth = max(self.counts, default=0)
 
     def begin(self) -> None:
-        """See `LaterDrafts.begin`."""
         if self._depth:
             self._fetch_if_needed(self._graphs.forward(self.requests(), self._depth), 0)
 
     def begin_within(
         self, num_requests: int, adapter_slots: Int32Array | None, num_before: int
     ) -> None:
-        """See `LaterDrafts.begin_within`."""
         if self._depth:
             found = self._graphs.forward_sent(self._depth, num_requests, adapter_slots)
             self._fetch_if_needed(found, num_before)

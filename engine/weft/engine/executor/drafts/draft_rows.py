@@ -62,7 +62,6 @@ class DraftAdapterFiles:
         )
 
     def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
-        """See `DraftParts.read`."""
         try:
             if not folder.is_dir():
                 return {}

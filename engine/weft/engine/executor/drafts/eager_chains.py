@@ -27,9 +27,7 @@ class LastTokens(NamedTuple):
 class Chains(Protocol):
     """Makes chains of drafts for requests whose last tokens the host knows."""
 
-    def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
-        """See `EagerChains.run`."""
-        ...
+    def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor: ...
 
 
 class EagerChains:

@@ -88,7 +88,6 @@ class FollowerGroup:
         return int(answer["number"])
 
     def share(self, size: int) -> Segment:
-        """See `Ranks.share`."""
         answer, memory = self._link.receive()
         if memory is None or answer["size"] != size:
             raise ConfigError(f"rank 0 has a pool of {answer['size']} bytes, this rank of {size}")

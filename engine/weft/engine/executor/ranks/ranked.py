@@ -39,7 +39,6 @@ class _RankedChains:
         self._chains, self._executor = chains, executor
 
     def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
-        """See `Chains.run`."""
         return self._executor.run_chains(self._chains, lasts, counts)
 
 
@@ -85,7 +84,6 @@ class RankedExecutor(LocalExecutor):
         return launched
 
     def chains(self, model: DraftedModel) -> Chains:
-        """See `LocalExecutor.chains`: of all ranks."""
         own = super().chains(model)
         return own if self.num_ranks == 1 else _RankedChains(own, self)
 
@@ -114,7 +112,6 @@ class RankedExecutor(LocalExecutor):
         return captured(way, slot_override)
 
     def keep(self, tokens: torch.Tensor) -> None:
-        """See `Executor.keep`."""
         if self._ranks is not None and self._peers is None:
             self._ranks.group.post(encode_tokens(tokens.numpy()))
         elif self._ranks is not None and self._peers is not None:
@@ -123,9 +120,6 @@ class RankedExecutor(LocalExecutor):
         super().keep(tokens)
 
     def mark(self) -> Mark:
-        """See `Executor.mark`: of the work of all ranks, where this one writes to memory of the
-        others.
-        """
         is_shared = self._maps_pools or self._lora is not None
         if self._ranks is not None and self.is_asynchronous and is_shared:
             self._ranks.group.post(encode_barrier())
@@ -134,9 +128,6 @@ class RankedExecutor(LocalExecutor):
 
     @property
     def works_behind_draws(self) -> bool:
-        """See `Executor.works_behind_draws`: the last work of a step is a draft head's K and V,
-        which another device may still write when this one has drawn.
-        """
         return self._maps_pools and self._has_head
 
     @property
@@ -144,37 +135,31 @@ class RankedExecutor(LocalExecutor):
         return len(self.device_pages.parts) > 1
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """See `Executor.copy`."""
         if copies and (ranks := self._of_own_pages()):
             ranks.group.post(encode_copies(copies))
         super().copy(copies)
 
     def zero(self, pages: Sequence[int], group: int = 0) -> None:
-        """See `Executor.zero`; ranks have one page group."""
         if pages and (ranks := self._of_own_pages()):
             ranks.group.post(encode_pages("zero", pages))
         super().zero(pages, group)
 
     def poison(self, pages: Sequence[int], group: int = 0) -> None:
-        """See `Executor.poison`."""
         if pages and (ranks := self._of_own_pages()):
             ranks.group.post(encode_pages("poison", pages))
         super().poison(pages, group)
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:
-        """See `Executor.poison_blocks`."""
         if blocks and (ranks := self._of_own_pages()):
             ranks.group.post(encode_pages("poison_blocks", blocks))
         super().poison_blocks(blocks)
 
     def reset_slot(self, slot: int) -> None:
-        """See `Executor.reset_slot`."""
         if self._ranks is not None:
             self._num_sent[slot] = 0
         super().reset_slot(slot)
 
     def check(self) -> None:
-        """See `Executor.check`."""
         if self._ranks is not None:
             self._ranks.check()
 

@@ -37,13 +37,9 @@ class RankGroup(Protocol):
     store_path: str
     """See `weft.engine.parallel.device_peers.join`."""
 
-    def agree(self, phase: str, number: int = 0, text: str = "") -> int:
-        """See `Ranks.agree`."""
-        ...
+    def agree(self, phase: str, number: int = 0, text: str = "") -> int: ...
 
-    def share(self, size: int) -> Segment:
-        """See `Ranks.share`; the other ranks map the memory that rank 0 makes."""
-        ...
+    def share(self, size: int) -> Segment: ...
 
 
 class SharedMemory:

@@ -142,7 +142,6 @@ class AdapterManager(Adapters):
         """Number of adapters read, and written to the device, since start."""
 
     def close(self) -> None:
-        """See `Adapters.close`."""
         self._reader.close()
         self._writer.close()
 
@@ -153,19 +152,16 @@ class AdapterManager(Adapters):
         return self.holds(digest) and not self._entries[digest].is_unloading
 
     def check(self, submit: Submit) -> None:
-        """See `Adapters.check`."""
         digest = submit.adapter
         # A request that another worker began may end here while the adapter is being unloaded.
         if digest and not (self.serves(digest) or (submit.attempt > 1 and self.holds(digest))):
             raise not_loaded(digest)
 
     def holds(self, digest: bytes) -> bool:
-        """See `Adapters.holds`."""
         entry = self._entries.get(digest)
         return entry is not None and entry.is_held
 
     def order(self, order: AdapterOrder) -> None:
-        """See `AdapterOrder`."""
         self._is_changed = True
         self._touched.add(order.digest)
         if order.action == "load":
@@ -176,11 +172,9 @@ class AdapterManager(Adapters):
             follow(order)
 
     def states(self) -> list[AdapterState]:
-        """See `Adapters.states`."""
         return [self._state_of(entry) for entry in self._entries.values()]
 
     def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
-        """See `Adapters.take_changes`; thousands may be unchanged."""
         touched: set[bytes] = set()
         for source in (self._touched, self.residency.touched, self._host.touched):
             touched |= source
@@ -203,7 +197,6 @@ class AdapterManager(Adapters):
         )
 
     def counters(self) -> dict[str, int]:
-        """See `Adapters.counters`."""
         return {
             "adapter_reads": self.num_reads,
             "adapter_writes": self.num_writes,
@@ -211,7 +204,6 @@ class AdapterManager(Adapters):
         }
 
     def sizes(self) -> dict[str, int]:
-        """See `Adapters.sizes`."""
         return {
             "adapter_moves": self._reader.num_open + self._writer.num_open,
             "adapter_stalls": sum(reader.current is not None for reader in self._stalled),
@@ -504,7 +496,6 @@ class _Read:
     error: Exception | None = None
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         try:
             entry = self.entry
             self.weights = self.store.read(entry.directory, is_lenient=entry.is_lenient)
@@ -512,7 +503,6 @@ class _Read:
             self.error = error
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         self.done(self.entry, self.weights, self.error)
 
 
@@ -527,12 +517,10 @@ class _Write:
     error: Exception | None = None
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         try:
             self.store.write(self.place, self.weights)
         except Exception as error:
             self.error = error
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         self.done(self.error)

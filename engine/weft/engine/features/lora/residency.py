@@ -73,12 +73,10 @@ class Residency:
     # -- for the scheduler (`AdapterResidency`) -------------------------------------------------
 
     def begin(self, digest: bytes) -> None:
-        """See `AdapterResidency.begin`."""
         self._num_requests[digest] = self._num_requests.get(digest, 0) + 1
         self.touched.add(digest)
 
     def end(self, digest: bytes) -> None:
-        """See `AdapterResidency.end`."""
         self._num_requests[digest] -= 1
         self.touched.add(digest)
         if not self._num_requests[digest]:
@@ -86,12 +84,10 @@ class Residency:
             self.is_changed = True
 
     def is_here(self, digest: bytes) -> bool:
-        """See `AdapterResidency.is_here`."""
         resident = self._residents.get(digest)
         return resident is not None and resident.is_here and not resident.leaves_for
 
     def enter(self, digest: bytes) -> int:
-        """See `AdapterResidency.enter`."""
         resident = self._residents[digest]
         assert resident.is_here
         assert not resident.leaves_for
@@ -103,7 +99,6 @@ class Residency:
         return resident.place.slot
 
     def leave(self, digest: bytes) -> None:
-        """See `AdapterResidency.leave`."""
         resident = self._residents[digest]
         assert resident.num_active > 0, "an adapter was left twice"
         resident.num_active -= 1
@@ -114,11 +109,9 @@ class Residency:
         self._touch(resident)
 
     def step_began(self, number: int) -> None:
-        """See `AdapterResidency.step_began`."""
         self._newest_step = number
 
     def step_ended(self, number: int) -> None:
-        """See `AdapterResidency.step_ended`."""
         if self._ended_step < self._idle_step <= number:
             self.is_changed = True
         self._ended_step = number

@@ -62,7 +62,6 @@ class AdaptedDrafter(Drafter):
             self._reader.give(_Read(self, digest, Path(order.directory) / DRAFT_FOLDER))
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """See `Drafter.draft`."""
         self._reader.take()
         if not self.drafters:
             return self._plain.draft(items)
@@ -79,7 +78,6 @@ class AdaptedDrafter(Drafter):
         return drafts
 
     def forget(self, slot: int) -> None:
-        """See `Drafter.forget`."""
         self._plain.forget(slot)
 
     def close(self) -> None:
@@ -119,9 +117,7 @@ class _Read:
         self._found: Drafter | None = None
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         self._found = self._owner.make(self._folder)
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         self._owner.made(self._digest, self._found)

@@ -60,11 +60,9 @@ class EagleDrafter(Drafter):
 
     @property
     def is_on_device(self) -> bool:
-        """See `Drafter.is_on_device`."""
         return self._graphs is not None
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """See `Drafter.draft`; proposes as many tokens as each item allows."""
         with torch.inference_mode():
             if items and items[0].tree is not None:
                 if self._tree_graphs is not None:

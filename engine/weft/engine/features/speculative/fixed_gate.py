@@ -24,7 +24,6 @@ class FixedGate(DraftGate):
         self._tree = max(tree_shapes(width), default=self._chain)
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
-        """See `DraftGate.shape`."""
         return self._tree if len(requests) <= MAX_TREE_REQUESTS else self._chain
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:

@@ -175,7 +175,6 @@ class MeasuredGate(DraftGate):
         """Whether the last step had prompt tokens, so that the next one probably has some too."""
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
-        """See `DraftGate.shape`."""
         num_requests = len(requests)
         choice = self._choice(num_requests)
         if self._num_resting:
@@ -210,7 +209,6 @@ class MeasuredGate(DraftGate):
         return NO_DRAFTS if self._is_dip(choice) else choice.best
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
-        """See `DraftGate.observe`."""
         self._num_ended += 1
         self._has_prompts = bool(plan.chunks)
         if self._num_resting and not plan.verifies:
@@ -442,7 +440,6 @@ class MeasuredGate(DraftGate):
         return found
 
     def depths(self) -> dict[int, int]:
-        """See `DraftGate.depths`."""
         return {size: choice.best.num_drafts for size, choice in sorted(self._choices.items())}
 
 

@@ -56,8 +56,6 @@ class ModelDrafter(Drafter):
         """Requests by slot."""
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """See `Drafter.draft`; a request gets no drafts while the draft model has many of its
-        tokens to read, or if there are no pages for it."""
         pieces = self._plan(items)
         drafts: list[Sequence[int]] = [()] * len(items)
         if pieces:
@@ -69,7 +67,6 @@ class ModelDrafter(Drafter):
         return drafts
 
     def forget(self, slot: int) -> None:
-        """See `Drafter.forget`: releases the slot's pages."""
         text = self._texts.pop(slot, None)
         if text is not None:
             self.memory.release(text.pages)

@@ -31,11 +31,9 @@ class NgramDrafter(Drafter):
         """Requests by slot."""
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """See `Drafter.draft`."""
         return [self._draft(item.request, item.max_drafts) for item in items]
 
     def forget(self, slot: int) -> None:
-        """See `Drafter.forget`."""
         self._texts.pop(slot, None)
 
     def _draft(self, request: Request, max_drafts: int) -> Sequence[int]:

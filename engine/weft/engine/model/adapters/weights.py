@@ -90,14 +90,12 @@ class HostWeights:
 
     @property
     def num_bytes(self) -> int:
-        """See `AdapterWeights.num_bytes`."""
         rows = sum(kind.num_bytes for kind in self.kinds.values())
         matrices = {id(one): one.data for one in self.whole.values()}.values()
         return rows + sum(data.numel() * data.element_size() for data in matrices)
 
     @property
     def needs(self) -> dict[str, int]:
-        """See `AdapterWeights.needs`."""
         needs = {name + WHOLE_SUFFIX: 1 for name in self.whole}
         for name, kind in self.kinds.items():
             needs[name] = len(kind.a.rows)

@@ -133,7 +133,6 @@ class BertModel(Encoder):
         self.classes = _classes(config, top, weights) if config.head == "classes" else None
 
     def encode(self, step: Step, batch: Ragged) -> torch.Tensor:
-        """See `Encoder.encode`."""
         x = self._words.index_select(0, step.token_ids)
         if self._positions is not None:
             places = step.positions + self._config.position_offset

@@ -38,7 +38,6 @@ class BidirectionalAttention:
 
     @property
     def has_own_kv(self) -> bool:
-        """See `Mixer.has_own_kv`."""
         return True
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
@@ -66,7 +65,6 @@ class BidirectionalAttention:
         return Query(torch.cat((q, k, v), dim=1))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
-        """See `Mixer.attend`."""
         own, spec = self._causal, self._causal.spec
         q, k, v = torch.split(query.q, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         reach = None if spec.window is None else spec.window - 1
@@ -75,11 +73,9 @@ class BidirectionalAttention:
         return Sum(mixed.flatten(1), own.o_proj, step.added("o", own.layer))
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return self._causal.folds(rows, step)
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return BidirectionalAttention, self._causal.shape_key()
 
 
@@ -98,5 +94,4 @@ class BidirectionalDecoder(Encoder):
         self.classes = decoder.classes
 
     def encode(self, step: Step, batch: Ragged) -> torch.Tensor:
-        """See `Encoder.encode`."""
         return self._stack.of_all_rows(replace(step, bounds=batch.bounds), _NO_POOL)

@@ -90,7 +90,6 @@ class Decoder(DecoderOnlyLM):
             self._head_bias = weights.read([bias], config.num_added_tokens, dtype=torch.float32)
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        """See `Model.kv_layout`."""
         parts, latent = self.config.decoder, self.config.latent
         assert parts is not None
         layout = super().kv_layout(page_size)
@@ -120,7 +119,6 @@ class Decoder(DecoderOnlyLM):
         return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)
 
     def finish_logits(self, logits: torch.Tensor, tokens: slice) -> None:
-        """See `DecoderOnlyLM.finish_logits`."""
         if self._head_bias is not None:
             logits.add_(self._head_bias[tokens])
         if self._multiplier != 1.0:

@@ -54,7 +54,6 @@ class ModernBertModel(Encoder):
         self.classes = _classes(config, top) if config.head == "classes" else None
 
     def encode(self, step: Step, batch: Ragged) -> torch.Tensor:
-        """See `Encoder.encode`."""
         x = self._norm(self._words.index_select(0, step.token_ids))
         for layer in self._layers:
             x = layer(x, batch)

@@ -143,7 +143,6 @@ class DraftedModel:
         return self._target.logits(hidden, lora)
 
     def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
-        """See `LogitsInParts.logits_part`."""
         return self._target.logits_part(hidden, tokens)
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -47,7 +47,6 @@ class EagleHead:
     def extend(
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftHead.extend`."""
         states = target.forward_all(step, pool)
         assert step.slots is not None, "a step of a drafted model names its slots"
         group = step.groups[self.group]
@@ -64,7 +63,6 @@ class EagleHead:
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `DraftHead.chain`."""
         return eagle_chain(state, token_ids, self.weight, chains, pool, self.layer)
 
 

@@ -62,7 +62,6 @@ class Eagle3Head:
     def extend(
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftHead.extend`."""
         rows, width = step.token_ids.shape[0], len(self.aux_layers) * target.config.hidden_size
         entries = self.entries(aux := kept.new_empty((rows, width)), step, kept, pool)
         hidden = target.forward(step, pool, Taps(self.aux_layers, aux, entries))
@@ -100,7 +99,6 @@ class Eagle3Head:
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `DraftHead.chain`."""
         return draft_chain(state, token_ids, self.weight, chains, pool, self.layer)
 
     def tree(

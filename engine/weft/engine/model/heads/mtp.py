@@ -81,7 +81,6 @@ class MtpHead:
     def extend(
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftHead.extend`."""
         states = target.forward_all(step, pool)
         assert step.slots is not None, "a step of a drafted model names its slots"
         group = step.groups[self.group]
@@ -105,7 +104,6 @@ class MtpHead:
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `DraftHead.chain`."""
         tokens = torch.zeros(chains.positions.shape, dtype=torch.int64, device=state.device)
         for number, count in enumerate(chains.counts):
             token_ids = token_ids[:count]

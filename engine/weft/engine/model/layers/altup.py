@@ -161,22 +161,18 @@ class AltUpLayer:
 
     @property
     def number(self) -> int:
-        """See `StackLayer.number`."""
         return self._layer.number
 
     @property
     def mixer(self) -> Mixer:
-        """See `StackLayer.mixer`."""
         return self._layer.mixer
 
     def begin(self, stream: Stream) -> Normed:
-        """See `StackLayer.begin`: the predictions take the stream's place."""
         predicted = self._altup.predicted(self._copies(stream.normed(None).value))
         stream.replace(predicted.flatten(1))
         return Normed(self._normed(predicted))
 
     def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
-        """See `StackLayer.finish`."""
         predicted = self._copies(stream.settle())
         begun = (predicted[:, 0] + self._laurel(self._normed(predicted))) * 0.5**0.5
         first = stream_of(begun, None, stream.peers)
@@ -197,10 +193,8 @@ class AltUpLayer:
         return self._layer.input_norm(predicted[:, 0].contiguous())
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `StackLayer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `StackLayer.shape_key`."""
         part, laurel = self._part.shape_key(), self._laurel.shape_key()
         return AltUpLayer, self._layer.shape_key(), part, laurel

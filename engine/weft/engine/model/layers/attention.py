@@ -181,15 +181,12 @@ class Attention:
 
     @property
     def has_own_kv(self) -> bool:
-        """See `Mixer.has_own_kv`."""
         return True
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        """See `Mixer.move`."""
         self.group, self.in_pool, self._plane = group, in_pool, plane
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """See `Mixer.prepare`: on a GPU the layer's page group is settled."""
         group = step.groups[self.group]
         pool = plane_of(group, pool, self._plane)
         if not pool.is_cuda or group.is_settled:
@@ -259,12 +256,10 @@ class Attention:
         return Sum(mixed, self.o_proj, step.added("o", self.layer))
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         to_qkv, to_o = (step.added(group, self.layer) for group in ("qkv", "o"))
         return can_fold(rows, self.qkv_proj, to_qkv, self.o_proj, to_o)
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         products = shape_of(self.qkv_proj), shape_of(self.o_proj)
         own = id(self.cos_sin), self.is_usual, self.spec.scale, self.spec.is_chunked, self._plane
         return Attention, products, own

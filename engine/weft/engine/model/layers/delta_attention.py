@@ -125,7 +125,6 @@ class DeltaAttention(RecurrentMixer):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.parts`: the state and the last inputs of the convolutions."""
         dim = self.config.dim
         tail = (self.conv.shape[1], self.config.taps - 1)
         return (
@@ -135,7 +134,6 @@ class DeltaAttention(RecurrentMixer):
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.ring`: inputs of the convolutions, decays and beta of each head."""
         return (
             StatePart("qkv", (self.conv.shape[1],), self.dtype),
             StatePart("decay", (self.heads, self.config.dim), "float32"),
@@ -144,12 +142,10 @@ class DeltaAttention(RecurrentMixer):
 
     @property
     def found(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.found`: keys and updates."""
         shape = self.heads, self.config.dim
         return StatePart("key", shape, self.dtype), StatePart("update", shape, self.dtype)
 
     def project(self, x: Normed, step: Step) -> Projected:
-        """See `RecurrentMixer.project`."""
         products, of_heads = self.projections, (self.heads, self.config.dim)
         qkv = x.linear(products.qkv, None)
         by_kind = qkv.view(len(qkv), 3, *of_heads)
@@ -172,7 +168,6 @@ class DeltaAttention(RecurrentMixer):
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """See `RecurrentMixer.scan`."""
         (qkv, decay, beta), (state, tail) = inputs, states
         mixed, tail = short_conv(qkv, self.conv, None, tail, sequences, has_silu=True)
         q, k, v = torch.unflatten(mixed, 1, (self.heads, 3, self.config.dim)).unbind(2)
@@ -182,9 +177,7 @@ class DeltaAttention(RecurrentMixer):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """See `RecurrentMixer.few_rows`."""
         return step_heads(self._form, rows, memory, inputs)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentMixer.gated`."""
         return gated_norm(out, gate, self.norm, self.config.eps, form="sigmoid").flatten(1)

@@ -30,7 +30,6 @@ class ExpertsBesideMLP:
         self._mlp, self._experts, self._norms = mlp, experts, norms
 
     def __call__(self, x: Normed, step: Step) -> Computed:
-        """See `FeedForward`."""
         norms, hidden, stream = self._norms, x.value, Stream(x.value)
         mlp = stream.computed(self._mlp(Normed(norms.mlp(hidden)), step))
         routed = self._experts(Normed(norms.experts(hidden)), step)
@@ -39,9 +38,7 @@ class ExpertsBesideMLP:
         return Computed(norms.mlp_post(mlp) + norms.experts_post(stream.computed(routed)))
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return ExpertsBesideMLP, self._mlp.shape_key(), self._experts.shape_key()

@@ -64,17 +64,14 @@ class GatedConv(RecurrentMixer):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.parts`: the last inputs of the convolution."""
         taps, channels = self.conv.shape
         return (StatePart("conv", (channels, taps - 1), self.dtype),)
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.ring`: inputs of the convolution."""
         return (StatePart("bx", (self.conv.shape[1],), self.dtype),)
 
     def project(self, x: Normed, step: Step) -> Projected:
-        """See `RecurrentMixer.project`."""
         added = step.added("state_in", self.layer)
         b, c, values = x.linear(self.in_proj, added).chunk(3, dim=1)
         return Projected((b * values,), c)
@@ -82,7 +79,6 @@ class GatedConv(RecurrentMixer):
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """See `RecurrentMixer.scan`."""
         (bx,), (tail,) = inputs, states
         out, tail = short_conv(bx, self.conv, self.conv_bias, tail, sequences, has_silu=False)
         return out, (tail,)
@@ -90,9 +86,7 @@ class GatedConv(RecurrentMixer):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """See `RecurrentMixer.few_rows`."""
         return step_conv(self.conv, self.conv_bias, rows, memory, inputs[0])
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentMixer.gated`."""
         return gate * out

@@ -137,7 +137,6 @@ class GatedDelta(RecurrentMixer):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         state = (self.value_heads, config.key_dim, config.value_dim)
         tail = (self.conv.shape[1], config.taps - 1)
@@ -145,7 +144,6 @@ class GatedDelta(RecurrentMixer):
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.ring`: inputs of the convolution, decay and beta of each value head."""
         return (
             StatePart("qkv", (self.conv.shape[1],), self.dtype),
             StatePart("decay", (self.value_heads,), "float32"),
@@ -154,14 +152,12 @@ class GatedDelta(RecurrentMixer):
 
     @property
     def found(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.found`: keys and updates."""
         return (
             StatePart("key", (self.key_heads, self.config.key_dim), self.dtype),
             StatePart("update", (self.value_heads, self.config.value_dim), self.dtype),
         )
 
     def project(self, x: Normed, step: Step) -> Projected:
-        """See `RecurrentMixer.project`."""
         added = [step.added("state_in", self.layer), step.added("state_gates", self.layer)]
         if not self.config.is_fused:
             added.insert(1, step.added("state_z", self.layer))
@@ -177,14 +173,12 @@ class GatedDelta(RecurrentMixer):
         return Projected((qkv, found[-1]), gate)
 
     def ring_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """See `RecurrentMixer.ring_inputs`."""
         qkv, ba = inputs
         return qkv.flatten(1), *delta_gates(ba, *self._gates)
 
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """See `RecurrentMixer.scan`."""
         (qkv, decay, beta), (state, tail), form = inputs, states, self._form
         before = tail if form.in_tails is None else tail.index_select(1, form.in_tails)
         mixed, tail = short_conv(qkv, self.conv, None, before, sequences, has_silu=True)
@@ -204,10 +198,8 @@ class GatedDelta(RecurrentMixer):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """See `RecurrentMixer.few_rows`."""
         qkv, ba = inputs
         return step_delta(self._form, self._gates, rows, memory, (qkv, ba))
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentMixer.gated`."""
         return gated_norm(out, gate, self.norm, self.config.eps).flatten(1)

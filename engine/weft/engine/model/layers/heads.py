@@ -38,7 +38,6 @@ class Clip:
     """Largest magnitude."""
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """See `HeadChange`; V is bounded too."""
         return qkv.clamp(-self.limit, self.limit)
 
 
@@ -52,7 +51,6 @@ class WidthNorms:
     """Weight [Hkv * D]."""
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """See `HeadChange`."""
         kv_size = (qkv.shape[1] - q_size) // 2
         q, k, v = torch.split(qkv, [q_size, kv_size, kv_size], dim=1)
         return torch.cat((self.q(q.contiguous()), self.k(k.contiguous()), v), dim=1)
@@ -69,7 +67,6 @@ class LayerNorms:
     eps: float
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """See `HeadChange`."""
         heads, dim = self.weight.shape
         both, v = qkv[:, : heads * dim], qkv[:, heads * dim :]
         wide = both.reshape(-1, heads, dim).float()
@@ -86,7 +83,6 @@ class PlainNorms:
     eps: float
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """See `HeadChange`."""
         kv_size = (qkv.shape[1] - q_size) // 2
         both, v = qkv[:, : q_size + kv_size], qkv[:, q_size + kv_size :]
         return torch.cat((_plain_rms(both, self.dim, self.eps), v), dim=1)
@@ -104,7 +100,6 @@ class Values:
     """Epsilon of the norm; None: there is none."""
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """See `HeadChange`; the V that is given may be narrower."""
         kv_heads = (qkv.shape[1] - q_size) // (self.dim + self.value_dim)
         begin = q_size + kv_heads * self.dim
         before, v = qkv[:, :begin], qkv[:, begin:]
@@ -130,7 +125,6 @@ class Rotation:
     rotary: Rotary
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """See `HeadChange`."""
         dim, kv_size = self.rotary.cos_sin.shape[1], (qkv.shape[1] - q_size) // 2
         both, v = qkv[:, : q_size + kv_size], qkv[:, q_size + kv_size :]
         turns = self.rotary.cos_sin[positions]

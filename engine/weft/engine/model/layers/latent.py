@@ -174,15 +174,12 @@ class LatentAttention:
 
     @property
     def has_own_kv(self) -> bool:
-        """See `Mixer.has_own_kv`."""
         return True
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        """See `Mixer.move`."""
         self.group, self.in_pool = group, in_pool
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """See `Mixer.prepare`: the work of rows alone is divided once for all layers."""
         group = step.groups[self.group]
         made = self._planned(group, self.o_proj.dtype, rows, pool)
         if made is group:
@@ -331,11 +328,9 @@ class LatentAttention:
         return k, torch.bmm(of_all, to_values).transpose(0, 1)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return LatentAttention, shape_of(self.down_proj), shape_of(self.o_proj)
 
 

@@ -30,5 +30,4 @@ class Laurel:
         return x + self._norm(linear(linear(x, self._left), self._right))
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return Laurel, shape_of(self._left)

@@ -154,11 +154,9 @@ class Layer(NamedTuple):
     form: Form = Form()
 
     def begin(self, stream: Stream) -> Normed:
-        """See `StackLayer.begin`."""
         return stream.normed(self.input_norm)
 
     def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
-        """See `StackLayer.finish`."""
         form = self.form
         mixed = self.mixer.attend(query, step, pool)
         if form.kept is not None:
@@ -192,7 +190,6 @@ class Layer(NamedTuple):
         stream.add(fed)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `StackLayer.folds`."""
         is_usual = self.form == Form() and all(
             isinstance(norm, Norm) for norm in (self.input_norm, self.post_norm)
         )
@@ -201,7 +198,6 @@ class Layer(NamedTuple):
         return self.mixer.folds(rows, step) and self.feed.folds(rows, step)
 
     def shape_key(self) -> object:
-        """See `StackLayer.shape_key`."""
         form = self.form
         norms = (self.input_norm, self.post_norm, form.mixer_post, form.feed_post, form.last_post)
         last = None if form.last is None else form.last.shape_key()

@@ -91,12 +91,10 @@ class Lightning(Mamba2):
         )
 
     def project(self, x: Normed, step: Step) -> Projected:
-        """See `RecurrentMixer.project`."""
         q, k, v = x.linear(self.in_proj, None).chunk(3, dim=1)
         time_steps = torch.ones((len(q), self.config.heads), device=q.device)
         return Projected((torch.cat((v, k, q), dim=1), time_steps), x.linear(self.gate, None))
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentMixer.gated`."""
         normed = self.whole_norm(out.reshape(gate.shape).contiguous())
         return normed * torch.sigmoid(gate)

@@ -96,7 +96,6 @@ class Mamba(RecurrentMixer):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         return (
             StatePart("state", (config.state_size, config.width), "float32"),
@@ -105,11 +104,9 @@ class Mamba(RecurrentMixer):
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.ring`: inputs of the convolution."""
         return (StatePart("x", (self.config.width,), self.dtype),)
 
     def project(self, x: Normed, step: Step) -> Projected:
-        """See `RecurrentMixer.project`."""
         added = step.added("state_in", self.layer)
         values, gate = x.linear(self.in_proj, added).chunk(2, dim=1)
         return Projected((values,), gate)
@@ -117,7 +114,6 @@ class Mamba(RecurrentMixer):
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """See `RecurrentMixer.scan`."""
         (values,), (state, tail), config = inputs, states, self.config
         x, tail = short_conv(values, self.conv, self.conv_bias, tail, sequences, has_silu=True)
         found = linear(x, self.selection.x_proj)
@@ -132,9 +128,7 @@ class Mamba(RecurrentMixer):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """See `RecurrentMixer.few_rows`: these layers run on a CPU alone."""
         raise AssertionError("models with such layers are not loaded on a GPU")
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentMixer.gated`."""
         return gated_norm(out[:, None], gate[:, None], None, self.config.eps)[:, 0]

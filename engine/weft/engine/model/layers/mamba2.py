@@ -135,7 +135,6 @@ class Mamba2(RecurrentMixer):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         state = (config.heads, config.state_size, config.head_dim)
         # By group, so that a rank's groups are one range.
@@ -144,7 +143,6 @@ class Mamba2(RecurrentMixer):
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.ring`: inputs of the convolution, and time steps."""
         return (
             StatePart("xbc", (self.conv.shape[1],), self.dtype),
             StatePart("dt", (self.config.heads,), "float32"),
@@ -152,7 +150,6 @@ class Mamba2(RecurrentMixer):
 
     @property
     def found(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.found`: keys and updates."""
         config = self.config
         return (
             StatePart("key", (config.groups, config.state_size), self.dtype),
@@ -160,7 +157,6 @@ class Mamba2(RecurrentMixer):
         )
 
     def project(self, x: Normed, step: Step) -> Projected:
-        """See `RecurrentMixer.project`."""
         config = self.config
         widths = [self._inner, self.conv.shape[1], config.heads]
         added = step.added("state_in", self.layer)
@@ -177,7 +173,6 @@ class Mamba2(RecurrentMixer):
     def scan(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """See `RecurrentMixer.scan`."""
         (xbc, dt), (state, tail), config = inputs, states, self.config
         before = tail.flatten(1, 2)
         if self._orders is not None:
@@ -194,11 +189,9 @@ class Mamba2(RecurrentMixer):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """See `RecurrentMixer.few_rows`."""
         return step_heads(self._form, rows, memory, inputs)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentMixer.gated`."""
         first = self.config.norm == "behind gate"
         grouped = out.reshape(gate.shape)
         normed = gated_norm(grouped, gate, self.norm, self.config.eps, gates_first=first)

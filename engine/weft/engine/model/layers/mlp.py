@@ -83,7 +83,6 @@ class GatedMLP:
         return cls(layer, gate_up_proj, weights.linear(of_down))
 
     def __call__(self, x: Normed, step: Step) -> GatedSum:
-        """See `FeedForward`."""
         to_gate_up = step.added("gate_up", self.layer)
         to_down = step.added("down", self.layer)
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
@@ -93,12 +92,10 @@ class GatedMLP:
         return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         to_gate_up, to_down = (step.added(name, self.layer) for name in ("gate_up", "down"))
         return can_fold(rows, self.gate_up_proj, to_gate_up, self.down_proj, to_down)
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return GatedMLP, shape_of(self.gate_up_proj), shape_of(self.down_proj)
 
 
@@ -119,7 +116,6 @@ class PlainMLP:
     """Factors on the gate before its activation, and on the result."""
 
     def __call__(self, x: Normed, step: Step) -> Sum | Computed:
-        """See `FeedForward`."""
         inner = x.linear(self.up_proj, step.added("gate_up", self.layer))
         added = Sum(self._made(inner), self.down_proj, step.added("down", self.layer))
         if self.factors[1] == 1.0:
@@ -139,10 +135,8 @@ class PlainMLP:
         return self.activation.of(inner)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         products = shape_of(self.up_proj), shape_of(self.down_proj)
         return PlainMLP, products, self.activation, self.is_gated

@@ -88,7 +88,6 @@ class SparseMLP:
         return cls(layer, weight, shared, weights.linear(gate))
 
     def __call__(self, x: Normed, step: Step) -> Combine | SharedCombine:
-        """See `FeedForward`."""
         routed = Combine(x, self.weight, step.lora, self.layer)
         if self.shared is None:
             return routed
@@ -96,11 +95,9 @@ class SparseMLP:
         return SharedCombine(shared, self.shared_gate, routed, self.shared_factor)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`: the router needs the norm's result."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         w, experts = self.weight, self.weight.experts
         shared = None if self.shared is None else self.shared.shape_key()
         return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k, shared

@@ -24,15 +24,12 @@ class ParallelBlock:
 
     @property
     def has_own_kv(self) -> bool:
-        """See `Mixer.has_own_kv`."""
         return True
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        """See `Mixer.move`."""
         self.attention.move(group, in_pool, plane)
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """See `Mixer.prepare`."""
         return self.attention.prepare(step, rows, pool)
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
@@ -53,9 +50,7 @@ class ParallelBlock:
         return Computed(first + second, is_partial=True)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return ParallelBlock, self.attention.shape_key(), self.recurrent.shape_key()

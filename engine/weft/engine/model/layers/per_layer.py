@@ -57,15 +57,12 @@ class PerLayerPart:
         self._activation: Activation = activation
 
     def __call__(self, x: Normed, step: Step) -> Sum:
-        """See `FeedForward`."""
         assert step.per_layer is not None, "the stack computes the parts of all layers"
         gate = activate(x.linear(self._gate, None), self._activation, is_gated=False)
         return Sum(gate * step.per_layer[:, self._layer], self._proj, None)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return PerLayerPart, shape_of(self._gate), shape_of(self._proj)

@@ -93,7 +93,6 @@ class PlainSparseMLP:
         )
 
     def __call__(self, x: Normed, step: Step) -> Computed:
-        """See `FeedForward`."""
         config = self.config
         logits = linear(x.value, self.router, out_dtype=torch.float32)
         routing = route(
@@ -113,11 +112,9 @@ class PlainSparseMLP:
         return Computed(Sum(inner, self.shared[1], None).added_to(made), is_partial=True)
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         experts = self.experts
         inner = shape_of(experts.up[0]) if experts.stacked is None else experts.stacked[0].shape
         return PlainSparseMLP, shape_of(self.router), inner

@@ -60,7 +60,6 @@ class RecurrentMixer(ABC):
 
     @property
     def found(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.found`."""
         return ()
 
     @abstractmethod
@@ -94,15 +93,12 @@ class RecurrentMixer(ABC):
 
     @property
     def has_own_kv(self) -> bool:
-        """See `Mixer.has_own_kv`."""
         return True
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        """See `Mixer.move`: there are no pages."""
         return
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """See `Mixer.prepare`."""
         return step
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
@@ -118,11 +114,9 @@ class RecurrentMixer(ABC):
         return Sum(query.q, self.out_proj, step.added("state_out", self.layer))
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return type(self), shape_of(self.out_proj), self.parts
 
 

@@ -40,15 +40,12 @@ class SharedAttention:
 
     @property
     def has_own_kv(self) -> bool:
-        """See `Mixer.has_own_kv`."""
         return False
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        """See `Mixer.move`."""
         self.group, self.in_pool, self._plane = group, in_pool, plane
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """See `Mixer.prepare`."""
         return step
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
@@ -70,9 +67,7 @@ class SharedAttention:
         return Sum(mixed, self.o_proj, step.added("o", self.layer))
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
         return False
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
         return SharedAttention, shape_of(self.q_proj), shape_of(self.o_proj)

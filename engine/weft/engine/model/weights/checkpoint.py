@@ -104,11 +104,9 @@ class Checkpoint:
         return any(name.startswith(prefix) for name in self._tensors)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """See `CheckpointReader.shape_of`."""
         return self._tensors[name].shape if name in self._tensors else None
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """See `CheckpointReader.dtype_of`."""
         return _DTYPES.get(self._tensors[name].dtype) if name in self._tensors else None
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
@@ -183,7 +181,6 @@ class Checkpoint:
         return True
 
     def skip(self, prefix: str) -> None:
-        """See `CheckpointReader.skip`."""
         self._skipped.add(prefix)
 
     def finish(self) -> None:

@@ -66,11 +66,9 @@ class GgufFile:
         self._tensors.clear()
 
     def has(self, name: str) -> bool:
-        """See `CheckpointReader.has`."""
         return name in self._tensors
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """See `CheckpointReader.shape_of`."""
         if name not in self._tensors:
             return None
         return tuple(int(size) for size in reversed(self._tensors[name][0].shape))
@@ -80,7 +78,6 @@ class GgufFile:
         return None
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """See `CheckpointReader.read_into`; integers are dequantised in float32."""
         from gguf.quants import dequantize
 
         if part.name not in self._tensors:
@@ -132,11 +129,9 @@ class GgufFile:
         return GgufGroups(first, second, rest[0] if rest else None, bits)
 
     def skip(self, prefix: str) -> None:
-        """See `CheckpointReader.skip`."""
         self._left = {name for name in self._left if not name.startswith(prefix)}
 
     def finish(self) -> None:
-        """See `CheckpointReader.finish`."""
         for problem, names in (
             ("lacks tensors", self._missing),
             ("has tensors that the model does not use", sorted(self._left)),

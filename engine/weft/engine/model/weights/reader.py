@@ -76,27 +76,21 @@ class Wrapped:
         self._reader = reader
 
     def has(self, name: str) -> bool:
-        """See `CheckpointReader.has`."""
         return self._reader.has(name)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """See `CheckpointReader.shape_of`."""
         return self._reader.shape_of(name)
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """See `CheckpointReader.dtype_of`."""
         return self._reader.dtype_of(name)
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """See `CheckpointReader.read_into`."""
         self._reader.read_into(part, out)
 
     def skip(self, prefix: str) -> None:
-        """See `CheckpointReader.skip`."""
         self._reader.skip(prefix)
 
     def finish(self) -> None:
-        """See `CheckpointReader.finish`."""
         self._reader.finish()
 
 
@@ -113,23 +107,18 @@ class Renamed(Wrapped):
         self._name_of = name_of
 
     def has(self, name: str) -> bool:
-        """See `CheckpointReader.has`."""
         return self._reader.has(self._name_of(name))
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """See `CheckpointReader.shape_of`."""
         return self._reader.shape_of(self._name_of(name))
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """See `CheckpointReader.dtype_of`."""
         return self._reader.dtype_of(self._name_of(name))
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """See `CheckpointReader.read_into`."""
         self._reader.read_into(part._replace(name=self._name_of(part.name)), out)
 
     def skip(self, prefix: str) -> None:
-        """See `CheckpointReader.skip`."""
         self._reader.skip(self._name_of(prefix))
 
 
@@ -146,12 +135,10 @@ class Transposed(Wrapped):
         self._is_transposed = is_transposed
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """See `CheckpointReader.shape_of`."""
         found = self._reader.shape_of(name)
         return found[::-1] if found is not None and self._turns(name, found) else found
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """See `CheckpointReader.read_into`."""
         if not self._turns(part.name, part.shape):
             self._reader.read_into(part, out)
             return

@@ -21,7 +21,6 @@ class SkipMetaChecks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """See `torch.overrides.TorchFunctionMode`."""
         answer = _ANSWERS.get(func)
         if answer is not None and args[0].is_meta:
             return answer()

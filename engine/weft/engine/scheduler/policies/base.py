@@ -80,25 +80,20 @@ class SortedQueue:
         return (request.timeline.submitted_at, request.arrival)
 
     def add(self, request: Request) -> None:
-        """See `AdmissionQueue.add`."""
         insort(self._entries, (self.key(request), request), key=_key_of)
 
     def remove(self, request: Request) -> None:
-        """See `AdmissionQueue.remove`."""
         index = bisect_left(self._entries, self.key(request), key=_key_of)
         assert self._entries[index][1] is request, "the request is not queued"
         del self._entries[index]
 
     def candidates(self, now: float) -> Iterator[Request]:
-        """See `AdmissionQueue.candidates`."""
         return iter(self)
 
     def precedes(self, one: Request, other: Request) -> bool:
-        """See `AdmissionQueue.precedes`."""
         return self.key(one) < self.key(other)
 
     def rank(self, request: Request) -> float:
-        """See `AdmissionQueue.rank`: all are equal by default."""
         return 0.0
 
     def observe(self, running: Iterable[Request]) -> None:

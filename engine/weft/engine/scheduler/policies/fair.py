@@ -39,7 +39,6 @@ class FairQueue:
         self._count = 0
 
     def add(self, request: Request) -> None:
-        """See `AdmissionQueue.add`."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             if len(self._tenants) >= MAX_IDLE_TENANTS:
@@ -51,32 +50,26 @@ class FairQueue:
         self._count += 1
 
     def remove(self, request: Request) -> None:
-        """See `AdmissionQueue.remove`."""
         self._tenants[request.tenant].queue.remove(request)
         self._count -= 1
 
     def candidates(self, now: float) -> Iterator[Request]:
-        """See `AdmissionQueue.candidates`."""
         return iter(self)
 
     def precedes(self, one: Request, other: Request) -> bool:
-        """See `AdmissionQueue.precedes`."""
         first, second = (self._tenants.get(request.tenant) for request in (one, other))
         if first is second or first is None or second is None:
             return one.arrival < other.arrival
         return first.served < second.served
 
     def rank(self, request: Request) -> float:
-        """See `AdmissionQueue.rank`: all are equal."""
         return 0.0
 
     def observe(self, running: Iterable[Request]) -> None:
-        """See `AdmissionQueue.observe`."""
         for request in running:
             self._charge_output(request)
 
     def on_admitted(self, request: Request) -> None:
-        """See `AdmissionQueue.on_admitted`."""
         tenant = self._tenants[request.tenant]
         self._level = max(self._level, tenant.served)
         if request.awaits_first_token:
@@ -85,7 +78,6 @@ class FairQueue:
             request.num_charged_tokens = request.num_generated
 
     def on_ended(self, request: Request) -> None:
-        """See `AdmissionQueue.on_ended`."""
         self._charge_output(request)
 
     def __len__(self) -> int:

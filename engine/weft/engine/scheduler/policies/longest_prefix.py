@@ -36,12 +36,10 @@ class LongestPrefixQueue(SortedQueue):
         self._turn = 0
 
     def remove(self, request: Request) -> None:
-        """See `AdmissionQueue.remove`."""
         super().remove(request)
         self._known.pop(request, None)
 
     def candidates(self, now: float) -> Iterator[Request]:
-        """See `AdmissionQueue.candidates`."""
         first = list(islice(self, WINDOW))
         self._look_up(first)
         aged = now - self._ageing_s

@@ -24,10 +24,8 @@ class PriorityQueue(SortedQueue):
         self._ageing_s = ageing_s
 
     def key(self, request: Request) -> Key:
-        """See `SortedQueue.key`."""
         priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
         return (priority * self._ageing_s + request.timeline.submitted_at, request.arrival)
 
     def rank(self, request: Request) -> float:
-        """See `AdmissionQueue.rank`: the most urgent first."""
         return request.priority

@@ -29,20 +29,16 @@ class ShortestRemainingQueue(SortedQueue):
         """
 
     def key(self, request: Request) -> Key:
-        """See `SortedQueue.key`."""
         if request not in self._keys:
             self._keys[request] = (self.rank(request), request.arrival)
         return self._keys[request]
 
     def remove(self, request: Request) -> None:
-        """See `AdmissionQueue.remove`."""
         super().remove(request)
         del self._keys[request]
 
     def precedes(self, one: Request, other: Request) -> bool:
-        """See `AdmissionQueue.precedes`."""
         return self.rank(one) < self.rank(other)
 
     def rank(self, request: Request) -> float:
-        """See `AdmissionQueue.rank`: a prompt advances as its tokens are computed."""
         return request.timeline.submitted_at + self._s_per_token * request.num_to_compute

@@ -110,7 +110,6 @@ class BlockAccess(Companion):
         on_given_up: Callable[[Evicted], None],
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
-        """See `Companion.watch`."""
         self.owner.on_given_up = on_given_up
         if on_kept is not None:
             self.owner.on_kept.append(on_kept)
@@ -118,7 +117,6 @@ class BlockAccess(Companion):
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """See `Companion.find`."""
         for border in range(len(keys), first, -1):
             found = _held_at(keys[border - 1], self.num_pages, tiers)
             if found is not None:
@@ -126,17 +124,14 @@ class BlockAccess(Companion):
         return [], None
 
     def lend(self, request: Request, border: int) -> list[int] | None:
-        """See `Companion.lend`."""
         block = self.owner.lend()
         return None if block is None else [block]
 
     def give_back(self, pieces: Sequence[int]) -> None:
-        """See `Companion.give_back`."""
         for block in pieces:
             self.owner.give_back(block)
 
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
-        """See `Companion.adopt`."""
         self.owner.adopt(request, border, pieces[0])
         self.owner.committed(request)
 
@@ -152,13 +147,11 @@ class WindowAccess(Companion):
         on_given_up: Callable[[Evicted], None],
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
-        """See `Companion.watch`; what fills bring is copied down when the pool gives it up."""
         self.owner.on_given_up = on_given_up
 
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """See `Companion.find`."""
         found: list[tuple[list[bytes], list[Tier]]] = []
         border = index = len(keys)
         while index > max(first, self.owner.first_needed(border)):
@@ -175,15 +168,12 @@ class WindowAccess(Companion):
         return _cut(runs, border), FoundBlock(border, names, holders)
 
     def lend(self, request: Request, border: int) -> list[int] | None:
-        """See `Companion.lend`."""
         return self.owner.lend(request, border)
 
     def give_back(self, pieces: Sequence[int]) -> None:
-        """See `Companion.give_back`."""
         self.owner.give_back(pieces)
 
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
-        """See `Companion.adopt`."""
         self.owner.adopt(request, border, pieces)
 
 

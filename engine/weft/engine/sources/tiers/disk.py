@@ -93,7 +93,6 @@ class PageFiles:
         self.remove(PagePlace(0, page.name, page.digest))
 
     def read(self, place: PagePlace, into: Page) -> bool:
-        """See `Medium.read`."""
         path = self._path(place)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -114,7 +113,6 @@ class PageFiles:
         return True
 
     def write(self, place: PagePlace, content: Page) -> None:
-        """See `Medium.write`."""
         if faults.TIER_DISK_WRITE.is_armed:
             faults.TIER_DISK_WRITE.fire()
         path, new = self._path(place), self._new / str(next(self._numbers))
@@ -135,14 +133,12 @@ class PageFiles:
             raise
 
     def remove(self, place: PagePlace) -> None:
-        """See `Medium.remove`."""
         try:
             self._path(place).unlink(missing_ok=True)
         except OSError:  # The next start finds and counts the file.
             return
 
     def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
-        """See `Medium.direct`: devices cannot copy from and to files."""
         return None
 
     def close(self) -> None:

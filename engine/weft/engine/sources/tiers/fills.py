@@ -41,24 +41,20 @@ class TieredFills:
         owner.on_filled = self._filled
 
     def next_state(self, request: Request) -> State:
-        """See `Fills.next_state`."""
         if self._tiers is not None and self._tiers.plan(request):
             return State.LOADING
         self._pass_over_stores(request)
         return self._owner.next_state(request)
 
     def has_room(self, request: Request) -> bool:
-        """See `Fills.has_room`."""
         return self._owner.has_room(request)
 
     def start(self, request: Request) -> bool:
-        """See `Fills.start`."""
         if self._tiers is not None and self._tiers.start(request):
             return True
         return self._owner.start(request)
 
     def abandon(self, request: Request) -> None:
-        """See `Fills.abandon`."""
         if self._tiers is None or not self._tiers.abandon(request):
             self._owner.abandon(request)
 

@@ -52,20 +52,17 @@ class HostMemory:
         return row
 
     def read(self, place: PagePlace, into: Page) -> bool:
-        """See `Medium.read`."""
         self._damage(place)
         np.copyto(into, self.row(place))
         return True
 
     def write(self, place: PagePlace, content: Page) -> None:
-        """See `Medium.write`."""
         np.copyto(self.row(place), content)
 
     def remove(self, place: PagePlace) -> None:
         """See `Medium.remove`; does nothing, since the next page overwrites the slot."""
 
     def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
-        """See `Medium.direct`."""
         if self.pinned is None:
             return None
         if is_read:

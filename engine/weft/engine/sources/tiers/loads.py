@@ -93,7 +93,6 @@ class LoadChunk:
     duration_s: float = 0.0
 
     def run(self) -> None:
-        """See `BackgroundJob.run`; stops at the first page that is missing or corrupt."""
         started_at = time.monotonic()
         self.is_begun = True
         try:
@@ -138,7 +137,6 @@ class LoadChunk:
         return num_good
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         for load in self.loads:
             load.end()
         self.ended(self)
@@ -156,12 +154,10 @@ class FetchMove:
     """Destination in host memory."""
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         if self.is_wanted(self.request) and self.load.run(self.into):
             self.save.arrived(self.load.place.digest)
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         self.load.end()
         self.save.end()
 

@@ -21,10 +21,8 @@ class Removal:
         self._places = list(places)
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         while self._places:
             self._tier.medium.remove(self._places.pop())
 
     def end(self) -> None:
-        """See `BackgroundJob.end`; the next save deletes pages that could not be deleted."""
         self._tier.remove_with_next_save(self._places)

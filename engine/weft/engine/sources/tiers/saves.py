@@ -25,7 +25,6 @@ class HostSave:
     duration_s: float = 0.0
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         started_at = time.monotonic()
         row = self.save.direct()
         if row is None:
@@ -35,7 +34,6 @@ class HostSave:
         self.duration_s = time.monotonic() - started_at
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         self.tier.counters.save_us += int(self.duration_s * 1e6)
         self.save.end()
         self.ended(self)
@@ -50,11 +48,9 @@ class DigestSave:
     ended: Callable[[PageName], None]
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         self.save.arrived(digest_of(self.row))
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         self.save.end()
         self.ended(self.save.name)
 
@@ -74,13 +70,11 @@ class DiskSave:
     duration_s: float = 0.0
 
     def run(self) -> None:
-        """See `BackgroundJob.run`."""
         started_at = time.monotonic()
         self.save.run(self.row, self.place.digest)
         self.duration_s = time.monotonic() - started_at
 
     def end(self) -> None:
-        """See `BackgroundJob.end`."""
         self.disk.counters.save_us += int(self.duration_s * 1e6)
         self.save.end()
         self.ended(self)

@@ -287,7 +287,6 @@ class Tier:
     # -- called by loads and saves ---------------------------------------------------------------
 
     def ended(self, load: PageLoad) -> None:
-        """See `PageLoad.end`."""
         counters = self.counters
         if load.outcome == "done":
             counters.loaded_pages += 1
@@ -306,7 +305,6 @@ class Tier:
         self.pages.unpin(load.place)
 
     def saved(self, save: PageSave) -> None:
-        """See `PageSave.end`."""
         if save.outcome == "done":
             self.counters.saved_pages += 1
             self.counters.saved_bytes += self.page_bytes

@@ -524,7 +524,6 @@ class Tiers:
     def _find_block(
         self, request: Request, runs: list[TierRun], held: int, begin: int
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """See `Companion.find`; pool and tiers hold the prompt's first `held` pages."""
         assert self._blocks is not None
         tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
         keys = request.keys.upto(request.tokens, held)

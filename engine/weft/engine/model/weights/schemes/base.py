@@ -48,11 +48,9 @@ class QuantisedScheme(ABC):
         return self.quantization.source == "load"
 
     def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
-        """See `Scheme.fingerprint`."""
         return self.quantization.fingerprint()
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
-        """See `Scheme.linear`."""
         if self.quantization.has_kv_scales:
             _check_kv_scales(spec, weights)
         if self.ignores(spec, weights):
@@ -62,11 +60,9 @@ class QuantisedScheme(ABC):
         return pack(matrix, read_bias(spec, weights), weights.arena, weights.dtype)
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
-        """See `Scheme.experts`."""
         return packed_experts(self._experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        """See `Scheme.head`; here it stays in floats."""
         return self.plain.head(matrix, weights)
 
     @abstractmethod

@@ -33,7 +33,6 @@ class Fp8Scheme(QuantisedScheme):
     """
 
     def matrix(self, spec: LinearSpec, weights: Weights) -> Fp8Matrix:
-        """See `QuantisedScheme.matrix`."""
         parts = spec.weights(weights.shard)
         data = weights.read(parts, dtype=FP8)
         if self.quantization.has_input_scale:
@@ -97,7 +96,6 @@ class Fp8Scheme(QuantisedScheme):
         return f"{part.name.removesuffix('.weight')}.{self.quantization.scale_name}"
 
     def made(self, matrix: torch.Tensor) -> Fp8Channels:
-        """See `QuantisedScheme.made`."""
         return quantise_fp8_channels(matrix)
 
 

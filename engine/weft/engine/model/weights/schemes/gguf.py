@@ -24,7 +24,6 @@ class GgufScheme(QuantisedScheme):
     """
 
     def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
-        """See `QuantisedScheme.matrix`."""
         shares = spec.weights(weights.shard)
         parts = []
         for part in shares if weights.device.type == "cpu" else ():
@@ -40,7 +39,6 @@ class GgufScheme(QuantisedScheme):
             raise ModelError(f"{listing(spec, weights)}: {error}") from error
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        """See `Scheme.head`."""
         is_own = weights.has("lm_head.weight")
         name = "lm_head.weight" if is_own else "model.embed_tokens.weight"
         groups = _groups(name, None, weights) if weights.device.type == "cpu" else None
@@ -53,7 +51,6 @@ class GgufScheme(QuantisedScheme):
         return pack_linear(whole, None, weights.arena, weights.dtype)
 
     def made(self, matrix: torch.Tensor) -> Matrix:
-        """See `QuantisedScheme.made`."""
         raise AssertionError("GGUF is read, not made")
 
 

@@ -26,7 +26,6 @@ class IntScheme(QuantisedScheme):
     """
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        """See `Scheme.head`; checkpoints leave it in floats."""
         if not self.is_made_at_load:
             return super().head(matrix, weights)
         try:
@@ -35,7 +34,6 @@ class IntScheme(QuantisedScheme):
             raise ModelError(f"{weights.full_name('lm_head')}: {error}") from error
 
     def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
-        """See `QuantisedScheme.matrix`."""
         packing = self.quantization.packing
         assert packing is not None
         parts, wholes = [], dict[str, IntParts]()
@@ -59,7 +57,6 @@ class IntScheme(QuantisedScheme):
         return joined
 
     def made(self, matrix: torch.Tensor) -> IntGroups:
-        """See `QuantisedScheme.made`."""
         return quantise_groups(matrix)
 
     def _cut(

@@ -26,32 +26,27 @@ class Int8Scheme(QuantisedScheme):
     """
 
     def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
-        """See `Scheme.fingerprint`."""
         own = super().fingerprint(dtype, device)
         # Rotated matrices are rounded to other numbers, so pages differ between machines.
         is_rotated = self.is_made_at_load and multiplies_rotated(dtype, device, BLOCK)
         return own + b" hadamard" if is_rotated else own
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        """See `Scheme.head`."""
         # compressed-tensors leaves it in floats; one that is not fails where it is read as such.
         if not self.is_made_at_load:
             return super().head(matrix, weights)
         return pack_linear(self.make(matrix, weights), None, weights.arena, weights.dtype)
 
     def matrix(self, spec: LinearSpec, weights: Weights) -> Int8Channels:
-        """See `QuantisedScheme.matrix`."""
         data = weights.read(spec.weights(weights.shard), dtype=torch.int8)
         scales = weights.read(spec.channel_scales(weights.shard), dtype=torch.float32)[:, 0]
         check_scales(scales, spec, weights, "weight_scale")
         return Int8Channels(data, scales)
 
     def made(self, matrix: torch.Tensor) -> Int8Channels:
-        """See `QuantisedScheme.made`."""
         return quantise_channels(matrix)
 
     def made_linear(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
-        """See `QuantisedScheme.made_linear`."""
         own = spec.columns_of(weights.shard)
         takes_rows = own.start % BLOCK == 0 and multiplies_rotated(
             weights.dtype, weights.device, own.stop - own.start

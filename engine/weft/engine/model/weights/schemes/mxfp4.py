@@ -28,19 +28,15 @@ class Mxfp4Scheme:
         self._plain = PlainScheme()
 
     def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
-        """See `Scheme.fingerprint`."""
         return self._quantization.fingerprint()
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
-        """See `Scheme.linear`."""
         return self._plain.linear(spec, weights)
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
-        """See `Scheme.experts`."""
         return packed_experts(self._experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        """See `Scheme.head`."""
         return self._plain.head(matrix, weights)
 
     def _experts(

@@ -20,21 +20,17 @@ class PlainScheme:
     """
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
-        """See `Scheme.linear`."""
         pack = pack_gate_up if spec.is_gated else pack_linear
         weight = weights.read_to_pack(spec.weights(weights.shard))
         return pack(weight, read_bias(spec, weights), weights.arena)
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
-        """See `Scheme.experts`."""
         return packed_experts(read_experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        """See `Scheme.head`."""
         return pack_linear(matrix, arena=weights.arena)
 
     def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
-        """See `Scheme.fingerprint`."""
         return b""
 
 
