@@ -186,7 +186,7 @@ def test_chunks_of_latents_behind_many_positions_have_no_graph(
     """Where their rows are many enough for heads of those positions, which a graph cannot count,
     and the heads have sizes for that (those of MiniCPM 3 have not).
     """
-    monkeypatch.setattr(flash_attention, "takes", lambda dtype, dim, tokens: tokens >= 2048)
+    monkeypatch.setattr(flash_attention, "supports", lambda dtype, dim, tokens: tokens >= 2048)
     config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
     nope_dim, rope_dim, value_dim = (128, 64, 128) if has_heads else (64, 32, 64)
     sizes = LatentConfig(

@@ -23,8 +23,8 @@ from weft.engine.memory.page_table import PageTable
 
 _STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _BARRIER, _BLOCKS = range(10)
 _ARRAYS = (
-    *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
-    *("words", "limits", "pages", "adapters"),
+    *("slots", "starts", "max_starts", "counts", "draws", "recomputed_rows", "tokens"),
+    *("ancestor_masks", "draft_limits", "pages", "adapters"),
 )
 _arrays_of = attrgetter(*_ARRAYS)
 _NONE, _SAME = -1, -2
