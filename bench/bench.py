@@ -12,25 +12,20 @@ else goes on in the machine meets all of them. Every timed token is checked afte
 from __future__ import annotations
 
 import argparse
-import asyncio
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
+from harness import Harness, Run
+from machine import has_goals
 from serving import sections
 from serving.checking import Checker
 from serving.goals import set_goals
 from serving.load import LoadSystem, new_runner
 from serving.plan import Systems, build_sections, open_systems
-from serving.report import describe_goals, print_lines, print_tables, write_json
 from serving.series import Ledger
-from serving.setup import ROOT, MachineUse, describe_lines, describe_setup, has_goals
 from serving.workload import Prompts
 from tokenizers import Tokenizer
 from weft.checkpoint.dtypes import resolve_dtype
@@ -39,62 +34,7 @@ from weft.common.worker.engine_client import SPIN_COUNT
 
 ROWS = ("throughput", "prompts", "mixed", "first-token", "shipping")
 SYSTEMS = ("rest", "grpc", "engine", "transformers")
-MAX_OTHERS = 0.2
-"""Cores that other programs may keep busy."""
-QUICK = {"turns": 1, "tokens": 24, "streams": [1, 16], "prompt_tokens": [512], "single": 1}
-
-
-def measure(ledger: Ledger, parts: Sequence[sections.Section], num_turns: int) -> float:
-    """Runs all turns of all sections; returns the cores that other programs kept busy meanwhile."""
-    with Progress(transient=True) as progress:
-        timing = progress.add_task("timing", total=(num_turns + 1) * len(parts))
-        before = MachineUse.now()
-        for turn in range(num_turns + 1):
-            for part in parts:
-                progress.update(timing, description=part.name if turn else f"{part.name}: warm-up")
-                part.take(turn)
-                progress.advance(timing)
-        others = MachineUse.now().others_since(before)
-    for part in parts:
-        part.finish()
-    return others
-
-
-def judge(ledger: Ledger, model_dir: Path, dtype: str, tokenizer: Tokenizer) -> None:
-    """Checks every timed token."""
-    if not ledger.num_unjudged:
-        return
-    with Progress(transient=True) as progress:
-        checking = progress.add_task("checking the tokens", total=ledger.num_unjudged)
-        checker = Checker(model_dir, dtype, tokenizer)
-        ledger.judge(checker, lambda: progress.advance(checking))
-
-
-def describe_run(arguments: argparse.Namespace, systems: Systems, others: float) -> list[str]:
-    """Describes the rows, for the lines below the table."""
-    lines = [
-        f"Greedy, {arguments.tokens} new tokens a request, {arguments.turns} turns in rotation; "
-        f"1 stream: {arguments.single} requests one after the other a turn. first, between: "
-        "p50/p99 of the time to the first token and between tokens. tokens: exact + near ties, "
-        "judged by a float32 run of transformers over every timed token.",
-    ]
-    loads = [system for system in (systems.rest, systems.grpc) if system and system.wall_s]
-    if loads:
-        shares = ", ".join(f"{s.name} {share_of(s):.0%}" for s in loads)
-        lines.append(
-            f"Load generator, of one core: {shares}. Mesh: weft up {systems.mesh_flags}; its "
-            f"engines set GOMP_SPINCOUNT={SPIN_COUNT} where it is not set."
-        )
-    if arguments.llama_bench:
-        lines.append(
-            f"llama.cpp ({arguments.llama_bench.name}): its own tokens/s of generation, prompts of "
-            "64 tokens not counted, nothing sampled; goal: the mesh over REST, or the bare engine "
-            "on prompts, over it."
-        )
-    lines += systems.notes
-    warning = "; that is too much to trust the figures" if others > MAX_OTHERS else ""
-    lines.append(f"Other programs kept {others:.2f} cores busy while timing{warning}.")
-    return lines
+QUICK = {"repeats": 1, "tokens": 24, "streams": [1, 16], "prompt_tokens": [512], "single": 1}
 
 
 def share_of(system: LoadSystem) -> float:
@@ -102,39 +42,34 @@ def share_of(system: LoadSystem) -> float:
     return system.cpu_s / system.wall_s
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the flags."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", default=",".join(ROWS), help="which parts, separated by commas")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, separated by commas")
-    parser.add_argument("--quick", action="store_true", help="a small run; other flags still hold")
-    parser.add_argument("--model", default="demo", help="demo or a Hugging Face directory")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--streams", help="requests at once; default 1,4,16,32")
-    parser.add_argument("--tokens", type=int, help="new tokens a request; default 96")
-    parser.add_argument("--turns", type=int, help="timed turns; default 3")
-    parser.add_argument("--single", type=int, help="requests a turn at one stream; default 2")
-    parser.add_argument("--prompt-tokens", help="prompt lengths; default 512,1000,1500")
-    parser.add_argument("--long-tokens", type=int, default=1000, help="arriving, first-token rows")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--up-flags", help="flags of `weft up`; default: as printed")
-    parser.add_argument("--url", help="REST of a running mesh, instead of starting one")
-    parser.add_argument("--address", help="its gateway's gRPC address, HOST:PORT")
-    parser.add_argument("--llama-bench", type=Path, help="llama-batched-bench or llama-bench")
-    parser.add_argument("--gguf", type=Path, help="its model; default: the demo model's file")
-    parser.add_argument("--seed", type=int, default=1, help="other seeds, other prompts")
-    parser.add_argument("--json", type=Path, help="where to write; default: bench/results")
-    arguments = parser.parse_args(argv)
-    _resolve(parser, arguments)
-    return arguments
+harness = Harness(__file__, __doc__)
+harness.flag("--rows", default=",".join(ROWS), help="which parts, separated by commas")
+harness.flag("--systems", default=",".join(SYSTEMS), help="which, separated by commas")
+harness.flag("--quick", action="store_true", help="a small run; other flags still hold")
+harness.flag("--model", default="demo", help="demo or a Hugging Face directory")
+harness.flag("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+harness.flag("--streams", help="requests at once; default 1,4,16,32")
+harness.flag("--tokens", type=int, help="new tokens a request; default 96")
+harness.flag("--repeats", type=int, help="timed turns; default 3")
+harness.flag("--single", type=int, help="requests a turn at one stream; default 2")
+harness.flag("--prompt-tokens", help="prompt lengths; default 512,1000,1500")
+harness.flag("--long-tokens", type=int, default=1000, help="arriving, first-token rows")
+harness.flag("--threads", type=int, default=torch.get_num_threads())
+harness.flag("--up-flags", help="flags of `weft up`; default: as printed")
+harness.flag("--url", help="REST of a running mesh, instead of starting one")
+harness.flag("--address", help="its gateway's gRPC address, HOST:PORT")
+harness.flag("--llama-bench", type=Path, help="llama-batched-bench or llama-bench")
+harness.flag("--gguf", type=Path, help="its model; default: the demo model's file")
+harness.flag("--seed", type=int, default=1, help="other seeds, other prompts")
 
 
-def _resolve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+@harness.check
+def complete(arguments: argparse.Namespace) -> None:
     """Lists as lists, defaults by `--quick`, and what cannot be is refused."""
     for name, known in (("rows", ROWS), ("systems", SYSTEMS)):
         chosen = [text for text in getattr(arguments, name).split(",") if text]
         if unknown := set(chosen) - set(known):
-            parser.error(f"--{name}: {', '.join(sorted(unknown))}: none of {', '.join(known)}")
+            harness.error(f"--{name}: {', '.join(sorted(unknown))}: none of {', '.join(known)}")
         setattr(arguments, name, chosen)
     for name in ("streams", "prompt_tokens"):
         text = getattr(arguments, name)
@@ -142,9 +77,9 @@ def _resolve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             try:
                 setattr(arguments, name, [int(part) for part in text.split(",") if part])
             except ValueError:
-                parser.error(f"--{name.replace('_', '-')}: {text!r}: numbers and commas")
+                harness.error(f"--{name.replace('_', '-')}: {text!r}: numbers and commas")
     defaults: dict[str, Any] = {
-        "turns": 3,
+        "repeats": 3,
         "tokens": 96,
         "streams": [1, 4, 16, 32],
         "prompt_tokens": [512, 1000, 1500],
@@ -153,52 +88,71 @@ def _resolve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     for name, value in (defaults | (QUICK if arguments.quick else {})).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    numbers = [*arguments.streams, *arguments.prompt_tokens, arguments.tokens, arguments.turns]
+    numbers = [*arguments.streams, *arguments.prompt_tokens, arguments.tokens, arguments.repeats]
     if min([*numbers, arguments.single, arguments.long_tokens]) < 1:
-        parser.error("all numbers are at least 1")
+        harness.error("all numbers are at least 1")
     for name in ("llama_bench", "gguf"):
         path = getattr(arguments, name)
         if path is not None and not path.is_file():
-            parser.error(f"--{name.replace('_', '-')}: {path} is not a file")
+            harness.error(f"--{name.replace('_', '-')}: {path} is not a file")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 if anything failed or any timed token is wrong."""
-    arguments = parse(argv)
-    model_dir, dtype = resolve_model(arguments.model), resolve_dtype(arguments.dtype)
-    setup = describe_setup(dtype, arguments.threads)
+@harness.part
+def serving(run: Run) -> None:
+    """All sections in rotation; then every timed token is checked."""
+    options = run.options
+    model_dir, dtype = resolve_model(options.model), resolve_dtype(options.dtype)
+    run.setup |= {"dtype": dtype, "threads": options.threads}
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    ledger = Ledger()
-    with ExitStack() as stack:
-        executor: asyncio.Runner = stack.enter_context(new_runner())
-        systems = open_systems(stack, arguments, model_dir, dtype, executor)
-        prompts = Prompts(tokenizer, arguments.seed)
-        others = measure(
-            ledger, build_sections(ledger, systems, prompts, arguments), arguments.turns
-        )
-    judge(ledger, model_dir, dtype, tokenizer)
-    if has_goals(setup):
+    ledger, prompts = Ledger(), Prompts(tokenizer, options.seed)
+    executor = run.stack.enter_context(new_runner())
+    systems = open_systems(run.stack, options, model_dir, dtype, executor)
+    parts = build_sections(ledger, systems, prompts, options)
+    for turn in range(options.repeats + 1):
+        for part in parts:
+            print(f"{part.name}: {f'turn {turn}' if turn else 'warm-up'}", flush=True)
+            part.take(turn)
+    for part in parts:
+        part.finish()
+    if ledger.num_unjudged:
+        ledger.judge(Checker(model_dir, dtype, tokenizer))
+    if has_goals(run.setup):
         set_goals(ledger)
-    lines = describe_run(arguments, systems, others)
-    print_tables(ledger)
-    print_lines([*lines, *describe_lines(setup), describe_goals(ledger, has_goals(setup))])
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = arguments.json or ROOT / "bench" / "results" / f"serving-{stamp}.json"
-    work = {name: value for name, value in vars(arguments).items() if name != "json"}
-    work["up_flags"] = systems.mesh_flags
-    document = {
-        "setup": setup | {"others_cores": others},
-        "work": {name: v.name if isinstance(v, Path) else v for name, v in work.items()},
-        "notes": lines,
-    }
-    write_json(path, document, ledger)
-    is_good = not systems.failures and all(
-        row.failure is None and row.verdict.is_right for row in ledger.rows
+    for row in ledger.rows:
+        run.row(row.summary(), table=sections.TITLES[row.section])
+        if row.failure is not None or not row.verdict.is_right:
+            run.fail(f"{row.section}, {row.system} ({row.case}): {row.failure or row.verdict}")
+    for failure in systems.failures:
+        run.fail(failure)
+    describe_run(run, systems)
+
+
+def describe_run(run: Run, systems: Systems) -> None:
+    """What rows mean, below the tables."""
+    options = run.options
+    run.note(
+        f"greedy, {options.tokens} new tokens a request, {options.repeats} turns in rotation; "
+        f"1 stream: {options.single} requests one after the other a turn; first, between: p50/p99; "
+        "tokens: exact + near ties, judged by a float32 run of transformers over every timed token"
     )
-    return 0 if is_good else 1
+    loads = [system for system in (systems.rest, systems.grpc) if system and system.wall_s]
+    if loads:
+        shares = ", ".join(f"{s.name} {share_of(s):.0%}" for s in loads)
+        run.note(
+            f"load generator, of one core: {shares}; mesh: weft up {systems.mesh_flags}; its "
+            f"engines set GOMP_SPINCOUNT={SPIN_COUNT} where it is not set"
+        )
+    if options.llama_bench:
+        run.note(
+            f"llama.cpp ({options.llama_bench.name}): its own tokens/s of generation, prompts of "
+            "64 tokens not counted, nothing sampled; goal: the mesh over REST, or the bare engine "
+            "on prompts, over it"
+        )
+    for note in systems.notes:
+        run.note(note)
 
 
 if __name__ == "__main__":
     # An end from outside must end the mesh too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    sys.exit(main())
+    sys.exit(harness.main())

@@ -13,19 +13,17 @@ under a burst.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run
+from open_loop.report import percentile
 from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.timeline import Timeline
@@ -75,6 +73,20 @@ DEVICES = {
     # Two EPYC cores, demo model.
     "cpu": Device(1e-2, 1e-3, 1_285, 512, 256, 0),
 }
+
+
+harness = Harness(__file__, __doc__)
+harness.flag("--model", nargs="+", choices=sorted(DEVICES), default=sorted(DEVICES))
+harness.flag("--requests", type=int, default=256)
+harness.flag("--rate", type=float, default=0.0, help="mean arrivals a second; 0 = all at once")
+harness.flag("--prompt", type=int, nargs="+", default=[512], help="tokens, or a range")
+harness.flag("--tokens", type=int, default=256, help="new tokens of each")
+harness.flag("--max-running", type=int, default=256)
+harness.flag("--policy", nargs="+", default=["fcfs", "shortest_remaining"])
+harness.flag(
+    "--shared-step-tokens", type=int, help="prompt tokens up to which prompts share a step"
+)
+harness.flag("--first-token-weight", type=float, nargs="+", default=[0.0, 1.0])
 
 
 @dataclass(slots=True)
@@ -227,12 +239,6 @@ def arrivals_of(
         yield at_s, rng.randint(low, high), options.tokens
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value at a share of the sorted values; NaN without any."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
-
-
 def measure(name: str, policy: PolicyName, weight: float, options: argparse.Namespace) -> Row:
     """Runs one burst behind some requests that show the engine its own rates."""
     rng = random.Random(1)
@@ -262,60 +268,13 @@ def measure(name: str, policy: PolicyName, weight: float, options: argparse.Name
     )
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Prints one table."""
-    table = Table(title="one engine, simulated device")
-    for column in ("model", "policy", "weight", "TTFT p50, p99 ms", "gap p50, p99 ms", "tok/s"):
-        table.add_column(column, justify="left" if column in ("model", "policy") else "right")
-    for row in rows:
-        table.add_row(
-            row.model,
-            row.policy,
-            f"{row.first_token_weight:g}",
-            f"{row.ttft_p50_ms:,.0f}, {row.ttft_p99_ms:,.0f}",
-            f"{row.gap_p50_ms:,.1f}, {row.gap_p99_ms:,.1f}",
-            f"{row.tokens_per_s:,.0f}",
-        )
-    Console().print(table)
-
-
-def main() -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", nargs="+", choices=sorted(DEVICES), default=sorted(DEVICES))
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument(
-        "--rate", type=float, default=0.0, help="mean arrivals a second; 0 = all at once"
-    )
-    parser.add_argument("--prompt", type=int, nargs="+", default=[512], help="tokens, or a range")
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens of each")
-    parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--policy", nargs="+", default=["fcfs", "shortest_remaining"])
-    parser.add_argument(
-        "--shared-step-tokens", type=int, help="prompt tokens up to which prompts share a step"
-    )
-    parser.add_argument("--first-token-weight", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--out", type=Path, help="JSON file")
-    options = parser.parse_args()
-    rows = [
-        measure(name, policy, weight, options)
-        for name in options.model
-        for policy in options.policy
-        for weight in options.first_token_weight
-    ]
-    show(rows)
-    if options.out is not None:
-        about = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": " ".join(sys.argv),
-            "devices": {name: DEVICES[name]._asdict() for name in options.model},
-        }
-        text = json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1)
-        options.out.write_text(text + "\n")
-    return 0
+@harness.part
+def burst(run: Run) -> None:
+    """All models, policies and weights."""
+    options = run.options
+    for name, policy, weight in product(options.model, options.policy, options.first_token_weight):
+        run.row(measure(name, policy, weight, options))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main())

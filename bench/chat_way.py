@@ -11,9 +11,9 @@ first request does. Code in C and the edge in Go are not seen.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import grpc
 import httpx
+from harness import Harness, Run
 from weft.testing.meshes.tiny_mesh import MODEL, TinyMesh
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -42,38 +43,36 @@ class Function(NamedTuple):
     line: int
 
 
-def main() -> None:
-    """Runs one chat and prints its way."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--list", action="store_true", help="each function, in order of first call")
-    parser.add_argument("--typed", action="store_true", help="a chat of the typed API")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="weft-way-") as name:
-        folder = Path(name)
-        flag, notes = folder / "watched", folder / "notes"
-        notes.mkdir()
-        path = f"{Path(__file__).parent / 'tracing'}:{os.environ.get('PYTHONPATH', '')}"
-        os.environ |= {"CALLS_WHILE": str(flag), "CALLS_INTO": str(notes), "PYTHONPATH": path}
-        mesh = TinyMesh(folder, "--prefill", "0")
-        try:
-            mesh.wait_ready()
-            chat = typed_chat if arguments.typed else openai_chat
-            chat(mesh)
-            idle = called(flag, notes, lambda: time.sleep(IDLE_S))
-            found = called(flag, notes, lambda: chat(mesh))
-        finally:
-            mesh.stop()
+harness = Harness(__file__, __doc__)
+harness.flag("--list", action="store_true", help="each function, in order of first call")
+harness.flag("--typed", action="store_true", help="a chat of the typed API")
+
+
+@harness.part
+def way(run: Run) -> None:
+    """Runs one chat and tells its way."""
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-way-")))
+    flag, notes = folder / "watched", folder / "notes"
+    notes.mkdir()
+    path = f"{Path(__file__).parent / 'tracing'}:{os.environ.get('PYTHONPATH', '')}"
+    os.environ |= {"CALLS_WHILE": str(flag), "CALLS_INTO": str(notes), "PYTHONPATH": path}
+    mesh = TinyMesh(folder, "--prefill", "0")
+    run.stack.callback(mesh.stop)
+    mesh.wait_ready()
+    chat = typed_chat if run.options.typed else openai_chat
+    chat(mesh)
+    idle = called(flag, notes, lambda: time.sleep(IDLE_S))
+    found = called(flag, notes, lambda: chat(mesh))
     total = 0
     for process, functions in found.items():
         own = [one for one in functions if one not in idle.get(process, ())]
         files = list(dict.fromkeys(one.file for one in own))
         total += len(files)
-        print(f"{process}: {len(files)} files, {len(own)} functions")
-        for one in own if arguments.list else ():
+        run.keep(**{process: [f"{one.file}:{one.line} {one.name}" for one in own]})
+        for one in own if run.options.list else ():
             print(f"  {one.file}:{one.line} {one.name}")
-    print(f"in all: {total} files")
+        run.note(f"{process}: {len(files)} files, {len(own)} functions")
+    run.note(f"in all: {total} files")
 
 
 def openai_chat(mesh: TinyMesh) -> None:
@@ -123,4 +122,4 @@ def called(flag: Path, notes: Path, work: Callable[[], None]) -> dict[str, list[
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

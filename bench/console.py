@@ -5,7 +5,7 @@ in random order, so that the same processes are compared. Viewers read and do no
 own work is not the mesh's. At rest the gateway and the edge are counted, under load every process.
 
     python bench/console.py
-    python bench/console.py --pairs 4 --requests 8 --rest-s 5
+    python bench/console.py --repeats 4 --requests 8 --rest-s 5
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 
 import httpx
-import numpy as np
 import psutil  # type: ignore[import-untyped]
+from harness import Harness, Run, Spread, spread
 from overhead import interval, new_prompts
-from rich.console import Console
-from rich.table import Table
 from serving.load import LoadError, Raw
-from serving.mesh import MeshError, MeshProcess
+from serving.mesh import MeshProcess
 from serving.rest_client import RestClient
-from serving.setup import MachineUse, describe_lines, describe_setup
 
 VIEWERS = 5
 GOAL_AT_REST, GOAL_UNDER_LOAD = 0.01, 1.03
@@ -95,83 +92,58 @@ async def under_load(
         return (cpu_s(mesh.pid, is_front=False) - before) / num_tokens, num_tokens / wall_s
 
 
-async def measure(mesh: MeshProcess, arguments: argparse.Namespace, console: Console) -> None:
-    """Measures, and prints the table."""
-    draw = random.Random(arguments.seed)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = ("viewers", "at rest, % of a core", "CPU ms/token", "tokens/s")
-    for name in columns:
-        table.add_column(name, justify="right")
-    rest = {count: await at_rest(mesh, count, arguments.rest_s) for count in (0, 1, VIEWERS)}
+async def measure(mesh: MeshProcess, run: Run) -> None:
+    """Mesh at rest, then turns with viewers and without."""
+    options, draw = run.options, random.Random(run.options.seed)
+    rest = {count: await at_rest(mesh, count, options.rest_s) for count in (0, 1, VIEWERS)}
     turns: dict[int, list[tuple[float, float]]] = {0: [], VIEWERS: []}
-    for number in range(-1, arguments.pairs):
-        prompts = new_prompts(draw, arguments.requests, arguments.prompt_tokens)
+    for number in range(-1, options.repeats):
+        prompts = new_prompts(draw, options.requests, options.prompt_tokens)
         for count in draw.sample([0, VIEWERS], 2):
             # Other prompts than the other side's, which are cached now.
             fresh = [[draw.randrange(3, 400), *prompt] for prompt in prompts]
-            turn = await under_load(mesh, count, fresh, arguments)
+            turn = await under_load(mesh, count, fresh, options)
             if number >= 0:
                 turns[count].append(turn)
     for count, share in rest.items():
-        costs, rates = zip(*turns[count], strict=True) if turns.get(count) else ((), ())
-        table.add_row(
-            str(count),
-            f"{100 * share:.2f}",
-            f"{1e3 * np.median(costs):.3f}" if costs else "",
-            f"{np.median(rates):.1f}" if rates else "",
-        )
-    console.print(table)
+        figures: dict[str, Spread] = {}
+        if turns.get(count):
+            costs, rates = zip(*turns[count], strict=True)
+            figures = {"cpu_ms_a_token": spread(costs, 1e3), "tokens_per_s": spread(rates)}
+        run.row({"viewers": count, "core_share_at_rest": share} | figures)
     pairs = zip(turns[VIEWERS], turns[0], strict=True)
     ratios = [math.log(with_all[0] / without[0]) for with_all, without in pairs]
     mean, low, high = interval(ratios)
-    console.print(
+    run.note(
         f"a token with {VIEWERS} viewers over one with none: {mean:.4f}, 95 % interval "
-        f"{low:.4f} to {high:.4f} over {len(ratios)} pairs; goal: at most {GOAL_UNDER_LOAD}",
-        highlight=False,
+        f"{low:.4f} to {high:.4f} over {len(ratios)} pairs; goal: at most {GOAL_UNDER_LOAD}"
     )
-    console.print(
+    run.note(
         f"goal at rest: one viewer costs at most {100 * GOAL_AT_REST:g} % of a core; it costs "
-        f"{100 * (rest[1] - rest[0]):.2f} %",
-        highlight=False,
+        f"{100 * (rest[1] - rest[0]):.2f} %"
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark; 1 if the mesh did not answer."""
-    arguments = _parser().parse_args(argv)
-    console, before = Console(), MachineUse.now()
-    for line in describe_lines(describe_setup(arguments.dtype, 1)):
-        console.print(line, highlight=False)
-    threads = "--num-threads 1"
-    mesh = MeshProcess(
-        arguments.model, arguments.dtype, f"--prefill-args '{threads}' --decode-args '{threads}'"
-    )
-    try:
-        mesh.wait_until_ready()
-        asyncio.run(measure(mesh, arguments, console))
-    except (LoadError, MeshError) as error:
-        sys.stderr.write(f"bench/console.py: {error}\n")
-        return 1
-    finally:
-        mesh.stop()
-    others = MachineUse.now().others_since(before)
-    console.print(f"other programs kept {others:.1f} cores busy", highlight=False)
-    return 0
+harness = Harness(__file__, __doc__, repeats=12)
+harness.flag("--model", default="demo")
+harness.flag("--dtype", default="bfloat16")
+harness.flag("--requests", type=int, default=12)
+harness.flag("--streams", type=int, default=4)
+harness.flag("--prompt-tokens", type=int, default=64)
+harness.flag("--tokens", type=int, default=64)
+harness.flag("--rest-s", type=float, default=20.0)
+harness.flag("--seed", type=int, default=0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rest-s", type=float, default=20.0)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
+@harness.part
+def console(run: Run) -> None:
+    """One mesh."""
+    threads = "--prefill-args '--num-threads 1' --decode-args '--num-threads 1'"
+    mesh = MeshProcess(run.options.model, run.options.dtype, threads)
+    run.stack.callback(mesh.stop)
+    mesh.wait_until_ready()
+    asyncio.run(measure(mesh, run))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(harness.main())

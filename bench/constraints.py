@@ -3,32 +3,31 @@
     python bench/constraints.py                      the schemas of the tests
     python bench/constraints.py --instances DIR      JSONSchemaBench: its folder maskbench/data
     python bench/constraints.py --suite DIR          also JSON-Schema-Test-Suite: its folder tests
-    python bench/constraints.py --device cuda --batches 1,16,64
-    python bench/constraints.py --host 1,16,64 --host-threads 1,4,8
+    python bench/constraints.py --only steps --device cuda --batches 1,16,64
+    python bench/constraints.py --only host --batches 1,16,64 --host-threads 1,4,8
 
 The first table is of schemas with instances that are valid under them or not. A valid instance that
 is accepted with its properties in another order counts apart; so does one with properties that the
 schema does not list. Milliseconds are of the CPU. For the schemas of the
 tests, instances are texts of random walks through the masks, which `jsonschema` has to accept.
 
-The table of steps, with `--batches`, is of an engine, which makes masks while the model computes:
+The table of `steps` is of an engine, which makes masks while the model computes:
 milliseconds of a decode step in which all requests are constrained, each by a schema of its own,
 beside a step of the same requests without constraints, in alternation.
 
-The table of `--host` needs no model and no GPU: milliseconds of a step in which random texts of as
+The table of `host` needs no model and no GPU: milliseconds of a step in which random texts of as
 many schemas go on by a token each.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,19 +35,16 @@ from typing import Any, NamedTuple
 import jsonschema
 import numpy as np
 import torch
+from engine_runs import run_requests
+from harness import Harness, Run, in_turns, numbers, ratio_of, spread
 from llguidance import LLMatcher
-from rich.console import Console
-from rich.table import Table
-from serving.setup import describe_setup
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.demo import DEMO_NAME
 from weft.checkpoint.resolve import resolve_model
 from weft.contract.cores import num_cores
-from weft.contract.messages import Inbox
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
-from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
@@ -62,7 +58,6 @@ from weft.engine.scheduler.state import RequestKey, State
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from weft.testing.engine.random_schemas import Schema, varied_schemas
 
-RESULTS = Path(__file__).resolve().parent / "results"
 CLOSING = '"}],x'
 MAX_TOKENS = 600
 STEP_TOKENS = 80
@@ -77,6 +72,24 @@ MAX_ORDERS = 500_000
 """Most steps spent on trying orders of an instance's properties."""
 BYTES = tokenizer_of([*(bytes([byte]) for byte in range(256)), b""], [256])
 """Tokens of single bytes."""
+
+
+harness = Harness(__file__, __doc__, repeats=5)
+harness.flag("--model", default=DEMO_NAME, help="model directory, or the demo's name")
+harness.flag("--instances", type=Path, help="maskbench/data of JSONSchemaBench")
+harness.flag("--suite", type=Path, help="tests of JSON-Schema-Test-Suite")
+harness.flag("--schemas", type=int, default=200, help="number of schemas")
+harness.flag("--seed", type=int, default=1, help="chooses the schemas")
+harness.flag("--batches", type=numbers, default=[1, 16, 64], help="requests of a step, by commas")
+harness.flag(
+    "--host-threads",
+    type=numbers,
+    default=[min(MAX_THREADS, num_cores() // 2)],
+    help="of host: threads for masks, by commas; default: as many as an engine has",
+)
+harness.flag("--device", default="cpu")
+harness.flag("--dummy-weights", action="store_true", help="the model's folder has no weights")
+harness.flag("--dtype", default="auto")
 
 
 class Case(NamedTuple):
@@ -305,43 +318,18 @@ def walk(matcher: LLMatcher, tokenizer: Tokenizer, config: ModelConfig, rng: ran
     return ""
 
 
-def decode_step_s(llm: LLM, constraints: Sequence[Constraint | None], name: str) -> float:
+def decode_step_s(llm: LLM, constraints: Sequence[Constraint | None]) -> float:
     """Mean seconds of a step while every request decodes; one request for each constraint.
 
     NaN if the first ended before all had begun, as may happen while grammars are compiled.
-
-    Raises:
-        RuntimeError: A request failed.
     """
-    waiting = {f"{name}-{i}" for i in range(len(constraints))}
-    submits = [
-        Submit(
-            gateway=1,
-            request_id=f"{name}-{i}",
-            attempt=1,
-            prompt=[1 + (i + j) % 100 for j in range(16)],
-            sampling=SamplingParams(temperature=1.0, seed=i, constraint=constraint),
-            stop=StopCriteria(max_tokens=STEP_TOKENS, ignore_eos=True),
-        )
+    prompts = [[1 + (i + j) % 100 for j in range(16)] for i in range(len(constraints))]
+    sampling = [
+        SamplingParams(temperature=1.0, seed=i, constraint=constraint)
         for i, constraint in enumerate(constraints)
     ]
-    inbox: Inbox | None = Inbox(submits=submits)
-    num_open, num_steps, began, last = len(submits), 0, 0.0, 0.0
-    while num_open:
-        outbox = llm.engine.turn(inbox)
-        inbox = None
-        for batch in outbox.gateways:
-            if batch.failed:
-                raise RuntimeError(f"a request failed: {batch.failed[0]}")
-            waiting.difference_update(tokens.request_id for tokens in batch.all_tokens())
-            num_open -= len(batch.finished)
-        if num_open == len(submits) and not waiting:
-            last = time.perf_counter()
-            if began:
-                num_steps += llm.engine.ran_step
-            else:
-                began = last
-    return (last - began) / num_steps if num_steps else float("nan")
+    batch = run_requests(llm, prompts, [STEP_TOKENS] * len(prompts), sampling)
+    return batch.seconds / batch.num_steps if batch.num_steps else float("nan")
 
 
 def many_of(items: Schema) -> Schema:
@@ -350,17 +338,15 @@ def many_of(items: Schema) -> Schema:
     return {**array, "items": items, "$defs": items.get("$defs", {})}
 
 
-def time_steps(args: argparse.Namespace, console: Console) -> list[dict[str, float]]:
-    """Times steps of an engine with and without constraints; prints and returns a row a batch."""
-    table = Table(title=f"a decode step, {args.device}, {args.dtype}")
-    for name in ("requests", "free ms", "constrained ms", "constrained / free"):
-        table.add_column(name, justify="right")
-    settings: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
-    if args.dummy_weights:
-        settings["dummy_weights"] = True
-    rows: list[dict[str, float]] = []
-    with LLM(resolve_model(args.model), **settings, max_running_requests=max(args.batches)) as llm:
-        for batch in args.batches:
+@harness.part_if_named
+def steps(run: Run) -> None:
+    """Steps of an engine with and without constraints."""
+    options = run.options
+    settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+    settings |= {"dummy_weights": True} if options.dummy_weights else {}
+    model_dir = resolve_model(options.model)
+    with LLM(model_dir, **settings, max_running_requests=max(options.batches)) as llm:
+        for batch in options.batches:
             # Arrays of many items: none ends while steps are timed.
             schemas = [many_of(items) for items in varied_schemas(batch)]
             kinds: dict[str, list[Constraint | None]] = {
@@ -369,29 +355,11 @@ def time_steps(args: argparse.Namespace, console: Console) -> list[dict[str, flo
                     Constraint(kind="json_schema", text=json.dumps(schema)) for schema in schemas
                 ],
             }
-            found: dict[str, list[float]] = {name: [] for name in kinds}
-            for turn in range(args.turns + 1):  # The first warms up, and compiles the grammars.
-                for name, constraints in kinds.items():
-                    seconds = decode_step_s(llm, constraints, f"{name}-{batch}-{turn}")
-                    if turn:
-                        found[name].append(seconds)
-            free, constrained = (1e3 * statistics.median(found[name]) for name in kinds)
-            ratios = [b / a for a, b in zip(found["free"], found["constrained"], strict=True)]
-            low, ratio, high = min(ratios), statistics.median(ratios), max(ratios)
-            spread = f"{ratio:.2f} [{low:.2f} to {high:.2f}]"
-            table.add_row(str(batch), f"{free:.2f}", f"{constrained:.2f}", spread)
-            rows.append(
-                {
-                    "requests": batch,
-                    "free_ms": free,
-                    "constrained_ms": constrained,
-                    "ratio": ratio,
-                    "ratio_min": low,
-                    "ratio_max": high,
-                }
-            )
-    console.print(table)
-    return rows
+            ways = {name: partial(decode_step_s, llm, kinds[name]) for name in kinds}
+            found = in_turns(ways, options.repeats)  # The first compiles the grammars.
+            times = {f"{name}_ms": spread(found[name], 1e3) for name in kinds}
+            ratio = ratio_of(found["constrained"], found["free"])
+            run.row(table="a decode step", requests=batch, **times, ratio=ratio)
 
 
 class HostRequest:
@@ -415,26 +383,25 @@ class HostRequest:
         return len(self.tokens)
 
 
-def time_host(args: argparse.Namespace, console: Console) -> None:
-    """Times the masks of steps by part, and prints rows for each batch: of a schema for each
-    request, by as many threads as said, and of one schema for all.
+@harness.part_if_named
+def host(run: Run) -> None:
+    """Times the masks of steps by part: of a schema for each request, by as many threads as said,
+    and of one schema for all.
 
     `follow and fill` lasts from a step's tokens to its masks, `hand over` from there until they are
     in the sampler's table. `one by one` is the work of llguidance alone, in this thread.
     """
-    table = Table(title=f"the masks of a step, ms, {num_cores()} cores")
+    args, title = run.options, f"the masks of a step, ms, {num_cores()} cores"
     names = ("follow and fill", "hand over", "one by one: follow", "one by one: fill")
-    for name in ("requests", "schemas", "threads", *names):
-        table.add_column(name, justify="right")
     folder = resolve_model(args.model)
     model = ModelConfig.load(folder)
     source = GrammarSource(load_vocabulary(folder, model.vocab_size, model.eos_token_ids))
     texts = [
         Constraint(kind="json_schema", text=json.dumps(many_of(items)))
-        for items in varied_schemas(max(args.host))
+        for items in varied_schemas(max(args.batches))
     ]
     matchers = [source.compile(text) for text in texts]
-    for batch, is_shared, threads in product(args.host, (False, True), args.host_threads):
+    for batch, is_shared, threads in product(args.batches, (False, True), args.host_threads):
         if is_shared and batch == 1:
             continue
         chosen = [0 if is_shared else slot for slot in range(batch)]
@@ -475,10 +442,10 @@ def time_host(args: argparse.Namespace, console: Console) -> None:
             for request in requests:
                 bits = np.unpackbits(sent[request.slot], bitorder="little")
                 request.tokens.append(int(rng.choice(np.flatnonzero(bits))))
-        medians = [f"{statistics.median(part[1:]):.3f}" for part in spent]
-        table.add_row(*map(str, (batch, len({*chosen}), threads)), *medians)
+        times = {name: spread(part[1:]) for name, part in zip(names, spent, strict=True)}
+        figures = {"requests": batch, "schemas": len({*chosen}), "threads": threads}
+        run.row(figures | times, table=title)
         constraints.close()
-    console.print(table)
 
 
 def own_cases(
@@ -495,60 +462,14 @@ def own_cases(
             yield Case(f"own {index}", schema, [(value, True)])
 
 
-def show(title: str, figures: dict[str, Any], console: Console) -> None:
-    """Prints figures as one table."""
-    table = Table(title=title)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        if not isinstance(value, dict | list):
-            table.add_row(name, f"{value:,}")
-    console.print(table)
-
-
-def main() -> None:
-    """Measures and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=DEMO_NAME, help="model directory, or the demo's name")
-    parser.add_argument("--instances", type=Path, help="maskbench/data of JSONSchemaBench")
-    parser.add_argument("--suite", type=Path, help="tests of JSON-Schema-Test-Suite")
-    parser.add_argument("--schemas", type=int, default=200, help="number of schemas")
-    parser.add_argument("--seed", type=int, default=1, help="chooses the schemas")
-    parser.add_argument(
-        "--batches",
-        type=lambda text: [int(part) for part in text.split(",")],
-        default=[],
-        help="requests of a step, such as 1,16,64; default: no table of steps",
-    )
-    parser.add_argument(
-        "--host",
-        type=lambda text: [int(part) for part in text.split(",")],
-        default=[],
-        help="requests of a step, such as 1,16,64, whose masks alone are timed; nothing else is",
-    )
-    parser.add_argument(
-        "--host-threads",
-        type=lambda text: [int(part) for part in text.split(",")],
-        default=[min(MAX_THREADS, num_cores() // 2)],
-        help="with --host: threads for masks, such as 1,2,4,8; default: as many as an engine has",
-    )
-    parser.add_argument("--turns", type=int, default=5, help="timed rounds of the table of steps")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--dummy-weights", action="store_true", help="the model's folder has no weights"
-    )
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    parser.add_argument("--json", type=Path, default=RESULTS / "constraints.json")
-    args = parser.parse_args()
-    if args.host:
-        time_host(args, Console())
-        return
-    folder, console = resolve_model(args.model), Console()
+@harness.part
+def schemas(run: Run) -> None:
+    """What is accepted and rejected, and what compiling and masks take."""
+    args = run.options
+    folder = resolve_model(args.model)
     config = ModelConfig.load(folder)
     source = GrammarSource(load_vocabulary(folder, config.vocab_size, config.eos_token_ids))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    results: dict[str, Any] = {"vocab_size": config.vocab_size, "seed": args.seed}
     judge, found = Judge(source, tokenizer, config.vocab_size), Figures()
     title = "JSONSchemaBench" if args.instances else "random walks through masks"
     if args.instances:
@@ -557,24 +478,23 @@ def main() -> None:
         cases = own_cases(source, tokenizer, config, args.schemas, args.seed)
     for case in cases:
         judge.judge(case, found)
-    results[title] = found.as_json()
-    show(title, results[title], console)
+    show(run, title, found)
     for draft in DRAFTS if args.suite else ():
         # Byte by byte: all texts are the same for every tokenizer.
         found = Figures()
         for case in suite_cases(args.suite, draft):
             BytesJudge(GrammarSource(BYTES)).judge(case, found)
-        results[draft] = found.as_json()
-        show(f"JSON-Schema-Test-Suite, {draft}", results[draft], console)
-    if args.batches:
-        results["steps"] = time_steps(args, console)
-    results["setup"] = describe_setup(args.dtype, torch.get_num_threads())
-    if args.commit:
-        results["setup"]["commit"] = args.commit
-    if args.device != "cpu":
-        results["setup"]["gpu"] = torch.cuda.get_device_name()
-    args.json.write_text(json.dumps(results, indent=1) + "\n")
+        show(run, f"JSON-Schema-Test-Suite, {draft}", found)
+
+
+def show(run: Run, title: str, found: Figures) -> None:
+    """A row for each figure; the JSON has them as one as well."""
+    figures = found.as_json()
+    run.keep(**{title: figures})
+    for name, value in figures.items():
+        if not isinstance(value, dict | list):
+            run.row(table=title, figure=name, value=value)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

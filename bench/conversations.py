@@ -1,6 +1,6 @@
 """Chats with a real mesh: what each routing policy computes, and how long first tokens take.
 
-    python bench/conversations.py [--chats 240] [--json PATH]
+    python bench/conversations.py [--chats 240]
     python bench/conversations.py --policies round_robin cache_aware --loads high --rounds 3
 
 2 prefill and 2 decode workers (and everything else) on this machine, a mesh of its own for each
@@ -21,22 +21,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from chats.client import Asking, ChatClient, Turn
-from chats.mesh import MODEL, SHAPE, VOCAB, about, chat_mesh, make_model, prompt_tokens
+from chats.mesh import MODEL, SHAPE, VOCAB, chat_mesh, make_model, prompt_tokens
 from chats.workload import EndlessCache, make_chats
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run
 from weft.testing.meshes.local_mesh import LocalMesh
 
 
@@ -172,89 +170,39 @@ class Bench:
                 raise TokensDiffer(f"{turn.chat}, turn {turn.number}: {turn.tokens}, {expected}")
 
 
-def print_table(rows: list[Row]) -> None:
-    """Prints one line per policy and load; medians over rounds."""
-    table = Table()
-    for name in ("load", "policy", "computed", "of prompts", "extra", "busiest / mean"):
-        table.add_column(name, justify="left" if name in ("load", "policy") else "right")
-    for name in ("first p50, ms", "p99, ms", "failed"):
-        table.add_column(name, justify="right")
-    for load, policy in dict.fromkeys((row.load, row.policy) for row in rows):
-        of_row = [row for row in rows if (row.load, row.policy) == (load, policy)]
-        last = of_row[-1]
-        workers = list(last.by_worker.values())
-        table.add_row(
-            load,
-            policy,
-            f"{statistics.median(row.computed_tokens for row in of_row):,.0f}",
-            f"{last.computed_tokens / last.prompt_tokens:.0%}",
-            f"{statistics.median(row.extra for row in of_row):+.1%}",
-            f"{max(workers) * len(workers) / sum(workers):.2f}",
-            f"{1e3 * statistics.median(row.first_p50_s for row in of_row):.0f}",
-            f"{1e3 * statistics.median(row.first_p99_s for row in of_row):.0f}",
-            str(sum(row.num_failed for row in of_row)),
+harness = Harness(__file__, __doc__)
+harness.flag("--chats", type=int, default=240, help="of each run")
+harness.flag("--low", type=float, default=2.0, help="chats that begin a second")
+harness.flag("--high", type=float, default=8.0, help="likewise, at the high load")
+harness.flag("--pause", type=float, default=1.0, help="mean, between turns, in seconds")
+harness.flag("--answer", type=int, default=16, help="tokens of each answer")
+harness.flag("--policies", nargs="*", default=list(POLICIES), choices=POLICIES)
+harness.flag("--loads", nargs="*", default=list(LOADS), choices=LOADS)
+harness.flag("--rounds", type=int, default=1, help="runs of each row, in turns")
+harness.flag("--transport", default="auto", help="of weft up")
+harness.flag("--memory-bytes", type=int, default=512 << 20, help="of each worker's pool")
+harness.flag("--up", default="", help="further flags of weft up, in one string")
+harness.flag("--gateway", default="", help="likewise, of each gateway")
+harness.flag("--record", type=Path, help="folder for records of the gateways' routing")
+harness.flag("--seed", type=int, default=1)
+
+
+@harness.part
+def conversations(run: Run) -> None:
+    """All policies under all loads, in turns."""
+    flags, folder = run.options, tempfile.TemporaryDirectory(prefix="weft-chats-")
+    bench = Bench(Path(run.stack.enter_context(folder)), flags)
+    run.keep(model=SHAPE)
+    for number, load, policy in product(range(flags.rounds), flags.loads, flags.policies):
+        row = bench.run(policy, load, number)
+        workers = list(row.by_worker.values())
+        run.row(
+            row,
+            extra=row.extra,
+            share_of_prompts=row.computed_tokens / row.prompt_tokens,
+            busiest_over_mean=max(workers) * len(workers) / sum(workers),
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    for load in dict.fromkeys(row.load for row in rows):
-        oracle = [row.oracle_tokens for row in rows if row.load == load]
-        print(f"{load}: the oracle computes {statistics.median(oracle):,.0f} tokens")
-
-
-def write_json(flags: argparse.Namespace, rows: list[Row]) -> None:
-    """Writes all figures so far, merged into the file's earlier ones, since a long run may be
-    interrupted.
-    """
-    runs = json.loads(flags.json.read_text())["runs"] if flags.json.exists() else []
-    run = {
-        **about(),
-        "setup": {key: str(value) for key, value in vars(flags).items()},
-        "model": SHAPE,
-        "rows": [asdict(row) | {"extra": row.extra} for row in rows],
-    }
-    if runs and runs[-1]["setup"] == run["setup"] and len(runs[-1]["rows"]) < len(rows):
-        runs.pop()
-    flags.json.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n")
-
-
-def main() -> None:
-    """Parses arguments, measures, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--chats", type=int, default=240, help="of each run")
-    parser.add_argument("--low", type=float, default=2.0, help="chats that begin a second")
-    parser.add_argument("--high", type=float, default=8.0, help="likewise, at the high load")
-    parser.add_argument("--pause", type=float, default=1.0, help="mean, between turns, in seconds")
-    parser.add_argument("--answer", type=int, default=16, help="tokens of each answer")
-    parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--loads", nargs="*", default=list(LOADS), choices=LOADS)
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each row, in turns")
-    parser.add_argument("--transport", default="auto", help="of weft up")
-    parser.add_argument("--memory-bytes", type=int, default=512 << 20, help="of each worker's pool")
-    parser.add_argument("--up", default="", help="further flags of weft up, in one string")
-    parser.add_argument("--gateway", default="", help="likewise, of each gateway")
-    parser.add_argument("--record", type=Path, help="folder for records of the gateways' routing")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="file for all figures; runs are added")
-    flags = parser.parse_args()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="weft-chats-") as name:
-        bench = Bench(Path(name), flags)
-        for number in range(flags.rounds):
-            for load in flags.loads:
-                for policy in flags.policies:
-                    row = bench.run(policy, load, number)
-                    rows.append(row)
-                    print(
-                        f"{load}, {policy}: {row.computed_tokens:,} tokens ({row.extra:+.1%}), "
-                        f"first token p50 {1e3 * row.first_p50_s:.0f} ms, "
-                        f"p99 {1e3 * row.first_p99_s:.0f} ms, {row.wall_s:.0f} s",
-                        flush=True,
-                    )
-                    if flags.json:
-                        write_json(flags, rows)
-    print_table(rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -23,20 +23,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from clocks import event_s
 from gpu_roof import bytes_per_step, copy_rate
+from harness import Harness, Run, numbers
 from model_shapes import MODELS, write_config
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
-from serving.setup import ROOT, describe_lines, describe_setup
 from speculation import DRAFT
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.dtypes import resolve_dtype
@@ -49,7 +46,8 @@ from weft.engine.executor.drafts.tree_graphs import TreeArrays
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
-from weft.engine.scheduler.plan import Plan, Run, VerifyItem
+from weft.engine.scheduler.plan import Plan, VerifyItem
+from weft.engine.scheduler.plan import Run as VerifiedRun
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 
@@ -93,10 +91,9 @@ class Watch:
     drafts_s: list[float] = field(default_factory=list)
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
-        """See `DraftGate.shape`."""
         return self.drafts
 
-    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
+    def observe(self, plan: Plan, runs: Sequence[VerifiedRun], duration_s: float) -> None:
         """See `DraftGate.observe`; whole batches count, with all their drafts."""
         wanted = (self.drafts.num_drafts, self.drafts.depth)
         verifies = [i for i in plan.verifies if (i.max_drafts, i.max_accepted) == wanted]
@@ -109,64 +106,11 @@ class Watch:
         return {}
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """See `Drafter.draft`."""
         assert self.drafter is not None
         began = time.perf_counter()
         drafts = self.drafter.draft(items)
         self.drafts_s.append(time.perf_counter() - began)
         return drafts
-
-
-def main() -> None:
-    """Runs the benchmark."""
-    arguments = parse()
-    with ExitStack() as stack:
-        if arguments.shape is None:
-            model_dir, draft_dir = resolve_model("demo"), DRAFT
-        else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            model_dir = write_config(folder, arguments.shape)
-            own = HEADS.get(arguments.shape)
-            draft_dir = own or write_head(folder / "head", model_dir)
-        # Chains and steps are captured for the numbers that a gate compares.
-        draft_shapes.DEPTHS = tuple(sorted({0, *arguments.drafts}))
-        draft_shapes.TREES = tuple(sorted(arguments.trees))
-        config = ModelConfig.load(model_dir)
-        dtype = resolve_dtype("auto" if arguments.shape is None else "bfloat16", arguments.device)
-        settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
-        settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "prefix_cache": False}
-        settings |= {"max_draft_tokens": max(1, *arguments.drafts)}
-        settings |= {"draft_width": arguments.width if arguments.trees else 1}
-        settings |= {"max_running_requests": max(arguments.batches), "max_context_tokens": 2048}
-        settings |= {"num_pages": 64 * max(arguments.batches) + 1}
-        settings |= {"dummy_weights": arguments.shape is not None}
-        settings |= {"cuda_graphs": not arguments.eager}
-        if arguments.device.startswith("cuda"):
-            # All prompts are there before the first answer ends.
-            settings |= {"max_step_tokens": 4096, "prefill_chunk_tokens": 512}
-        llm = stack.enter_context(LLM(model_dir, **settings))
-        if arguments.no_head:
-            for name in ("draft_dir", "drafter", "max_draft_tokens", "draft_width"):
-                del settings[name]
-            plain = stack.enter_context(LLM(model_dir, **settings))
-        rate = copy_rate() if arguments.device.startswith("cuda") else None
-        costs = []
-        chains = [DraftShape.chain(drafts) for drafts in arguments.drafts]
-        trees = [DraftShape(*tree, arguments.width) for tree in arguments.trees]
-        for batch in arguments.batches:
-            if arguments.no_head:
-                watch = Watch(None, DraftShape.chain(0), batch)
-                steps = watched(plain, watch, arguments.tokens, config.vocab_size)
-                costs.append(Cost(batch, None, 0, 1e3 * statistics.median(steps), 0.0, len(steps)))
-                print(f"{batch} requests, no head: {costs[-1].step_ms:.3f} ms", flush=True)
-            for drafts in [*chains, *(trees if batch <= MAX_TREE_REQUESTS else [])]:
-                cost = measure(llm, batch, drafts, arguments.tokens, config, rate)
-                if cost is None:
-                    print(f"no step had all of {batch} requests with {drafts}: left out")
-                else:
-                    costs.append(cost)
-                    print(f"{batch} requests, {drafts}: {cost.step_ms:.3f} ms", flush=True)
-    report(arguments, dtype, rate, costs)
 
 
 def measure(
@@ -238,14 +182,9 @@ def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
             assert chains is not None
             chains.forward(requests, drafts.num_drafts)
 
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(NUM_CHAINS + NUM_SKIPPED):
-        if number == NUM_SKIPPED:
-            begin.record()
+    for _ in range(NUM_SKIPPED):
         draft()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / NUM_CHAINS
+    return event_s(lambda: [draft() for _ in range(NUM_CHAINS)]) / NUM_CHAINS
 
 
 def write_head(path: Path, model_dir: Path) -> Path:
@@ -284,60 +223,79 @@ def write_head(path: Path, model_dir: Path) -> Path:
     return path
 
 
-def report(
-    arguments: argparse.Namespace, dtype: str, rate: float | None, costs: Sequence[Cost]
-) -> None:
-    """Prints the table and writes the JSON."""
-    console, setup = Console(), describe_setup(dtype, torch.get_num_threads())
-    if rate is not None:
-        setup |= {"gpu": torch.cuda.get_device_name(), "copy_bytes_per_s": rate}
-    table = Table(title=f"Steps with drafts, {arguments.shape or 'demo model'}, milliseconds")
-    for column in ("requests", "drafts", "step", "drafting", "the rest", "of decode", "roof"):
-        table.add_column(column, justify="right")
-    decode = {cost.batch: cost.step_ms for cost in costs if cost.drafts == 0}
-    for cost in costs:
-        share = f"{cost.step_ms / decode[cost.batch]:.2f}" if cost.batch in decode else "-"
-        roof = "-"
-        if cost.roof_ms is not None and cost.draft_roof_ms is not None:
-            roof = f"{cost.roof_ms:.3f} + {cost.draft_roof_ms:.3f}"
-        times = (cost.step_ms, cost.draft_ms, cost.step_ms - cost.draft_ms)
-        drafts = "no head" if cost.drafts is None else str(cost.drafts)
-        if cost.drafts and cost.depth != cost.drafts:
-            drafts += f" in {cost.depth}"
-        values = [str(cost.batch), drafts, *(f"{ms:.3f}" for ms in times)]
-        table.add_row(*values, share, roof)
-    console.print(table)
-    for line in describe_lines(setup):
-        console.print(line, soft_wrap=True, highlight=False)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = arguments.json or ROOT / "bench" / "results" / f"draft-cost-{stamp}.json"
-    content = {"command": " ".join(sys.argv), "setup": setup}
-    path.write_text(json.dumps(content | {"rows": [asdict(c) for c in costs]}, indent=1) + "\n")
-    console.print(f"written to {path}", soft_wrap=True, highlight=False)
+harness = Harness(__file__, __doc__)
+harness.flag("--shape", choices=MODELS, help="made-up weights; default: demo model")
+harness.flag("--device", default="cpu")
+harness.flag("--batches", type=numbers, default=[1, 4], help="numbers of requests, by commas")
+harness.flag(
+    "--drafts", type=numbers, default=[0, 1, 2, 3, 4, 5], help="numbers of drafts, by commas"
+)
+harness.flag(
+    "--trees", default="", help="nodes and levels of trees, as in 7x5,15x6,31x6; default: none"
+)
+harness.flag("--width", type=int, default=4, help="of trees: children of a node")
+harness.flag("--tokens", type=int, default=128, help="new tokens a request")
+harness.flag("--no-head", action="store_true", help="an engine without a head, too")
+harness.flag("--eager", action="store_true", help="without CUDA graphs")
 
 
-def parse() -> argparse.Namespace:
-    """Parses the flags."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=MODELS, help="made-up weights; default: demo model")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batches", default="1,4", help="numbers of requests, by commas")
-    parser.add_argument("--drafts", default="0,1,2,3,4,5", help="numbers of drafts, by commas")
-    parser.add_argument(
-        "--trees", default="", help="nodes and levels of trees, as in 7x5,15x6,31x6; default: none"
-    )
-    parser.add_argument("--width", type=int, default=4, help="of trees: children of a node")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens a request")
-    parser.add_argument("--no-head", action="store_true", help="an engine without a head, too")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--json", type=Path, help="where to write; default: bench/results")
-    arguments = parser.parse_args()
-    for name in ("batches", "drafts"):
-        setattr(arguments, name, [int(number) for number in getattr(arguments, name).split(",")])
-    trees = [tree.split("x") for tree in arguments.trees.split(",") if tree]
-    arguments.trees = [(int(nodes), int(depth)) for nodes, depth in trees]
-    return arguments
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """Trees as pairs of numbers."""
+    trees = [tree.split("x") for tree in options.trees.split(",") if tree]
+    options.trees = [(int(nodes), int(depth)) for nodes, depth in trees]
+
+
+@harness.part
+def drafts(run: Run) -> None:
+    """Chains and trees by number of requests."""
+    options = run.options
+    if options.shape is None:
+        model_dir, draft_dir = resolve_model("demo"), DRAFT
+    else:
+        folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
+        model_dir = write_config(folder, options.shape)
+        own = HEADS.get(options.shape)
+        draft_dir = own or write_head(folder / "head", model_dir)
+    # Chains and steps are captured for the numbers that a gate compares.
+    draft_shapes.DEPTHS = tuple(sorted({0, *options.drafts}))
+    draft_shapes.TREES = tuple(sorted(options.trees))
+    config = ModelConfig.load(model_dir)
+    dtype = resolve_dtype("auto" if options.shape is None else "bfloat16", options.device)
+    settings: dict[str, Any] = {"dtype": dtype, "device": options.device}
+    settings |= {"draft_dir": draft_dir, "drafter": "eagle3", "prefix_cache": False}
+    settings |= {"max_draft_tokens": max(1, *options.drafts)}
+    settings |= {"draft_width": options.width if options.trees else 1}
+    settings |= {"max_running_requests": max(options.batches), "max_context_tokens": 2048}
+    settings |= {"num_pages": 64 * max(options.batches) + 1}
+    settings |= {"dummy_weights": options.shape is not None}
+    settings |= {"cuda_graphs": not options.eager}
+    if options.device.startswith("cuda"):
+        # All prompts are there before the first answer ends.
+        settings |= {"max_step_tokens": 4096, "prefill_chunk_tokens": 512}
+    llm = run.stack.enter_context(LLM(model_dir, **settings))
+    if options.no_head:
+        for name in ("draft_dir", "drafter", "max_draft_tokens", "draft_width"):
+            del settings[name]
+        plain = run.stack.enter_context(LLM(model_dir, **settings))
+    rate = copy_rate() if options.device.startswith("cuda") else None
+    decode: dict[int, float] = {}
+    chains = [DraftShape.chain(drafts) for drafts in options.drafts]
+    trees = [DraftShape(*tree, options.width) for tree in options.trees]
+    for batch in options.batches:
+        if options.no_head:
+            watch = Watch(None, DraftShape.chain(0), batch)
+            steps = watched(plain, watch, options.tokens, config.vocab_size)
+            run.row(Cost(batch, None, 0, 1e3 * statistics.median(steps), 0.0, len(steps)))
+        for drafts in [*chains, *(trees if batch <= MAX_TREE_REQUESTS else [])]:
+            cost = measure(llm, batch, drafts, options.tokens, config, rate)
+            if cost is None:
+                run.note(f"no step had all of {batch} requests with {drafts}: left out")
+                continue
+            if cost.drafts == 0:
+                decode[batch] = cost.step_ms
+            run.row(cost, of_decode=cost.step_ms / decode.get(batch, float("nan")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

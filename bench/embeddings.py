@@ -16,21 +16,19 @@ an environment of its own, whose interpreter is given.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from embedder_shapes import SHAPES, random_texts, write_model
-from rich.console import Console
-from rich.table import Table
-from sentence_transformers import SentenceTransformer
+from harness import Harness, Run, in_turns, ratio_of, spread
 from tokenizers import Tokenizer
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.contract.tasks import Pool
@@ -95,40 +93,11 @@ class Infinity:
         raise SystemExit("infinity-emb ended; its error is above")
 
 
-class Measured(NamedTuple):
-    """What one of them did with the texts."""
-
-    vectors: np.ndarray
-    per_s: float
-    """Documents a second, of the fastest round."""
-
-
-def timed(embed: Embed) -> Callable[[Sequence[str]], tuple[np.ndarray, float]]:
-    """`embed` with the seconds that it takes."""
-
-    def run(texts: Sequence[str]) -> tuple[np.ndarray, float]:
-        began = time.perf_counter()
-        vectors = embed(texts)
-        return np.asarray(vectors, np.float32), time.perf_counter() - began
-
-    return run
-
-
-def measure(
-    ways: dict[str, Callable[[Sequence[str]], tuple[np.ndarray, float]]],
-    texts: Sequence[str],
-    rounds: int,
-) -> dict[str, Measured]:
-    """All of them in turns, after a few texts to begin with."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    vectors = {}
-    for embed in ways.values():
-        embed(texts[:8])
-    for _ in range(rounds):
-        for name, embed in ways.items():
-            vectors[name], seconds = embed(texts)
-            times[name].append(seconds)
-    return {name: Measured(vectors[name], len(texts) / min(times[name])) for name in ways}
+def clocked(embed: Embed, texts: Sequence[str]) -> tuple[np.ndarray, float]:
+    """Vectors, and the seconds that they took."""
+    began = time.perf_counter()
+    vectors = embed(texts)
+    return np.asarray(vectors, np.float32), time.perf_counter() - began
 
 
 def least_cosine(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -137,63 +106,57 @@ def least_cosine(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(((found * wanted).sum(1) / lengths).min())
 
 
-def main() -> None:
-    """Prints the table, and writes its figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--shape", choices=SHAPES, default="bert-base")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--peer-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--quantization", choices=("auto", "int8"), default="auto")
-    parser.add_argument("--infinity", type=Path, help="Python of infinity-emb's environment")
-    parser.add_argument("--documents", type=int, default=256, help="of the shortest; longer: fewer")
-    parser.add_argument("--layers", type=int, help="fewer than the shape's")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", type=Path, help="file for the figures")
-    args = parser.parse_args()
-    dtype = resolve_dtype(args.dtype)
-    own = dtype + (", int8" if args.quantization == "int8" else "")
-    title = f"{args.shape}, {torch.get_num_threads()} threads; Weft {own}, others {args.peer_dtype}"
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = Path(folder)
-        write_model(args.shape, model_dir, layers=args.layers)
-        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-        given = {"dtype": getattr(torch, args.peer_dtype)}
-        theirs = SentenceTransformer(folder, device="cpu", model_kwargs=given)
-        other = None
-        if args.infinity is not None:
-            other = Infinity(args.infinity, model_dir, args.peer_dtype)
-        settings = {"dtype": dtype, "quantization": args.quantization}
-        with LLM(model_dir, **settings, prefix_cache=False, max_running_requests=128) as llm:
+harness = Harness(__file__, __doc__, repeats=3)
+harness.flag("--shape", choices=SHAPES, default="bert-base")
+harness.flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+harness.flag("--peer-dtype", choices=("float32", "bfloat16"), default="float32")
+harness.flag("--quantization", choices=("auto", "int8"), default="auto")
+harness.flag("--infinity", type=Path, help="Python of infinity-emb's environment")
+harness.flag("--documents", type=int, default=256, help="of the shortest; longer: fewer")
+harness.flag("--layers", type=int, help="fewer than the shape's")
 
-            def embed(texts: Sequence[str]) -> list[Any]:
-                prompts = [one.ids for one in tokenizer.encode_batch(list(texts))]
-                return [one[0] for one in llm.pool(prompts, Pool(output="embedding"))]
 
-            ways = {"sentence-transformers": timed(theirs.encode), "Weft": timed(embed)}
-            if other is not None:
-                ways["infinity-emb"] = other.embed
-            for name, (shortest, longest) in LENGTHS.items():
-                count = max(8, args.documents * 28 // (shortest + longest))
-                texts = random_texts(count, shortest, longest)
-                found = measure(ways, texts, args.rounds)
-                row: dict[str, Any] = {"words": name, "documents": count}
-                row |= {way: one.per_s for way, one in found.items()}
-                peer = found["sentence-transformers"]
-                row["ratio"] = found["Weft"].per_s / peer.per_s
-                row["least_cosine"] = least_cosine(found["Weft"].vectors, peer.vectors)
-                rows.append(row)
-        if other is not None:
-            other.close()
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        numbers = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
-        numbers[-1] = f"{row['least_cosine']:.6f}"
-        table.add_row(*numbers)
-    Console().print(table)
-    if args.save is not None:
-        args.save.write_text(json.dumps({"setup": title, "results": rows}, indent=1) + "\n")
+@harness.part
+def embeddings(run: Run) -> None:
+    """All lengths of texts."""
+    from sentence_transformers import SentenceTransformer
+
+    options = run.options
+    model_dir = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
+    write_model(options.shape, model_dir, layers=options.layers)
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    given = {"dtype": getattr(torch, options.peer_dtype)}
+    theirs = SentenceTransformer(str(model_dir), device="cpu", model_kwargs=given)
+    settings = {"dtype": resolve_dtype(options.dtype), "quantization": options.quantization}
+    llm = run.stack.enter_context(
+        LLM(model_dir, **settings, prefix_cache=False, max_running_requests=128)
+    )
+
+    def embed(texts: Sequence[str]) -> list[Any]:
+        prompts = [one.ids for one in tokenizer.encode_batch(list(texts))]
+        return [one[0] for one in llm.pool(prompts, Pool(output="embedding"))]
+
+    ways: dict[str, Callable[[Sequence[str]], tuple[np.ndarray, float]]] = {
+        "sentence-transformers": lambda texts: clocked(theirs.encode, texts),
+        "Weft": lambda texts: clocked(embed, texts),
+    }
+    if options.infinity is not None:
+        other = Infinity(options.infinity, model_dir, options.peer_dtype)
+        run.stack.callback(other.close)
+        ways["infinity-emb"] = other.embed
+    for name, (shortest, longest) in LENGTHS.items():
+        count = max(8, options.documents * 28 // (shortest + longest))
+        texts = random_texts(count, shortest, longest)
+        calls = {way: lambda call=call, texts=texts: call(texts) for way, call in ways.items()}
+        found = in_turns(calls, options.repeats)
+        rates = {way: [count / took for _, took in each] for way, each in found.items()}
+        ours, peers = (found[way][-1][0] for way in ("Weft", "sentence-transformers"))
+        run.row(
+            {"words": name, "documents": count} | {w: spread(each) for w, each in rates.items()},
+            ratio=ratio_of(rates["Weft"], rates["sentence-transformers"]),
+            least_cosine=least_cosine(ours, peers),
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

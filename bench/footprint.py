@@ -5,13 +5,11 @@
 
 It starts `weft up` with the demo model three times, waits until REST is ready, adds up the
 proportional set sizes of all processes, sends requests that are constrained by random schemas, each
-by another one, and adds up again. It prints a row a start, and writes nothing.
+by another one, and adds up again.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import signal
 import socket
@@ -24,8 +22,7 @@ from typing import Any
 
 import httpx
 import psutil
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run
 
 START_TIMEOUT_S = 300
 
@@ -116,25 +113,20 @@ def measure(weft: Path, count: int, rng: random.Random) -> tuple[float, int, int
                 mesh.wait(60)
 
 
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--weft", type=Path, default=Path(sys.executable).with_name("weft"))
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--grammars", type=int, default=50)
-    arguments = parser.parse_args()
-    rng = random.Random(7)
-    table = Table()
-    for name in ("start", "ready s", "at rest MiB", f"with {arguments.grammars} grammars MiB"):
-        table.add_column(name, justify="right")
-    rows = []
-    for number in range(arguments.starts):
-        ready_s, at_rest, later = measure(arguments.weft, arguments.grammars, rng)
-        rows.append({"ready_s": ready_s, "at_rest_bytes": at_rest, "with_grammars_bytes": later})
-        table.add_row(str(number + 1), f"{ready_s:.2f}", str(at_rest >> 20), str(later >> 20))
-    Console().print(table)
-    print(json.dumps(rows))
+harness = Harness(__file__, __doc__, repeats=3)
+harness.flag("--weft", type=Path, default=Path(sys.executable).with_name("weft"))
+harness.flag("--grammars", type=int, default=50)
+
+
+@harness.part
+def footprint(run: Run) -> None:
+    """All starts."""
+    rng, grammars = random.Random(7), run.options.grammars
+    for _ in range(run.options.repeats):
+        ready_s, at_rest, later = measure(run.options.weft, grammars, rng)
+        figures = {f"with {grammars} grammars, MiB": later / 2**20}
+        run.row({"ready_s": ready_s, "at rest, MiB": at_rest / 2**20} | figures)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

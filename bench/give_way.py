@@ -10,21 +10,17 @@ with and without giving way
 
 from __future__ import annotations
 
-import argparse
 import gc
-import statistics
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from harness import Harness, Run, percentiles, spread
 from model_shapes import write_config
 from random_adapters import write_adapter
-from rich.console import Console
-from rich.table import Table
 from weft.checkpoint.adapters.plan import DENSE
 from weft.checkpoint.adapters.projections import projections_of
 from weft.checkpoint.config import ModelConfig
@@ -80,33 +76,32 @@ def measure(
     return steps, reads
 
 
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    arguments = parser.parse_args()
+harness = Harness(__file__, __doc__)
+harness.flag("--steps", type=int, default=400)
+
+
+@harness.part
+def give_way(run: Run) -> None:
+    """Steps with and without a reader beside them."""
     torch.set_num_threads(1)
     # As in an engine's process.
     sys.setswitchinterval(MAX_SWITCH_S)
     gc.collect()
     gc.freeze()
-    table = Table("adapters", "p50 ms", "p90 ms", "p99 ms", "a read, s", title="Host time of steps")
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_config(Path(folder), "llama-3.1-8b")
-        model = ModelConfig.load(model_dir)
-        paths = [write_adapter(Path(folder) / str(i), model_dir, RANK, i) for i in range(2)]
-        read(paths[0], model)
-        for name, given, gives_way in (
-            ("none", [], False),
-            ("read without giving way", paths, False),
-            ("read", paths, True),
-        ):
-            steps, reads = measure(arguments.steps, given, model, gives_way=gives_way)
-            shares = (f"{value:.2f}" for value in np.percentile(steps, (50, 90, 99)))
-            table.add_row(name, *shares, f"{statistics.median(reads):.2f}" if reads else "")
-    Console().print(table)
-    return 0
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
+    model_dir = write_config(folder, "llama-3.1-8b")
+    model = ModelConfig.load(model_dir)
+    paths = [write_adapter(folder / str(i), model_dir, RANK, i) for i in range(2)]
+    read(paths[0], model)
+    for name, given, gives_way in (
+        ("none", [], False),
+        ("read without giving way", paths, False),
+        ("read", paths, True),
+    ):
+        steps, reads = measure(run.options.steps, given, model, gives_way=gives_way)
+        of_reads = {"s_a_read": spread(reads)} if reads else {}
+        run.row(percentiles(steps), table="ms of steps on the host", adapters=name, **of_reads)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main())

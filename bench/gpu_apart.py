@@ -1,6 +1,6 @@
 """Prefill and decode apart beside whole workers, through REST, on the GPUs of one host.
 
-    python bench/gpu_apart.py handover --out FILE        first tokens alone, with timelines
+    python bench/gpu_apart.py handover                   first tokens alone, with timelines
     python bench/gpu_apart.py rate --rates 16 19         2,048 + 200 tokens, Poisson
     python bench/gpu_apart.py mixed --mixed-rates 10     prompts of 500 to 8,000 tokens
     python bench/gpu_apart.py burst --model qwen3-0.6b --systems whole1
@@ -42,22 +42,18 @@ import json
 import os
 import random
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from filelock import FileLock
-from gpu_reference import Agreement, Answer, check_tokens
-from gpu_setup import describe_gpu
+from gpu_reference import Answer, check_tokens
+from harness import Harness, Run, Spread, spread
 from model_shapes import MODELS
 from open_loop.report import Row
 from serving.load import Raw, new_runner
@@ -107,23 +103,15 @@ class FirstToken:
     system: str
     prompt_tokens: int
     """With `cached`, those of the history."""
-    median: float
-    least: float
-    most: float
+    ms: Spread
     timeline: str = ""
     """Output of `weft trace --timeline` for the last prompt."""
     cached: bool = False
     """Whether these are turns behind a history."""
 
 
-@dataclass(slots=True)
-class Result:
-    """What one call measured."""
-
-    first_tokens: list[FirstToken] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    answers: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Answers to the compared prompts, by system."""
+Answers = dict[str, list[list[int]]]
+"""Answers to the compared prompts, by system."""
 
 
 def make_model(folder: Path, options: argparse.Namespace) -> Path:
@@ -196,7 +184,7 @@ def first_tokens(
             first_s, request_id, _ = ask(mesh, prompt, 2)
             if turn >= 2:  # The first turns warm up.
                 times.append(1e3 * first_s)
-        yield first_token_row(mesh, FirstToken(system, length, *spread(times)), request_id)
+        yield first_token_row(mesh, FirstToken(system, length, spread(times)), request_id)
 
 
 def cached_turns(
@@ -214,24 +202,14 @@ def cached_turns(
             first_s, request_id, answer = ask(mesh, history, ANSWER_TOKENS)
             if turn >= 1:  # The first turn warms up.
                 times.append(1e3 * first_s)
-        row = FirstToken(system, length, *spread(times), cached=True)
+        row = FirstToken(system, length, spread(times), cached=True)
         yield first_token_row(mesh, row, request_id)
 
 
-def spread(times: list[float]) -> tuple[float, float, float]:
-    """Median, least and most."""
-    return statistics.median(times), min(times), max(times)
-
-
 def first_token_row(mesh: MeshProcess, row: FirstToken, request_id: str) -> FirstToken:
-    """Adds the timeline to a row, and prints it."""
+    """Adds the timeline to a row, and prints that."""
     row.timeline = timeline(mesh, request_id)
-    what = "tokens of history" if row.cached else "tokens"
-    print(
-        f"{row.system} {row.prompt_tokens} {what}: first token {row.median:.1f} ms "
-        f"[{row.least:.1f} - {row.most:.1f}]\n{row.timeline}",
-        flush=True,
-    )
+    print(row.timeline, flush=True)
     return row
 
 
@@ -303,31 +281,36 @@ def run_load(flags: list[str], prints: bool = True) -> list[Row]:
         out = Path(folder) / "rows.json"
         script = Path(__file__).with_name("load.py")
         # The compared prompts have warmed the mesh up.
-        more = ["--no-warm-up", "--out", out]
+        more = ["--no-warm-up", "--json", out]
         output = None if prints else subprocess.DEVNULL
         subprocess.run([sys.executable, script, *flags, *more], stdout=output, check=False)
         return [Row(**row) for row in json.loads(out.read_text())["rows"]]
 
 
 def measure(
-    section: str, system: str, mesh: MeshProcess, options: argparse.Namespace, result: Result
-) -> None:
+    run: Run, section: str, system: str, mesh: MeshProcess, answers: Answers
+) -> list[FirstToken]:
     """One section of one system."""
-    if system not in result.answers:
-        result.answers[system] = answers_of(mesh, prompts_of(CHECKED, options.vocab, 3))
-    if section == "handover":
-        result.first_tokens += first_tokens(mesh, system, options)
-        show_handover(result.first_tokens)
-    if section == "turns":
-        result.first_tokens += cached_turns(mesh, system, options)
-        show_handover(result.first_tokens)
+    options = run.options
+    if system not in answers:
+        answers[system] = answers_of(mesh, prompts_of(CHECKED, options.vocab, 3))
+    rows: list[FirstToken] = []
+    if section in ("handover", "turns"):
+        measured = first_tokens if section == "handover" else cached_turns
+        for row in measured(mesh, system, options):
+            rows.append(row)
+            run.row(row, table="first tokens")
     for flags in loads_of(section, system, options):
-        result.rows += run_load(["--url", mesh.url, "--name", system, *flags])
-        keep(result, None, options)
+        for load in run_load(["--url", mesh.url, "--name", system, *flags]):
+            run.row(load, table=section)
+            if load.failed:
+                run.fail(f"{load.name}: {load.failed} failed: {load.errors}")
+    return rows
 
 
-def measure_all(model: Path, options: argparse.Namespace, result: Result) -> None:
+def measure_all(run: Run, model: Path) -> Answers:
     """Every section of every system."""
+    options, answers, rows = run.options, Answers(), list[FirstToken]()
     began = time.monotonic()
     systems = list(options.sections_of)
     groups = [systems] if options.together else [[system] for system in systems]
@@ -341,12 +324,13 @@ def measure_all(model: Path, options: argparse.Namespace, result: Result) -> Non
             for section in SECTIONS:
                 for name, mesh in meshes.items():
                     if section in options.sections_of[name]:
-                        measure(section, name, mesh, options, result)
-                        keep(result, None, options)
+                        rows += measure(run, section, name, mesh, answers)
         began = time.monotonic()
+    show_handover(run, rows)
+    return answers
 
 
-def show_handover(rows: list[FirstToken]) -> None:
+def show_handover(run: Run, rows: list[FirstToken]) -> None:
     """Prints what shipping costs beside a whole worker."""
 
     def of(row: FirstToken) -> tuple[int, bool]:
@@ -355,19 +339,18 @@ def show_handover(rows: list[FirstToken]) -> None:
     whole = {of(row): row for row in rows if row.system.startswith("whole")}
     for row in rows:
         if not row.system.startswith("whole") and of(row) in whole:
-            more = row.median - whole[of(row)].median
+            more = row.ms.median - whole[of(row)].ms.median
             what = "tokens of history" if row.cached else "tokens"
-            print(
-                f"{row.system} minus whole, {row.prompt_tokens} {what}: {more:+.1f} ms", flush=True
-            )
+            run.note(f"{row.system} minus whole, {row.prompt_tokens} {what}: {more:+.1f} ms")
 
 
-def judge(result: Result, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+def judge(run: Run, model: Path, found: Answers) -> None:
     """Compares the systems' answers; answers that differ are compared with transformers in
     float32.
     """
+    options = run.options
     prompts = prompts_of(CHECKED, options.vocab, 3)
-    by_prompt = list(zip(prompts, *result.answers.values(), strict=True))
+    by_prompt = list(zip(prompts, *found.values(), strict=True))
     others = [
         Answer(prompt, tokens)
         for prompt, *answers in by_prompt
@@ -375,27 +358,14 @@ def judge(result: Result, model: Path, options: argparse.Namespace) -> dict[str,
         for tokens in answers
     ]
     num_equal = sum(all(answer == answers[0] for answer in answers) for _, *answers in by_prompt)
-    print(f"the systems' tokens are equal for {num_equal} of {len(prompts)} prompts", flush=True)
+    run.note(f"the systems' tokens are equal for {num_equal} of {len(prompts)} prompts")
     if not others or not options.reference:
-        return {"equal": num_equal, "prompts": len(prompts)}
+        return
     device = options.device.split(",")[0]
     agreement = check_tokens(model, ModelConfig.load(model), others, device)
-    print(f"those that differ, against float32: {agreement}", flush=True)
-    return {"equal": num_equal, "prompts": len(prompts), "others": asdict(agreement)}
-
-
-def keep(result: Result, judged: dict[str, Any] | None, options: argparse.Namespace) -> None:
-    """Writes what was measured so far, if a file was named."""
-    if options.out is None:
-        return
-    content = {
-        **describe_gpu(options.commit),
-        "command": shlex.join(sys.argv),
-        "first_tokens": [asdict(row) for row in result.first_tokens],
-        "rows": [asdict(row) for row in result.rows],
-        "tokens": judged,
-    }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    run.note(f"those that differ, against float32: {agreement}")
+    if not agreement.is_close:
+        run.fail("wrong tokens")
 
 
 def system_of(text: str) -> tuple[str, tuple[str, ...]]:
@@ -416,84 +386,69 @@ def shape_of(text: str) -> tuple[int, int, tuple[float, ...]]:
     return prompt, tokens, tuple(map(float, rates.split(","))) if rates else ()
 
 
-def parse() -> argparse.Namespace:
-    """The flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("sections", nargs="+", choices=SECTIONS)
-    parser.add_argument(
-        "--systems", nargs="+", type=system_of, default=[("whole", ()), ("apart", ())]
-    )
-    parser.add_argument("--together", action="store_true", help="start all systems at once")
-    parser.add_argument("--lock", type=Path, help="file; calls that name it measure in turn")
-    parser.add_argument("--model", choices=[*MODELS, "tiny"], default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="of the model; default its own number")
-    parser.add_argument("--device", default="cuda:0,cuda:1")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--vocab", type=int, default=49_152)
-    parser.add_argument(
-        "--tokenizer", type=Path, help="folder of its files; default the demo model's"
-    )
-    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--turns", type=int, default=9, help="of each length or history alone")
-    parser.add_argument("--rates", type=float, nargs="+", default=[16.0])
-    parser.add_argument("--mixed-rates", type=float, nargs="+", default=[8.0])
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--bursts", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--repeats", type=int, default=3, help="of bursts")
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=shape_of,
-        default=[(2048, 200, ()), (8192, 400, ())],
-        help="of goodput: prompt+new tokens, as in 8192+400, or with rates of its own 8192+400@2,4",
-    )
-    parser.add_argument("--sessions", type=int, default=8, help="of agents, one begun a second")
-    parser.add_argument(
-        "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the sessions")
-    parser.add_argument(
-        "--histories", type=int, nargs="+", default=[8000, 32_000, 64_000], help="of turns, tokens"
-    )
-    parser.add_argument("--session-turns", type=int, default=6)
-    parser.add_argument("--pause", type=float, default=1.0, help="mean seconds between turns")
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--prefix-cache", action="store_true", help="keep caches on")
-    parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
-    parser.add_argument("--decode-args", default="", help="further flags of decode workers")
-    parser.add_argument("--up-args", default="", help="further flags of `weft up`")
-    parser.add_argument(
-        "--reference",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare answers that differ with a float32 reference",
-    )
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="JSON file")
-    options = parser.parse_args()
+harness = Harness(__file__, __doc__)
+harness.flag("sections", nargs="+", choices=SECTIONS)
+harness.flag("--systems", nargs="+", type=system_of, default=[("whole", ()), ("apart", ())])
+harness.flag("--together", action="store_true", help="start all systems at once")
+harness.flag("--lock", type=Path, help="file; calls that name it measure in turn")
+harness.flag("--model", choices=[*MODELS, "tiny"], default="llama-3.1-8b")
+harness.flag("--layers", type=int, help="of the model; default its own number")
+harness.flag("--device", default="cuda:0,cuda:1")
+harness.flag("--dtype", default="bfloat16")
+harness.flag("--vocab", type=int, default=49_152)
+harness.flag("--tokenizer", type=Path, help="folder of its files; default the demo model's")
+harness.flag("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
+harness.flag("--turns", type=int, default=9, help="of each length or history alone")
+harness.flag("--rates", type=float, nargs="+", default=[16.0])
+harness.flag("--mixed-rates", type=float, nargs="+", default=[8.0])
+harness.flag("--seconds", type=float, default=20.0)
+harness.flag("--bursts", type=int, nargs="+", default=[1, 16, 64, 256])
+harness.flag("--repeats", type=int, default=3, help="of bursts")
+harness.flag(
+    "--shapes",
+    nargs="+",
+    type=shape_of,
+    default=[(2048, 200, ()), (8192, 400, ())],
+    help="of goodput: prompt+new tokens, as in 8192+400, or with rates of its own 8192+400@2,4",
+)
+harness.flag("--sessions", type=int, default=8, help="of agents, one begun a second")
+harness.flag("--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns")
+harness.flag("--seed", type=int, default=1, help="of the sessions")
+harness.flag(
+    "--histories", type=int, nargs="+", default=[8000, 32_000, 64_000], help="of turns, tokens"
+)
+harness.flag("--session-turns", type=int, default=6)
+harness.flag("--pause", type=float, default=1.0, help="mean seconds between turns")
+harness.flag("--processes", type=int, default=8)
+harness.flag("--prefix-cache", action="store_true", help="keep caches on")
+harness.flag("--prefill-args", default="", help="further flags of prefill workers")
+harness.flag("--decode-args", default="", help="further flags of decode workers")
+harness.flag("--up-args", default="", help="further flags of `weft up`")
+harness.flag(
+    "--reference",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="compare answers that differ with a float32 reference",
+)
+
+
+@harness.part
+def apart(run: Run) -> None:
+    """The sections that are named, of all systems."""
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
+    model = make_model(folder, run.options)
+    judge(run, model, measure_all(run, model))
+
+
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """The sections of each system, which must have the devices that they need."""
     options.sections_of = {name: own or options.sections for name, own in options.systems}
     num_devices = len(options.device.split(","))
     for name in options.sections_of:
         if "{half}" in SYSTEMS[name] and num_devices % 2:
-            parser.error(f"--device: {name} needs an even number of devices, not {num_devices}")
-    return options
-
-
-def main() -> int:
-    """Entry point."""
-    options = parse()
-    result = Result()
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), options)
-        measure_all(model, options, result)
-        judged = judge(result, model, options)
-    keep(result, judged, options)
-    others = judged.get("others")
-    failed = any(row.failed for row in result.rows)
-    return int(failed or (others is not None and not Agreement(**others).is_close))
+            harness.error(f"--device: {name} needs an even number of devices, not {num_devices}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main())

@@ -4,7 +4,7 @@ Both get the same texts and the same random weights in bfloat16, and their vecto
 Latency is measured at the engine: documents of 32 tokens come at random times (a Poisson process),
 half as many a second as the engine embeds when it gets all at once.
 
-    python bench/gpu_embeddings.py [--shapes bge-m3 qwen3-0.6b] [--out FILE]
+    python bench/gpu_embeddings.py [--shapes bge-m3 qwen3-0.6b]
 
 Needs the package sentence-transformers.
 """
@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
-import json
-import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from clocks import release
 from embedder_shapes import SHAPES, random_texts, write_model
+from gpu_engine import GPU_SETTINGS
 from gpu_roof import matmul_rate
-from gpu_setup import describe_gpu
+from harness import Harness, Run, timed
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 from weft.contract.messages import Inbox
@@ -41,6 +40,15 @@ LONG, SHORT = 512, 32
 NUM_PEER = 512
 """Documents that sentence-transformers gets."""
 EMBEDDING = Pool(output="embedding")
+
+harness = Harness(__file__, __doc__)
+harness.flag("--shapes", nargs="+", choices=SHAPES, default=["bge-m3", "qwen3-0.6b"])
+harness.flag("--documents", type=int, default=1024, help="of 512 tokens")
+harness.flag("--step-tokens", type=int, default=8192)
+harness.flag("--rounds", type=int, default=2)
+harness.flag("--layers", type=int, help="fewer than the shape's, to try it")
+harness.flag("--no-peer", action="store_true", help="without sentence-transformers")
+harness.flag("--no-graphs", action="store_true")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,11 +93,8 @@ def embed(llm: LLM, prompts: Sequence[Sequence[int]]) -> np.ndarray:
 
 def best_rate(llm: LLM, prompts: Sequence[Sequence[int]], rounds: int) -> tuple[np.ndarray, float]:
     """Vectors, and the largest number of documents a second of some rounds."""
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        vectors = embed(llm, prompts)
-        times.append(time.perf_counter() - began)
+    vectors = embed(llm, prompts)
+    times = [timed(lambda: embed(llm, prompts)) for _ in range(rounds)]
     return vectors, len(prompts) / min(times)
 
 
@@ -141,30 +146,30 @@ def measure_peer(folder: Path, texts: Sequence[str]) -> tuple[np.ndarray, float]
         rates.append(len(texts) / (time.perf_counter() - began))
     vectors = torch.stack(list(vectors)).float().cpu().numpy()
     del model
-    gc.collect()
-    torch.cuda.empty_cache()
+    release()
     return vectors, max(rates)
 
 
-def measure(shape: str, folder: Path, args: argparse.Namespace, roof: float) -> Result:
+def measure(shape: str, folder: Path, options: argparse.Namespace, roof: float) -> Result:
     """All figures of one shape."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = random_texts(args.documents, LONG, LONG)
+    texts = random_texts(options.documents, LONG, LONG)
     prompts = [one.ids for one in tokenizer.encode_batch(texts)]
     short = [one.ids for one in tokenizer.encode_batch(random_texts(4000, SHORT, SHORT))]
-    peer, peer_rate = (np.zeros(0), 0.0) if args.no_peer else measure_peer(folder, texts[:NUM_PEER])
+    peer, peer_rate = (
+        (np.zeros(0), 0.0) if options.no_peer else measure_peer(folder, texts[:NUM_PEER])
+    )
     began = time.perf_counter()
-    settings: dict[str, Any] = {
-        "device": "cuda",
-        "dtype": "bfloat16",
+    settings = {
+        **GPU_SETTINGS,
+        "dummy_weights": False,
         "max_running_requests": 512,
-        "max_step_tokens": args.step_tokens,
-        "prefill_chunk_tokens": args.step_tokens,
+        "max_step_tokens": options.step_tokens,
+        "prefill_chunk_tokens": options.step_tokens,
         "max_context_tokens": 1024,
         "num_pages": 256 * LONG // 16 + 1024,
         "max_waiting_requests": 8192,
-        "prefix_cache": False,
-        "cuda_graphs": not args.no_graphs,
+        "cuda_graphs": not options.no_graphs,
     }
     with LLM(folder, **settings) as llm:
         load_s = time.perf_counter() - began
@@ -172,15 +177,13 @@ def measure(shape: str, folder: Path, args: argparse.Namespace, roof: float) -> 
         gc.collect()
         gc.freeze()
         embed(llm, prompts[: len(prompts) // 2])
-        vectors, rate = best_rate(llm, prompts, args.rounds)
+        vectors, rate = best_rate(llm, prompts, options.rounds)
         embed(llm, short[:300])
-        _, short_rate = best_rate(llm, short, args.rounds)
+        _, short_rate = best_rate(llm, short, options.rounds)
         latencies_ms(llm, short[:500], short_rate / 2)
         gc.collect()
         late = latencies_ms(llm, short, short_rate / 2)
-    gc.unfreeze()
-    gc.collect()
-    torch.cuda.empty_cache()
+    release()
     cosine = 0.0
     if len(peer):
         vectors = vectors[: len(peer)]
@@ -198,41 +201,17 @@ def measure(shape: str, folder: Path, args: argparse.Namespace, roof: float) -> 
     )
 
 
-def main() -> None:
-    """Prints a line for each shape, and writes them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["bge-m3", "qwen3-0.6b"])
-    parser.add_argument("--documents", type=int, default=1024, help="of 512 tokens")
-    parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--layers", type=int, help="fewer than the shape's, to try it")
-    parser.add_argument("--no-peer", action="store_true", help="without sentence-transformers")
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    random.seed()
-    roof = matmul_rate()
-    print(f"matrix product: {roof / 1e12:.0f} TFLOP/s", flush=True)
-    results = []
-    for shape, number in zip(args.shapes, itertools.count()):
+@harness.part
+def embeddings(run: Run) -> None:
+    """All shapes."""
+    options, roof = run.options, matmul_rate()
+    run.keep(matmul_flop_per_s=roof)
+    for shape in options.shapes:
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
-            write_model(shape, folder, layers=args.layers, dtype=torch.bfloat16, device="cuda")
-            results.append(measure(shape, folder, args, roof))
-        print(
-            " ".join(
-                f"{name}={value:.4g}" if isinstance(value, float) else f"{value}"
-                for name, value in asdict(results[number]).items()
-            ),
-            flush=True,
-        )
-        if args.out is not None:
-            setup = describe_gpu(args.commit) | {"matmul_flop_per_s": roof}
-            given = {"step_tokens": args.step_tokens, "documents": args.documents}
-            content = {"setup": setup | given, "results": [asdict(one) for one in results]}
-            args.out.write_text(json.dumps(content, indent=1) + "\n")
+            write_model(shape, folder, layers=options.layers, dtype=torch.bfloat16, device="cuda")
+            run.row(measure(shape, folder, options, roof))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

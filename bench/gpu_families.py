@@ -1,6 +1,6 @@
 """What kinds of layers beside the usual ones cost on a GPU, against roofs of the same run.
 
-    python bench/gpu_families.py [--parts latents engines load windows] [--models ...] [--out DIR]
+    python bench/gpu_families.py [--only latents engines load windows] [--models ...]
 
 - latents: attention to latents at DeepSeek-V3's sizes. Decode steps as a share of the time to read
   the latents once at the copy rate; prompts as a share of the rate of a large product, counting the
@@ -13,16 +13,15 @@
 - windows: how many requests of 32k tokens run at once in equal memory, with pages behind windows
   freed and with all kept; layers keep what those of the model do, and are narrow otherwise.
 
-`--warm` compiles the kernels of engines and load with models of few layers and with narrow ones,
-and measures nothing.
+`--only warm` compiles the kernels of engines and load with models of few layers and with narrow
+ones, and measures nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +33,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from gpu_engine import random_prompts, run_batch
+from clocks import graph_us
+from engine_runs import random_prompts, run_batch
+from gpu_engine import GPU_SETTINGS
 from gpu_hybrid import tell_kernels, told_kernels
-from gpu_roof import Rates, decode_work, measure_rates, prompt_work
-from gpu_setup import describe_gpu
+from gpu_roof import Rates, decode_work, kept_rates, prompt_work
+from harness import Harness, Run
 from model_shapes import MODELS, write_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -92,28 +93,13 @@ NARROW = {
 
 Row = dict[str, Any]
 
+harness = Harness(__file__, __doc__)
+harness.flag("--models", nargs="+", choices=ENGINES, default=list(ENGINES))
+
 
 def captured_s(run: Callable[[int], object], launches: int = LAUNCHES) -> float:
     """Median seconds of one of several launches, numbered, in a captured graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for number in range(launches):
-            run(number)
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for number in range(launches):
-            run(number)
-    times = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / launches)
-    return statistics.median(times[2:])
+    return graph_us([partial(run, number) for number in range(launches)]) / 1e6
 
 
 def latent_step(rows: int, requests: int, context: int) -> AttentionMetadata:
@@ -278,16 +264,12 @@ def prompt_row(length: int, before: int, rates: Rates) -> Row:
 def engine_settings(model: str) -> dict[str, Any]:
     """Settings of an engine: a graph for each batch, and one for prompts."""
     return {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "dummy_weights": True,
+        **GPU_SETTINGS,
         "num_pages": 64 * 40,
         "max_context_tokens": 4096,
         "max_running_requests": max(BATCHES),
         "max_step_tokens": 2048,
         "prefill_chunk_tokens": 2048,
-        "prefix_cache": False,
-        "inter_token_target_s": 1.0,
         # FlashMLA's.
         **({"page_size": PAGE} if "kv_lora_rank" in MODELS[model] else {}),
     }
@@ -476,7 +458,7 @@ def warm_load(model: str) -> None:
             run_batch(llm, LOAD, 64, 8)
 
 
-def warm(model: str) -> None:
+def warm_engine(model: str) -> None:
     """Compiles what an engine of the model launches."""
     given = MODELS[model]
     few: dict[str, Any] = {"num_hidden_layers": 2}
@@ -492,68 +474,50 @@ def warm(model: str) -> None:
         torch.cuda.empty_cache()
 
 
-def told(row: Row) -> str:
-    """A row as a line."""
-    parts = []
-    for name, value in row.items():
-        parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
-    return ", ".join(parts).replace("what ", "", 1)
+@harness.part
+def latents(run: Run) -> None:
+    """Attention to latents."""
+    rates = kept_rates(run)
+    for batch in (1, 64, 256):
+        for context in (2048, 8192):
+            run.row(decode_row(batch, context, rates), table="latents, decode")
+    for length, before in PROMPTS:
+        run.row(prompt_row(length, before, rates), table="latents, prompts")
 
 
-def rows_of(parts: list[str], models: list[str], rates: Rates) -> Iterator[Row]:
-    """All measurements, as they are ready."""
-    if "latents" in parts:
-        for batch in (1, 64, 256):
-            for context in (2048, 8192):
-                yield decode_row(batch, context, rates)
-        for length, before in PROMPTS:
-            yield prompt_row(length, before, rates)
-    if "engines" in parts:
-        for model in models:
-            yield from engine_rows(model, rates)
-    if "load" in parts:
-        yield load_row(LOADED)
-    if "windows" in parts:
-        for model in WINDOWS:
-            for mode in ("auto", "keep"):
-                yield most_at_once(model, mode)
-
-
-def main() -> None:
-    """Measures, prints a line each, and writes one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parts = ["latents", "engines", "load", "windows"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--models", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--warm", action="store_true")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, help="file for the JSON")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    if arguments.warm:
-        for model in arguments.models if "engines" in arguments.parts else ():
-            warm(model)
-        if "load" in arguments.parts:
-            warm_load(LOADED)
-        return
-    setup, rates = describe_gpu(arguments.commit), measure_rates()
-    setup |= {
-        "copy_tb_s": rates.bytes_per_s / 1e12,
-        "matmul_tflop_s": rates.flop_per_s / 1e12,
-    }
-    print(
-        f"{setup['device']}: copy {setup['copy_tb_s']:.2f} TB/s, "
-        f"products {setup['matmul_tflop_s']:.0f} TFLOP/s",
-        flush=True,
-    )
-    rows: list[Row] = []
-    for row in rows_of(arguments.parts, arguments.models, rates):
-        rows.append(row)
-        print(told(row), flush=True)
+@harness.part
+def engines(run: Run) -> None:
+    """Whole engines."""
+    rates = kept_rates(run)
+    for model in run.options.models:
+        for row in engine_rows(model, rates):
+            run.row(row, table=row["what"])
         torch.cuda.empty_cache()
-        if arguments.out:
-            arguments.out.write_text(json.dumps({**setup, "rows": rows}, indent=1))
+
+
+@harness.part
+def load(run: Run) -> None:
+    """gpt-oss-20b under many requests at once."""
+    run.row(load_row(LOADED), table="load")
+
+
+@harness.part
+def windows(run: Run) -> None:
+    """Requests that fit, with pages behind windows freed and kept."""
+    for model in WINDOWS:
+        for mode in ("auto", "keep"):
+            run.row(most_at_once(model, mode), table="windows")
+            torch.cuda.empty_cache()
+
+
+@harness.part_if_named
+def warm(run: Run) -> None:
+    """Compiles what the other parts launch."""
+    for model in run.options.models:
+        warm_engine(model)
+    warm_load(LOADED)
 
 
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    sys.exit(harness.main())

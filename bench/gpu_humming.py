@@ -1,6 +1,6 @@
 """Products with weights of 4 bits by humming-kernels, in the shapes of bench/gpu_quantised.py.
 
-    python bench/gpu_humming.py [--parts compile dense experts] [--out DIR]
+    python bench/gpu_humming.py [--only dense experts]
 
 Needs the package `humming-kernels`, which compiles its kernels when they are first used. Times are
 of captured graphs over weights that rotate beyond the L2 cache; errors are root mean squares
@@ -9,18 +9,15 @@ against float64 on de-quantised weights, beside those of the exact result rounde
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
-import time
+import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_fp8 import BF16, PRODUCTS, ROTATING_BYTES, Found, Product, noted, release, time_us
-from gpu_setup import describe_gpu
+from clocks import graph_us, release
+from gpu_fp8 import BF16, PRODUCTS, ROTATING_BYTES, Product
+from harness import Harness, Run
 from humming.layer import HummingLayer
 from humming.testing.data import generate_moe_tensors
 from humming.tune import get_heuristics_config
@@ -31,6 +28,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096)
 EXPERTS = (("qwen3-30b-a3b up", 128, 1536, 2048, 8), ("qwen3-30b-a3b down", 128, 2048, 768, 1))
 """Product, experts, N, K, experts of a row."""
 EXPERTS_ROWS = (1, 16, 64, 256, 4096)
+
+harness = Harness(__file__, __doc__)
 
 
 def draw(n: int, k: int, experts: int = 0) -> HummingLayer:
@@ -92,7 +91,8 @@ def layers(n: int, k: int, experts: int = 0) -> list[HummingLayer]:
     return drawn
 
 
-def time_dense(found: Found) -> None:
+@harness.part
+def dense(run: Run) -> None:
     """All products and numbers of rows, beside bfloat16."""
     for product in PRODUCTS:
         ours = layers(product.n, product.k)
@@ -100,93 +100,50 @@ def time_dense(found: Found) -> None:
         for rows in ROWS:
             x = torch.randn(rows, product.k, device="cuda", dtype=BF16)
             row: dict[str, Any] = {"product": product.name, "rows": rows}
-            with noted(found, f"{product.name} {rows}"):
-                row["bfloat16_us"] = time_us(
+            with run.noted(f"{product.name} {rows}"):
+                row["bfloat16_us"] = graph_us(
                     [after(product, partial(torch.nn.functional.linear, x, w)) for w in plain]
                 )
-                row["humming_us"] = time_us([after(product, partial(w, x)) for w in ours])
+                row["humming_us"] = graph_us([after(product, partial(w, x)) for w in ours])
                 if rows in (1, 16, 256):
                     row |= check(product, rows)
-            found.models.append(row)
-            print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), flush=True)
+            run.row(row)
         del ours, plain
         release()
 
 
-def time_experts(found: Found) -> None:
+@harness.part
+def experts(run: Run) -> None:
     """Products of pairs of a row and an expert; the sort is not timed."""
-    for name, experts, n, k, top_k in EXPERTS:
-        ours = layers(n, k, experts)
+    for name, count, n, k, top_k in EXPERTS:
+        ours = layers(n, k, count)
         for rows in EXPERTS_ROWS:
             row: dict[str, Any] = {"product": name, "rows": rows}
-            with noted(found, f"{name} {rows}"):
+            with run.noted(f"{name} {rows}"):
                 inputs = rows if top_k > 1 else 8 * rows
                 config = get_heuristics_config(
                     ours[0].humming_config, shape_m=inputs, gemm_type="indexed"
                 )
                 block = config["block_shape"][0]
-                ids = torch.rand(rows, experts, device="cuda").topk(8, dim=1).indices.int()
+                ids = torch.rand(rows, count, device="cuda").topk(8, dim=1).indices.int()
                 pairs = ids if top_k > 1 else ids.view(-1, 1)
                 _, _, order, of_blocks, padded = generate_moe_tensors(
-                    pairs, experts, "indexed", block
+                    pairs, count, "indexed", block
                 )
                 x = torch.randn(inputs, k, device="cuda", dtype=BF16)
                 row["block"] = block
-                row["humming_us"] = time_us([
+                row["humming_us"] = graph_us([
                     partial(
                         w, x, sorted_ids=order, expert_ids=of_blocks, num_tokens_padded=padded,
                         top_k=top_k, compute_config={"gemm_type": "indexed"}, tuning_config=config,
                     )
                     for w in ours
                 ])  # fmt: skip
-            found.models.append(row)
-            print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), flush=True)
+            run.row(row)
         del ours
         release()
 
 
-@functools.cache
-def _small(n: int, k: int, experts: int) -> HummingLayer:
-    layer = draw(n, k, experts)
-    layer.transform()
-    return layer
-
-
-def compile_all(found: Found) -> None:
-    """Compiles what the other parts time."""
-    for product in PRODUCTS:
-        with noted(found, f"compile {product.name}"):
-            layer = _small(product.n, product.k, 0)
-            for rows in ROWS:
-                layer(torch.zeros(rows, product.k, device="cuda", dtype=BF16))
-            print(product.name, check(product, 16), flush=True)
-        _small.cache_clear()
-
-
-def main() -> None:
-    """Runs the parts, and prints a line for each measurement."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parts = ("compile", "dense", "experts")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    parser.add_argument("--name", default="gpu_humming.json", help="of the JSON")
-    arguments = parser.parse_args()
-    began, found = time.perf_counter(), Found()
-    for part in arguments.parts:
-        with noted(found, part):
-            {"compile": compile_all, "dense": time_dense, "experts": time_experts}[part](found)
-        print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
-        if arguments.out:
-            content = {
-                **describe_gpu(arguments.commit),
-                "rows": found.models,
-                "failures": found.failures,
-            }
-            (arguments.out / arguments.name).write_text(json.dumps(content, indent=1))
-    print(f"{len(found.failures)} failures", *found.failures, sep="\n")
-
-
 if __name__ == "__main__":
     with torch.inference_mode():
-        main()
+        sys.exit(harness.main())

@@ -1,6 +1,6 @@
 """Speed of models with recurrent layers on a GPU, against the roof of the same run.
 
-    python bench/gpu_hybrid.py [--parts kernels engine ...] [--models qwen3.5-9b ...] [--out DIR]
+    python bench/gpu_hybrid.py [--only kernels engine beside mtp] [--models qwen3.5-9b ...]
 
 Kernels: a layer's states alone, decode steps against the bytes of states that they read, prompts
 against the rate of a large product. Beside: prompts by fla-core's kernels. Engine: random weights
@@ -10,25 +10,25 @@ sent at once. Mtp: decode with drafts of which a forced number is accepted.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from gpu_engine import release, run_batch
-from gpu_roof import Rates, measure_rates
-from gpu_setup import describe_gpu
+from clocks import graph_us, median_s, release
+from engine_runs import run_batch
+from gpu_engine import GPU_SETTINGS
+from gpu_roof import Rates, kept_rates
+from harness import Harness, Run
 from model_shapes import write_config
 from torch.profiler import ProfilerActivity, profile
-from weft.contract.errors import WeftError
 from weft.engine.executor.drafts.chains import ChainShape, StaticChains
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.rotary import Rotary
@@ -58,41 +58,16 @@ STEP_TILES = ((128, 4, 32), (64, 2, 32), (64, 2, 64), (16, 1, 32), (32, 4, 128))
 computes, its warps, and the keys that it multiplies at once.
 """
 BF16 = torch.bfloat16
-SETTINGS: dict[str, Any] = {
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "dummy_weights": True,
-    "max_context_tokens": 5120,
-    "max_running_requests": 256,
-    "max_step_tokens": 8192,
-    "prefill_chunk_tokens": 8192,
-    "prefix_cache": False,
-    "inter_token_target_s": 1.0,
-}
+SETTINGS = {**GPU_SETTINGS, "max_running_requests": 256, "prefill_chunk_tokens": 8192}
 
-
-def seconds(call: Callable[[], object], count: int = 10) -> float:
-    """Median time of a call on the device."""
-    call()
-    times = []
-    for _ in range(count):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def graph_seconds(call: Callable[[], object], count: int = 10) -> float:
-    """The same of a call in a CUDA graph, as steps have it, without the host's time."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    return seconds(graph.replay) / count
+harness = Harness(__file__, __doc__)
+harness.flag("--models", nargs="+", default=list(MODELS))
+harness.flag("--budget", type=float, default=60.0, help="seconds of each model")
+harness.flag("--depths", nargs="+", type=int, default=[2, 0, 1, 3], help="of drafts")
+harness.flag("--batches", nargs="*", type=int, default=[1, 16, 64, 256])
+harness.flag("--profiled", nargs="*", type=int, default=[64], help="batches")
+harness.flag("--requests", type=int, default=MANY, help="sent at once; 0: none")
+harness.flag("--step-rows", nargs="+", type=int, default=list(MANY_STEPS))
 
 
 def delta_form() -> HeadForm:
@@ -103,9 +78,9 @@ def delta_form() -> HeadForm:
     return HeadForm(conv, None, first, second, third, 32, 2, 128, 128, 128**-0.5, is_unit=True)
 
 
-def bench_steps(rates: Rates) -> list[dict[str, Any]]:
+def bench_steps(run: Run, rates: Rates) -> None:
     """Decode steps of one layer of gated delta net, in a page and at its end, and with drafts."""
-    found, form = [], delta_form()
+    form = delta_form()
     chosen = slot_states._TILES
     channels = form.conv.shape[1]
     for batch in (1, 64, 256):
@@ -138,22 +113,15 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
             ends = torch.full_like(borders, 4 * PAGE + behind)
             rows = plan_slots(slots, bounds, positions, borders, ends, table, PAGE)
             given = form, gates, rows, memory, of_rows
-            took = graph_seconds(partial(step_delta, *given))
+            took = graph_us(partial(step_delta, *given)) / 1e6
             roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
-            row = {"tile": tile, "batch": batch, "behind": behind, "rows": count}
-            found.append(row | {"us": 1e6 * took, "share": roof / took})
-            print(
-                f"step of {batch:3}, {tile}, {count} behind {behind:2}: {1e6 * took:7.1f} us, "
-                f"{roof / took:6.1%} of the bytes' roof",
-                flush=True,
-            )
+            row = {"tile": str(tile), "batch": batch, "behind": behind, "rows": count}
+            run.row(row, table="steps", us=1e6 * took, share=roof / took)
     slot_states._TILES = chosen
-    return found
 
 
-def bench_prompt(rates: Rates, *, beside: bool = False) -> list[dict[str, Any]]:
+def bench_prompt(run: Run, rates: Rates, *, beside: bool = False) -> None:
     """A prompt's rows through one layer's states; `beside`: by the kernels of fla-core."""
-    found = []
     rows = PROMPT_ROWS
     bounds = Sequences.of(torch.tensor([0, rows], device="cuda"))
     q, k = (torch.randn(rows, 16, 128, device="cuda", dtype=BF16) for _ in "qk")
@@ -203,19 +171,11 @@ def bench_prompt(rates: Rates, *, beside: bool = False) -> list[dict[str, Any]]:
             ),
         }
     for name, (work, call) in calls.items():
-        try:
-            took = seconds(call, 4)
-        except Exception as error:
-            print(f"{name}: {error!r}"[:300])
-            continue
-        share = work / rates.flop_per_s / took
-        found.append({"kernel": name, "ms": 1e3 * took, "share": share})
-        told = f"fla-core: {name}" if beside else name
-        print(
-            f"{told}, {rows} rows: {1e3 * took:.3f} ms, {share:.1%} of the products' rate",
-            flush=True,
-        )
-    return found
+        with run.noted(name):
+            took = median_s(call, 4)
+            figures = {"kernel": f"fla-core: {name}" if beside else name, "rows": rows}
+            share = work / rates.flop_per_s / took
+            run.row(figures, table="prompts", ms=1e3 * took, share=share)
 
 
 class Costs:
@@ -322,26 +282,14 @@ def tell_kernels(taken: profile, what: str, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-class Load(NamedTuple):
-    """What `bench_engine` runs."""
+def bench_engine(run: Run, name: str, rates: Rates) -> None:
+    """All measurements of one model that fit into the time."""
+    options, began = run.options, time.perf_counter()
+    profiled = options.profiled
 
-    batches: list[int]
-    """Of decode."""
-    profiled: list[int]
-    """Those of which kernels are told; if any, also of prompts and of mixed steps."""
-    requests: int
-    """Sent at once; 0: none."""
-    step_rows: list[int]
-    """Rows of steps in which these are computed."""
-    budget_s: float
-    """Time, after which nothing more begins."""
+    def has_time() -> bool:
+        return time.perf_counter() - began < options.budget
 
-
-def bench_engine(
-    name: str, rates: Rates, load: Load, found: dict[str, Any], save: Callable[[], None]
-) -> None:
-    """Puts all measurements of one model that fit into the time into `found`."""
-    began, budget_s, profiled = time.perf_counter(), load.budget_s, load.profiled
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(Path(folder), name)
         with LLM(path, **SETTINGS) as llm:
@@ -349,80 +297,51 @@ def bench_engine(
             gc.collect()
             gc.freeze()
             costs = Costs(llm)
-            print(
-                f"{name}: loaded and captured after {time.perf_counter() - began:.0f} s; weights "
-                f"{costs.dense / 1e9:.1f} + {costs.experts / 1e9:.1f} GB, a state "
-                f"{costs.state_bytes / 1e6:.1f} MB",
-                flush=True,
-            )
-            for batch in load.batches:
-                save()
-                if time.perf_counter() - began > budget_s:
+            sizes = {"dense_gb": costs.dense / 1e9, "experts_gb": costs.experts / 1e9}
+            sizes |= {"state_mb": costs.state_bytes / 1e6}
+            run.row(table="weights", model=name, start_s=time.perf_counter() - began, **sizes)
+            for batch in options.batches:
+                if not has_time():
                     return
                 run_batch(llm, batch, 512, 8)
-                run = run_batch(llm, batch, 512, 64)
-                if not run.num_steps:
-                    print(f"decode {batch}: there is no memory for as many at once", flush=True)
+                done = run_batch(llm, batch, 512, 64)
+                if not done.num_steps:
+                    run.note(f"{name}: there is no memory for {batch} requests at once")
                     continue
-                took = run.seconds / run.num_steps
-                host = statistics.median(run.host_s) if run.host_s else 0.0
+                took = done.seconds / done.num_steps
                 least = costs.decode_seconds(rates, batch, 544)
-                found[f"decode {batch}"] = {
-                    "tokens_per_s": batch / took,
-                    "share": least / took,
-                    "step_ms": 1e3 * took,
-                    "host_ms": 1e3 * host,
-                }
-                print(
-                    f"decode {batch:3}: {batch / took:9.1f} tok/s, step {1e3 * took:.2f} ms, "
-                    f"host {1e3 * host:.2f} ms, {least / took:.1%} of the roof, "
-                    f"{run.num_steps} steps",
-                    flush=True,
-                )
-                if batch in profiled:
-                    some = partial(run_batch, llm, batch, 32, 20)
-                    kernels = told_kernels(some, f"decode {batch}", 20)
-                    found[f"decode {batch}"]["kernels"] = kernels
+                figures = {"batch": batch, "tokens_per_s": batch / took, "share": least / took}
+                figures |= {"step_ms": 1e3 * took, "host_ms": 1e3 * statistics.median(done.host_s)}
+                some = partial(run_batch, llm, batch, 32, 20)
+                what = f"decode {batch}"
+                kernels = told_kernels(some, what, 20) if batch in profiled else []
+                run.row(table="decode", model=name, **figures, kernels=kernels)
             for length in (1024, 4096):
-                save()
-                if time.perf_counter() - began > budget_s:
+                if not has_time():
                     return
                 times = [run_batch(llm, 8, length, 2).first_token_s for _ in range(3)]
-                least = costs.prompt_seconds(rates, 8 * length)
+                share = costs.prompt_seconds(rates, 8 * length) / min(times)
                 rate = 8 * length / min(times)
-                found[f"prefill 8 x {length}"] = {"tokens_per_s": rate, "share": least / min(times)}
-                print(
-                    f"prefill 8 x {length:,}: {rate:,.0f} tok/s, {least / min(times):.1%} of the "
-                    "roof",
-                    flush=True,
-                )
-            if profiled and time.perf_counter() - began < budget_s:
+                figures = {"tokens": length, "tokens_per_s": rate, "share": share}
+                run.row(table="prompts, 8 at once", model=name, **figures)
+            if profiled and has_time():
                 some = partial(run_batch, llm, 8, 1024, 2)
-                kernels = told_kernels(some, "prefill 8 x 1,024", 1)
-                found["prefill 8 x 1024"]["kernels"] = kernels
+                run.keep(**{f"{name} prompts": told_kernels(some, "prefill 8 x 1,024", 1)})
             limits = llm.engine.scheduler._limits
-            llm.engine.scheduler._limits = limits._replace(max_step_tokens=load.step_rows[0])
-            if profiled and load.requests and time.perf_counter() - began < budget_s:
+            llm.engine.scheduler._limits = limits._replace(max_step_tokens=options.step_rows[0])
+            if profiled and options.requests and has_time():
                 mixed = partial(run_batch, llm, 64, MANY_IN, 32)
                 steps, took = 64 * MANY_IN / 2048, mixed().all_seconds
                 what = f"64 of {MANY_IN}/32, {1e3 * took / steps:.1f} ms"
-                found["mixed"] = {"kernels": told_kernels(mixed, what, int(steps))}
-            for rows in load.step_rows if load.requests else ():
-                save()
-                if time.perf_counter() - began > budget_s:
+                run.keep(**{f"{name} mixed": told_kernels(mixed, what, int(steps))})
+            for rows in options.step_rows if options.requests else ():
+                if not has_time():
                     break
                 llm.engine.scheduler._limits = limits._replace(max_step_tokens=rows)
-                run = run_batch(llm, load.requests, MANY_IN, MANY_OUT)
-                rate = load.requests * (MANY_IN + MANY_OUT) / run.all_seconds
-                found[f"total, steps of {rows}"] = {
-                    "tokens_per_s": rate,
-                    "requests": load.requests,
-                }
-                print(
-                    f"{load.requests} of {MANY_IN}/{MANY_OUT}, steps of up to {rows:,}: "
-                    f"{rate:,.0f} total tok/s",
-                    flush=True,
-                )
+                done = run_batch(llm, options.requests, MANY_IN, MANY_OUT)
+                rate = options.requests * (MANY_IN + MANY_OUT) / done.all_seconds
+                figures = {"requests": options.requests, "step_rows": rows, "tokens_per_s": rate}
+                run.row(table=f"all of {MANY_IN}/{MANY_OUT}", model=name, **figures)
             llm.engine.scheduler._limits = limits
 
 
@@ -460,18 +379,11 @@ class ForcedChains:
         return found
 
 
-def bench_mtp(
-    name: str,
-    depths: list[int],
-    profiled: list[int],
-    budget_s: float,
-    found: dict[str, Any],
-    save: Callable[[], None],
-) -> None:
+def bench_mtp(run: Run, name: str) -> None:
     """Decode with the checkpoint's MTP head, at forced acceptance lengths, and without."""
     began = time.perf_counter()
-    for depth in depths:
-        if time.perf_counter() - began > budget_s:
+    for depth in run.options.depths:
+        if time.perf_counter() - began > run.options.budget:
             break
         release()
         forced, run_of = ForcedChains(max(1, depth)), StaticChains.run
@@ -488,97 +400,56 @@ def bench_mtp(
                     for batch in (1, 64):
                         before = llm.engine.counters()
                         run_batch(llm, batch, 512, 8)
-                        run = run_batch(llm, batch, 512, 96)
+                        done = run_batch(llm, batch, 512, 96)
                         after = llm.engine.counters()
                         drafted, accepted = (
                             after[count] - before[count]
                             for count in ("drafted_tokens", "accepted_tokens")
                         )
                         length = 1 + accepted * depth / max(1, drafted)
-                        took = run.seconds / max(1, run.num_steps)
-                        rate = batch * length / took
-                        found[f"depth {depth}, batch {batch}"] = {
-                            "length": length,
-                            "tokens_per_s": rate,
-                            "step_ms": 1e3 * took,
-                        }
-                        print(
-                            f"MTP {depth} drafts, batch {batch:2}: length {length:.2f}, "
-                            f"{rate:8.1f} tok/s, step {1e3 * took:.2f} ms",
-                            flush=True,
-                        )
-                        if batch in profiled:
+                        took = done.seconds / max(1, done.num_steps)
+                        figures = {"drafts": depth, "batch": batch, "length": length}
+                        figures |= {"tokens_per_s": batch * length / took, "step_ms": 1e3 * took}
+                        run.row(table="MTP", model=name, **figures)
+                        if batch in run.options.profiled:
                             told_kernels(partial(run_batch, llm, batch, 64, 40), "MTP", 20)
-                        save()
             del llm  # Two do not fit.
         finally:
             StaticChains.run = run_of  # type: ignore[method-assign]
 
 
-def main() -> None:
-    """Runs the parts that are asked for; what fails is told, and the others go on."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--parts", nargs="+", default=["kernels", "engine"], help="also beside, mtp"
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of each model")
-    parser.add_argument("--depths", nargs="+", type=int, default=[2, 0, 1, 3], help="of drafts")
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--profiled", nargs="*", type=int, default=[64], help="batches")
-    parser.add_argument("--requests", type=int, default=MANY, help="sent at once; 0: none")
-    parser.add_argument("--step-rows", nargs="+", type=int, default=list(MANY_STEPS))
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    arguments = parser.parse_args()
-    setup, rates = describe_gpu(arguments.commit), measure_rates()
-    release()
-    found: dict[str, Any] = {**setup, "bytes_per_s": rates.bytes_per_s}
-    found["flop_per_s"] = rates.flop_per_s
-    print(
-        f"{setup['device']}: copy {rates.bytes_per_s / 1e12:.2f} TB/s, products "
-        f"{rates.flop_per_s / 1e12:.0f} TFLOP/s",
-        flush=True,
-    )
-    parts: dict[str, Callable[[], Any]] = {}
-    if "kernels" in arguments.parts:
-        parts |= {"steps": partial(bench_steps, rates), "prompt": partial(bench_prompt, rates)}
-    if "beside" in arguments.parts:
-        parts["beside"] = partial(bench_prompt, rates, beside=True)
+@harness.part
+def kernels(run: Run) -> None:
+    """A layer's states alone."""
+    rates = kept_rates(run)
+    bench_steps(run, rates)
+    bench_prompt(run, rates)
 
-    def save() -> None:
-        if arguments.out is not None:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "hybrid.json").write_text(json.dumps(found, indent=1))
 
-    load = Load(
-        arguments.batches,
-        arguments.profiled,
-        arguments.requests,
-        arguments.step_rows,
-        arguments.budget,
-    )
-    for name in arguments.models:
-        if "engine" in arguments.parts:
-            own: dict[str, Any] = {}
-            parts[name] = partial(bench_engine, name, rates, load, own, save)
-            found[name] = own
-        if "mtp" in arguments.parts:
-            own = {}
-            parts[f"{name} mtp"] = partial(
-                bench_mtp, name, arguments.depths, arguments.profiled, arguments.budget, own, save
-            )
-            found[f"{name} mtp"] = own
-    for name, measure in parts.items():
+@harness.part_if_named
+def beside(run: Run) -> None:
+    """Prompts by fla-core's kernels."""
+    bench_prompt(run, kept_rates(run), beside=True)
+
+
+@harness.part
+def engine(run: Run) -> None:
+    """Whole models."""
+    rates = kept_rates(run)
+    for name in run.options.models:
         release()
-        try:
-            made = measure()
-            if made is not None:
-                found[name] = made
-        except (RuntimeError, WeftError) as error:
-            print(f"{name}: {error!r}"[:1500], flush=True)
-        save()
+        with run.noted(name):
+            bench_engine(run, name, rates)
+
+
+@harness.part_if_named
+def mtp(run: Run) -> None:
+    """Decode with drafts of which a forced number is accepted."""
+    for name in run.options.models:
+        release()
+        with run.noted(f"{name} mtp"):
+            bench_mtp(run, name)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -1,6 +1,6 @@
 """Time of the GPU's kernels against the memory and matmul rates measured in the same run.
 
-    python bench/gpu_kernels.py [--only trees|rows|tiles|experts|attention|heads] [--out DIR]
+    python bench/gpu_kernels.py [--only trees rows tiles experts attention heads]
 
 Each row is the median of replays of a graph of calls over inputs that rotate beyond the L2 cache.
 Between them the row's ceiling is measured, so that both meet the same clocks and the same limit of
@@ -9,21 +9,18 @@ power.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
-import json
-import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from clocks import capture, num_inputs, replay_us
+from harness import Harness, Run, spread
 from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.gpu import attention as gpu_attention
@@ -42,59 +39,9 @@ from weft.kernels.rope import rope_and_cache
 
 BF16 = torch.bfloat16
 PAGE_SIZE = 16
-MIN_CALLS = 12
-MIN_GRAPH_US = 2000
-"""A graph lasts so long at least: what its own launch takes does not count."""
 REPEATS = 15
-ROTATING_BYTES = 256 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measurement."""
-
-    name: str
-    us: float
-    rate: float
-    """Rate, TB/s or TFLOP/s."""
-    share: float
-    """Share of its ceiling."""
-    kind: str
-    """The ceiling: copy, read or matmul."""
-
-
-def capture(calls: Sequence[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of the calls, in turn, and their number."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    turns = -(-MIN_CALLS // len(calls))
-    while True:
-        graph, number = torch.cuda.CUDAGraph(), turns * len(calls)
-        with torch.cuda.graph(graph):
-            for _ in range(turns):
-                for call in calls:
-                    call()
-        graph.replay()
-        took_us = replay_us(graph, 1)
-        if took_us >= MIN_GRAPH_US:
-            return graph, number
-        turns *= math.ceil(1.2 * MIN_GRAPH_US / took_us)
-
-
-def num_inputs(num_bytes: int) -> int:
-    """Inputs of so many bytes that together are several times the L2 cache."""
-    return max(2, -(-ROTATING_BYTES // num_bytes))
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, number: int) -> float:
-    """Microseconds of one of a graph's calls, in one replay."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / number
+harness = Harness(__file__, __doc__)
 
 
 @triton.jit
@@ -110,8 +57,8 @@ def _read_kernel(out: tl.tensor, x: tl.tensor, steps: int, BLOCK: tl.constexpr) 
 class Bench:
     """Ceilings of this device, and rows against them."""
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
+    def __init__(self, run: Run) -> None:
+        self._run = run
         # As much as the largest rows read.
         source = torch.randint(0, 99, (1 << 28,), dtype=torch.int32, device="cuda")
         target = torch.empty_like(source)
@@ -132,8 +79,6 @@ class Bench:
         self._ceilings = {
             kind: (work, call, *capture([call])) for kind, (work, call) in ceilings.items()
         }
-        self.found: dict[str, list[float]] = {kind: [] for kind in ceilings}
-        """Rates of the ceilings beside each row, TB/s or TFLOP/s."""
 
     def row(
         self, name: str, work: float, calls: Sequence[Callable[[], object]], kind: str = "copy"
@@ -151,14 +96,17 @@ class Bench:
         """
         graph, number = capture(calls)
         most, _, ceiling, ceiling_calls = self._ceilings[kind]
-        times, shares = [], []
+        times, shares, rates = [], [], []
         for _ in range(REPEATS):
             rate = most / replay_us(ceiling, ceiling_calls) / 1e6
             times.append(replay_us(graph, number))
             shares.append(work / times[-1] / 1e6 / rate)
-            self.found[kind].append(rate)
+            rates.append(rate)
         us = statistics.median(times)
-        self.rows.append(Row(name, us, work / us / 1e6, statistics.median(shares), kind))
+        unit = "TFLOP/s" if kind == "matmul" else "TB/s"
+        figures = {"us": spread(times), "rate": work / us / 1e6, "unit": unit}
+        figures |= {"share": statistics.median(shares), "of": kind}
+        self._run.row({"name": name} | figures, ceiling=statistics.median(rates))
         return us
 
 
@@ -268,7 +216,7 @@ def bench_experts(bench: Bench, rows: int) -> None:
         )
         for _ in range(layers)
     ]
-    logits = [torch.randn(rows, experts, device="cuda") for _ in range(MIN_CALLS)]
+    logits = [torch.randn(rows, experts, device="cuda") for _ in range(12)]
     x = torch.randn(rows, hidden, device="cuda", dtype=BF16)
     after = NormAfter(torch.zeros_like(x), torch.ones(hidden, device="cuda", dtype=BF16), 1e-6)
     calls = [
@@ -475,42 +423,10 @@ def bench_windows(bench: Bench, window: int = 4096) -> None:
     bench.row(f"extend 1x16384 cold, window {window}", work, calls, "matmul")
 
 
-def main() -> None:
-    """Runs everything and prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only",
-        choices=["trees", "rows", "tiles", "experts", "attention", "heads"],
-        help="part to run; default: all",
-    )
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    arguments = parser.parse_args()
-    with torch.inference_mode():
-        bench = Bench()
-        if arguments.only in ("rows", None):
-            bench_light(bench)
-        if arguments.only in ("tiles", None):
-            for rows in (20, 32, 64):
-                bench_tiles(bench, rows)
-        if arguments.only in ("experts", None):
-            for rows in (1, 2, 4, 8, 16, 64, 4096):
-                bench_experts(bench, rows)
-        if arguments.only is None:
-            bench_products(bench)
-        if arguments.only in ("heads", None):
-            for rows, adapters in ((1, 1), (16, 4), (64, 1), (64, 4), (64, 0)):
-                bench_replaced_heads(bench, rows, adapters)
-        if arguments.only in ("attention", None):
-            bench_attention(bench)
-            bench_windows(bench)
-        if arguments.only in ("trees", None):
-            bench_trees(bench)
-    report(bench, arguments.out, arguments.commit)
-
-
-def bench_light(bench: Bench) -> None:
-    """Times operations that only move rows and pages."""
+@harness.part
+def rows(run: Run) -> None:
+    """Operations that only move rows and pages."""
+    bench = Bench(run)
     for tokens in (64, 4096):
         bench_rows(bench, tokens)
     # Pages of 16 positions of Llama-3.1-8B.
@@ -518,10 +434,28 @@ def bench_light(bench: Bench) -> None:
     bench_page_moves(bench, 2 << 20, 256)
 
 
-def bench_products(bench: Bench) -> None:
+@harness.part
+def tiles(run: Run) -> None:
+    """Products of few rows by tiles."""
+    bench = Bench(run)
+    for count in (20, 32, 64):
+        bench_tiles(bench, count)
+
+
+@harness.part
+def experts(run: Run) -> None:
+    """Experts of a layer."""
+    bench = Bench(run)
+    for count in (1, 2, 4, 8, 16, 64, 4096):
+        bench_experts(bench, count)
+
+
+@harness.part
+def products(run: Run) -> None:
     """Products, and what adapters add to them, at the sizes of models that are served."""
-    for rows in (1, 16, 64):
-        bench_linears(bench, rows)
+    bench = Bench(run)
+    for count in (1, 16, 64):
+        bench_linears(bench, count)
     for adapters in (1, 8, 32):
         bench_lora(bench, 64, adapters, 16)
     bench_lora(bench, 64, 8, 64)
@@ -529,30 +463,28 @@ def bench_products(bench: Bench) -> None:
     bench_lora(bench, 4096, 8, 16)
 
 
-def report(bench: Bench, out: Path | None, commit: str) -> None:
-    """Prints one table, and writes it to a folder."""
-    name = torch.cuda.get_device_name()
-    found = {kind: rates for kind, rates in bench.found.items() if rates}
-    for kind, rates in found.items():
-        unit = "TFLOP/s" if kind == "matmul" else "TB/s"
-        median = statistics.median(rates)
-        print(f"{name}: {kind} {median:.2f} [{min(rates):.2f}-{max(rates):.2f}] {unit}")
-    for row in bench.rows:
-        unit = "TFLOP/s" if row.kind == "matmul" else "TB/s   "
-        share = f"{row.share:6.1%} of {row.kind}"
-        print(f"{row.name:34} {row.us:9.1f} us {row.rate:8.2f} {unit} {share}")
-    if out:
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit,
-            "device": name,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "ceilings": {kind: statistics.median(rates) for kind, rates in found.items()},
-            "rows": [asdict(row) for row in bench.rows],
-        }
-        (out / "gpu_kernels.json").write_text(json.dumps(result, indent=1))
+@harness.part
+def heads(run: Run) -> None:
+    """LM heads of adapters."""
+    bench = Bench(run)
+    for count, adapters in ((1, 1), (16, 4), (64, 1), (64, 4), (64, 0)):
+        bench_replaced_heads(bench, count, adapters)
+
+
+@harness.part
+def attention(run: Run) -> None:
+    """Attention over whole contexts and within windows."""
+    bench = Bench(run)
+    bench_attention(bench)
+    bench_windows(bench)
+
+
+@harness.part
+def trees(run: Run) -> None:
+    """Attention of rows that verify drafts."""
+    bench_trees(Bench(run))
 
 
 if __name__ == "__main__":
-    main()
+    with torch.inference_mode():
+        sys.exit(harness.main())

@@ -2,51 +2,50 @@
 
     python bench/gpu_lora_experts.py
     python bench/gpu_lora_experts.py --rows 64 8192 --kinds experts
-    python bench/gpu_lora_experts.py --rows 64 256 --tune
+    python bench/gpu_lora_experts.py --rows 64 256 --only tune
 
 Routing and experts of some layers with their own weights, one after the other, each with the norm
 behind it; no attention. Up to 256 rows take adapters in turns, as requests that decode; more are
 prompts of 512 tokens. Times of all mixes are taken in alternation; a row shows medians and their
 ratio to no adapters.
 
-`--tune` compares ways of adding: in tiles, and between the products in several launch shapes. Each
-is first compared with float32. Then it shows when the kernels of one layer run.
+`--only tune` compares ways of adding: in tiles, and between the products in several launch shapes.
+Each is first compared with float32. Then it shows when the kernels of one layer run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_setup import describe_gpu
-from rich.console import Console
-from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
+from clocks import event_s, graph_of, timeline_of
+from harness import Harness, Run, Spread, in_turns, spread
 from weft.kernels.gpu import moe, moe_lora_pairs
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.moe_lora_pairs import PairLaunchConfig
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.lora import ExpertAddition, LoraWeights
-from weft.kernels.side_stream import rehearsal
 
 EXPERTS, TOP_K, HIDDEN, INNER, LAYERS = 128, 8, 2048, 768, 3
 MAX_ROWS = 8
 """Rows of an adapter in the tables: rank 64."""
 MIXES = ((8, 16), (1, 16), (8, 64))
 """Numbers of adapters, and their rank."""
+MIX_NAMES = [f"{count} of rank {rank}" for count, rank in MIXES]
 KINDS = ("shared-experts", "experts")
 PROMPT = 512
 SHAPES = tuple(
     PairLaunchConfig(*shape) for shape in ((256, 1), (128, 1), (256, 2), (128, 2), (256, 4))
 )
 """Launch shapes that are compared."""
+
+
+harness = Harness(__file__, __doc__, repeats=20)
+harness.flag("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 8192])
+harness.flag("--kinds", nargs="+", choices=KINDS, default=KINDS)
 
 
 class Way(NamedTuple):
@@ -122,12 +121,7 @@ class Graph:
         self._gain = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
         self._stack, self._lora, self._is_begun = stack, lora, is_begun
         with torch.inference_mode():
-            with rehearsal():
-                self._run()
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._out = self._run()
+            self._graph = graph_of(self._run)
 
     def _run(self) -> torch.Tensor:
         x, after = self._x, NormAfter(self._stream, self._gain, 1e-6)
@@ -151,24 +145,14 @@ class Graph:
 
     def timeline(self) -> Iterator[tuple[str, float, float]]:
         """Each kernel of the last layer of a replay: name, begin and end in microseconds."""
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            self._graph.replay()
-            torch.cuda.synchronize()
-        events, cuda = profiled.events() or [], torch.autograd.DeviceType.CUDA
-        events = [event for event in events if event.device_type == cuda]
-        ranges = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+        ranges = timeline_of(self._graph.replay)
         last = ranges[-(len(ranges) // LAYERS) :]
-        for begin, end, name in last:
-            yield name, begin - last[0][0], end - last[0][0]
+        for name, begin, end in last:
+            yield name, begin - last[0][1], end - last[0][1]
 
     def us(self) -> float:
         """Microseconds a layer of one replay."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self._graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / LAYERS
+        return 1e6 * event_s(self._graph.replay) / LAYERS
 
 
 @contextmanager
@@ -184,19 +168,6 @@ def way_of(name: str) -> Iterator[None]:
         yield
     finally:
         moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE = before
-
-
-def medians_of(graphs: list[Graph], turns: int) -> tuple[list[float], list[list[float]]]:
-    """Medians and all times, in microseconds, taken in alternation."""
-    times: list[list[float]] = [[] for _ in graphs]
-    order = list(range(len(graphs)))
-    for turn in range(turns + 3):
-        random.shuffle(order)
-        for index in order:
-            us = graphs[index].us()
-            if turn >= 3:
-                times[index].append(us)
-    return [statistics.median(some) for some in times], times
 
 
 def in_float32(
@@ -238,11 +209,8 @@ def in_float32(
     return out
 
 
-def compare_ways(stack: Stack, kind: str, rows: int, turns: int) -> Table:
+def compare_ways(run: Run, stack: Stack, kind: str, rows: int) -> None:
     """Errors and times of all ways; raises SystemExit where one is wrong."""
-    table = Table(title=f"us a layer's experts: {rows} rows, adapters of {kind}")
-    for name in ("way", "error", *(f"{count} of rank {rank}" for count, rank in MIXES)):
-        table.add_column(name, justify="right")
     mixes = [adapters_of(rows, count, rank, kind) for count, rank in MIXES]
     errors = {}
     for name, way in WAYS.items():
@@ -255,76 +223,64 @@ def compare_ways(stack: Stack, kind: str, rows: int, turns: int) -> Table:
         errors[name] = float((out - exact).abs().max()) / size
         if not errors[name] < min(0.02, changed / 4):
             raise SystemExit(f"{kind}, {rows} rows, {name}: off by {errors[name]:.2%} of {size}")
-    graphs = [Graph(rows, stack, None)]
+    graphs = {"none": Graph(rows, stack, None)}
     for name, way in WAYS.items():
         with way_of(name):
-            graphs += [Graph(rows, stack, lora, is_begun=way.is_begun) for lora in mixes]
-    (base, *medians), _ = medians_of(graphs, turns)
-    table.add_row("none", "", f"{base:.0f}")
-    for number, name in enumerate(WAYS):
-        some = medians[number * len(MIXES) :][: len(MIXES)]
-        cells = [f"{us:.0f} ({us / base - 1:+.1%})" for us in some]
-        table.add_row(name, f"{errors[name]:.2%}", *cells)
-    return table
+            for mix, lora in zip(MIX_NAMES, mixes, strict=True):
+                graphs[f"{name}: {mix}"] = Graph(rows, stack, lora, is_begun=way.is_begun)
+    times = times_of(graphs, run.options.repeats)
+    table = f"us a layer's experts: {rows} rows, adapters of {kind}"
+    run.row(table=table, way="none", us=times["none"])
+    for name in WAYS:
+        mixed = {mix: times[f"{name}: {mix}"] for mix in MIX_NAMES}
+        run.row(table=table, way=name, error=errors[name], **mixed)
 
 
-def show_timeline(console: Console, stack: Stack, kind: str, rows: int) -> None:
+def times_of(graphs: dict[str, Graph], repeats: int) -> dict[str, Spread]:
+    """Microseconds a layer, taken in alternation."""
+    found = in_turns({name: graph.us for name, graph in graphs.items()}, repeats, warm_up=3)
+    return {name: spread(us) for name, us in found.items()}
+
+
+def show_timeline(stack: Stack, kind: str, rows: int) -> None:
     """When the kernels of a layer run, without adapters and with the first mix."""
     for name, lora in (("no adapters", None), (kind, adapters_of(rows, *MIXES[0], kind))):
-        console.print(f"{rows} rows, {name}: begin, end in us")
+        print(f"{rows} rows, {name}: begin, end in us")
         for kernel, begin, end in Graph(rows, stack, lora).timeline():
-            console.print(f"  {begin:7.1f} {end:7.1f}  {kernel[:70]}")
+            print(f"  {begin:7.1f} {end:7.1f}  {kernel[:70]}")
 
 
-def main() -> None:
-    """Measures each mix beside none."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 8192])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--tune", action="store_true", help="compares ways of adding")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    stack = [
-        (
-            numbers(EXPERTS, HIDDEN),
-            numbers(EXPERTS, 2 * INNER, HIDDEN),
-            numbers(EXPERTS, HIDDEN, INNER),
-        )
-        for _ in range(LAYERS)
-    ]
-    if arguments.tune:
-        console = Console(width=120)
-        for kind in arguments.kinds:
-            for rows in arguments.rows:
-                console.print(compare_ways(stack, kind, rows, arguments.turns))
-                torch.cuda.empty_cache()
-            show_timeline(console, stack, kind, arguments.rows[0])
-        return
-    table = Table(title="us a layer's experts")
-    names = ["none", *(f"{count} of rank {rank}" for count, rank in MIXES)]
-    for name in ("adapters of", "rows", *names):
-        table.add_column(name, justify="right")
-    found: list[dict[str, object]] = []
-    for kind in arguments.kinds:
-        for rows in arguments.rows:
+def make_stack() -> Stack:
+    """Layers of random weights."""
+    sizes = ((EXPERTS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
+    return [tuple(numbers(*size) for size in sizes) for _ in range(LAYERS)]
+
+
+@harness.part
+def experts(run: Run) -> None:
+    """Each mix beside none."""
+    stack = make_stack()
+    for kind in run.options.kinds:
+        for rows in run.options.rows:
             mixes = [adapters_of(rows, count, rank, kind) for count, rank in MIXES]
-            graphs = [Graph(rows, stack, lora) for lora in (None, *mixes)]
-            medians, times = medians_of(graphs, arguments.turns)
-            base = medians[0]
-            cells = [f"{us:.0f} ({us / base - 1:+.0%})" for us in medians[1:]]
-            table.add_row(kind, str(rows), f"{base:.0f}", *cells)
-            found.append({"kind": kind, "rows": rows, "us": dict(zip(names, times, strict=True))})
+            graphs = {"none": Graph(rows, stack, None)}
+            graphs |= {n: Graph(rows, stack, m) for n, m in zip(MIX_NAMES, mixes, strict=True)}
+            times = times_of(graphs, run.options.repeats)
+            run.row(table=f"us a layer's experts, adapters of {kind}", rows=rows, **times)
             del mixes, graphs
             torch.cuda.empty_cache()
-    Console().print(table)
-    if arguments.json is not None:
-        kept = {"setup": describe_gpu(arguments.commit), "rows": found}
-        arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+@harness.part_if_named
+def tune(run: Run) -> None:
+    """Ways of adding beside each other."""
+    stack = make_stack()
+    for kind in run.options.kinds:
+        for rows in run.options.rows:
+            compare_ways(run, stack, kind, rows)
+            torch.cuda.empty_cache()
+        show_timeline(stack, kind, run.options.rows[0])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -7,22 +7,24 @@ python bench/gpu_lora_layers.py --timeline      when each kernel of a layer ran
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
+from functools import cache
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
+from clocks import event_s, graph_of, timeline_of
+from harness import Harness, Run
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.mlp import GatedMLP
-from weft.engine.model.stack import Run, run_all
+from weft.engine.model.stack import Run as Stack
+from weft.engine.model.stack import run_all
 from weft.engine.model.step import Step
 from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, sort_tokens
 from weft.kernels.norm import Norm
-from weft.kernels.side_stream import rehearsal
 from weft.testing.kernels import layer_cases
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 4096, 14336, 32, 8, 128, 6
@@ -48,24 +50,25 @@ def numbers(rows: int, columns: int) -> torch.Tensor:
     return values / columns**0.5
 
 
-NORM = Norm(torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16), 1e-5)
-COS_SIN = torch.randn(8192, DIM, device="cuda")
+@cache
+def stack() -> Stack:
+    """The layers, of random weights."""
+    norm = Norm(torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16), 1e-5)
+    cos_sin = torch.randn(8192, DIM, device="cuda")
+    return Stack([make_layer(index, norm, cos_sin) for index in range(LAYERS)])
 
 
-def make_layer(index: int) -> Layer:
+def make_layer(index: int, norm: Norm, cos_sin: torch.Tensor) -> Layer:
     """A layer of random weights."""
     attention = Attention(
         AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
         index,
-        COS_SIN,
+        cos_sin,
         qkv_proj=pack_linear(numbers((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)),
         o_proj=pack_linear(numbers(HIDDEN, HEADS * DIM)),
     )
     gate_up, down = pack_gate_up(numbers(2 * INNER, HIDDEN)), pack_linear(numbers(HIDDEN, INNER))
-    return Layer(index, NORM, attention, NORM, GatedMLP(index, gate_up, down))
-
-
-RUN = Run([make_layer(index) for index in range(LAYERS)])
+    return Layer(index, norm, attention, norm, GatedMLP(index, gate_up, down))
 
 
 def adapters_of(rows: int, count: int, rank: int, *, are_sorted: bool) -> LoraStep:
@@ -118,60 +121,41 @@ class Graph:
         shape = (step.groups[0].page_table.numel() + 1, KV_HEADS, LAYERS, 2, 16, DIM)
         self._pool = torch.zeros(shape, device="cuda", dtype=torch.bfloat16).normal_()
         with torch.inference_mode():
-            with rehearsal():
-                self._run()
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.out = self._run()
+            self.graph = graph_of(self._run)
 
     def _run(self) -> torch.Tensor:
-        return run_all([RUN], self._hidden.clone(), self._step, self._pool)
+        return run_all([stack()], self._hidden.clone(), self._step, self._pool)
 
     def us(self, repeats: int = 20) -> float:
         """Median microseconds a layer."""
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self.graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / LAYERS)
-        return statistics.median(times)
+        times = [event_s(self.graph.replay) for _ in range(repeats)]
+        return 1e6 * statistics.median(times) / LAYERS
 
     def timeline(self) -> None:
         """Prints start and duration of the kernels of a layer in the middle, in microseconds."""
-        with profile(activities=[ProfilerActivity.CUDA]) as taken:
-            for _ in range(3):
-                self.graph.replay()
-            torch.cuda.synchronize()
-        cuda = torch.autograd.DeviceType.CUDA
-        events = [event for event in taken.events() if event.device_type == cuda]
-        events.sort(key=lambda event: event.time_range.start)
+        events = timeline_of(lambda: [self.graph.replay() for _ in range(3)])
         each = len(events) // (3 * LAYERS)
-        for event in events[len(events) // 2 :][: each + 1]:
-            begin, end = event.time_range.start, event.time_range.end
-            print(f"  {begin - events[0].time_range.start:10.2f} {end - begin:8.2f}  {event.name}")
+        for name, begin, end in events[len(events) // 2 :][: each + 1]:
+            print(f"  {begin - events[0][1]:10.2f} {end - begin:8.2f}  {name}")
 
 
-def main() -> None:
-    """Measures each mix beside none."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=64, help="more than 256: prompts of 512")
-    parser.add_argument("--timeline", action="store_true")
-    arguments = parser.parse_args()
-    rows = arguments.rows
+harness = Harness(__file__, __doc__)
+harness.flag("--rows", type=int, default=64, help="more than 256: prompts of 512")
+harness.flag("--timeline", action="store_true", help="when the kernels of a layer run")
+
+
+@harness.part
+def layers(run: Run) -> None:
+    """Each mix beside none."""
+    rows = run.options.rows
     q_len, kv_len = (512, 512) if rows > 256 else (1, 640)
     for count, rank in ((0, 0), *MIXES):
         lora = adapters_of(rows, count, rank, are_sorted=q_len > 1) if count else None
         graph = Graph(step_of(rows, q_len, kv_len, lora), rows)
-        print(f"{rows} rows, {count} adapters of rank {rank}: {graph.us():.1f} us a layer")
-        if arguments.timeline and (count, rank) in ((0, 0), MIXES[0]):
+        run.row(rows=rows, adapters=count, rank=rank, us_a_layer=graph.us())
+        if run.options.timeline and (count, rank) in ((0, 0), MIXES[0]):
             graph.timeline()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -1,47 +1,39 @@
 """Products with weights of 4 bits on a GPU, and whole models.
 
-    python bench/gpu_quantised.py [--parts compile kernels kv engine] [--sweep] [--models ...]
+    python bench/gpu_quantised.py [--only kernels experts kv engine] [--sweep] [--models ...]
 
 Kernels are timed in captured graphs over weights that rotate beyond the L2 cache. The roof is the
 time to read the weight once at the copy rate of the same run, or to multiply. Whole models decode
 batches of equal requests with 512 tokens in; their roof counts the bytes that a step reads.
-bench/gpu_fp8.py measures the same in bfloat16 and FP8. A part that fails is reported, and the
-others go on.
+A model is named with its format, as in `llama-3.1-8b:fp8:fp8_e4m3`, which is followed by that of
+KV. bench/gpu_fp8.py measures the products with FP8 weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from gpu_fp8 import (
-    BF16,
-    FP8_BLOCKS,
-    PRODUCTS,
-    ROTATING_BYTES,
-    ROWS,
-    Found,
-    Product,
-    noted,
-    release,
-    time_us,
-)
-from gpu_roof import Rates, decode_work, measure_rates
-from gpu_setup import describe_gpu
+from clocks import compile_beside, graph_us, release
+from engine_runs import run_batch
+from gpu_engine import GPU_SETTINGS, PROMPT_TOKENS
+from gpu_fp8 import BF16, FP8_BLOCKS, PRODUCTS, ROTATING_BYTES, ROWS, Product
+from gpu_hybrid import told_kernels
+from gpu_roof import Rates, _attention, _feed, decode_work, kept_rates
+from harness import Harness, Run
 from model_shapes import MODELS
+from weft.checkpoint.config import ModelConfig
+from weft.engine.loop.llm import LLM
 from weft.kernels.attention import AttentionMetadata, AttentionSpec, paged_attention
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.groups_few_rows import (
@@ -151,26 +143,16 @@ BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32, "fp8": 8.0, "fp8-blocks": 8.0
 LONG_RUN = 256
 """Requests from which on a batch is not run before it is timed."""
 
-
-@dataclass(slots=True)
-class Timing:
-    """One way to compute a product."""
-
-    product: str
-    rows: int
-    format: str
-    """Empty for bfloat16."""
-    way: str
-    us: float
-    roof_us: float
-    is_chosen: bool = False
-
-
-@dataclass(slots=True)
-class Results(Found):
-    """Results of all parts."""
-
-    products: list[Timing] = field(default_factory=list)
+harness = Harness(__file__, __doc__)
+harness.flag("--sweep", action="store_true", help="time launch shapes beside the chosen")
+harness.flag("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
+harness.flag("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
+harness.flag("--layers", type=int, default=0, help="of models; 0: all")
+harness.flag("--rows", nargs="+", type=int, help="that are timed; default: all")
+harness.flag("--long", type=int, default=0, help="requests of 1,024 in, 1,024 out")
+harness.flag("--told", action="store_true", help="tell the kernels of a step")
+harness.flag("--deterministic", action="store_true", help="models in this mode")
+harness.flag("--processes", type=int, default=8, help="that compile kernels")
 
 
 def draw(product: Product, number_format: Format) -> PackedGroups:
@@ -245,22 +227,7 @@ def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     return ""
 
 
-def compile_all(
-    is_sweep: bool, processes: int, rows: Sequence[int], has_dense: bool, has_experts: bool
-) -> None:
-    """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        mine = [case for case in cases(is_sweep) if has_dense and case[1] in rows]
-        found = list(pool.map(compile_one, mine, chunksize=2))
-        of_experts = [each for each in EXPERTS_ROWS if has_experts and each in rows]
-        every = itertools.product(experts_products(), of_experts, range(3))
-        found += pool.map(compile_experts, every)
-    failed = [error for error in found if error]
-    print(f"compiled {len(found) - len(failed)} of {len(found)} kernels", *failed[:5], sep="\n")
-
-
-def time_kernels(found: Results, rates: Rates, is_sweep: bool, rows_of: Sequence[int]) -> None:
+def time_kernels(run: Run, rates: Rates, is_sweep: bool, rows_of: Sequence[int]) -> None:
     """Times every way of every product."""
     for product in PRODUCTS:
         size = product.n * product.k
@@ -270,32 +237,32 @@ def time_kernels(found: Results, rates: Rates, is_sweep: bool, rows_of: Sequence
         ]
         xs = {n: torch.randn(n, product.k, device="cuda", dtype=BF16) for n in rows_of}
         for rows, x in xs.items():
-            with noted(found, f"bfloat16 {product.name} {rows}"):
+            with run.noted(f"bfloat16 {product.name} {rows}"):
                 calls = [_after(product, lambda w=w, x=x: F.linear(x, w)) for w in plain]
-                note(found, product, rows, "", "bfloat16", calls, rates)
+                note(run, product, rows, "", "bfloat16", calls, rates)
         del plain
         for number_format in ("int4",) if is_sweep else ("int4", "mxfp4"):
             weights = [draw(product, number_format) for _ in range(2 * ROTATING_BYTES // size + 1)]
             for rows, x in xs.items():
                 for place, shape in enumerate(shapes_of(product, rows, number_format, is_sweep)):
-                    with noted(found, f"{product.name} {rows} {number_format} {shape}"):
+                    with run.noted(f"{product.name} {rows} {number_format} {shape}"):
                         calls = [
                             lambda w=w, x=x, s=shape, p=product: run_shape(x, w, p, s)
                             for w in weights
                         ]
                         way = ",".join(str(value) for value in shape)
                         note(
-                            found, product, rows, number_format, way, calls, rates, place == 0
+                            run, product, rows, number_format, way, calls, rates, place == 0
                         )  # fmt: skip
                 if rows >= 256:
-                    with noted(found, f"{product.name} {rows} {number_format} in floats"):
+                    with run.noted(f"{product.name} {rows} {number_format} in floats"):
                         calls = [
                             _after(product, lambda w=w, x=x: F.linear(x, in_floats(w, BF16)))
                             for w in weights[:3]
                         ]
                         chosen = rows not in SWEEP
                         note(
-                            found, product, rows, number_format, "floats", calls, rates, chosen
+                            run, product, rows, number_format, "floats", calls, rates, chosen
                         )  # fmt: skip
             del weights
         release()
@@ -306,7 +273,7 @@ def _after(product: Product, call: Callable[[], torch.Tensor]) -> Callable[[], t
 
 
 def note(
-    found: Results,
+    run: Run,
     product: Product,
     rows: int,
     number_format: str,
@@ -319,24 +286,32 @@ def note(
     work = 2.0 * rows * product.n * product.k / rates.flop_per_s
     weight = BITS.get(number_format, 16) / 8 * product.n * product.k
     read = (weight + 2.0 * rows * (product.k + product.columns)) / rates.bytes_per_s
-    row = Timing(product.name, rows, number_format, way, time_us(calls), 1e6 * max(work, read))
-    row.is_chosen = is_chosen
-    found.products.append(row)
+    keep(
+        run,
+        product.name,
+        rows,
+        number_format,
+        way,
+        graph_us(calls),
+        1e6 * max(work, read),
+        is_chosen,
+    )
 
 
-def report_kernels(found: Results) -> None:
-    """A line for each product, number of rows and format: its ways by time, the chosen starred."""
-    for product, rows in itertools.product(PRODUCTS, sorted({*ROWS, *SWEEP})):
-        mine = [row for row in found.products if (row.product, row.rows) == (product.name, rows)]
-        plain = next((row.us for row in mine if not row.format), float("nan"))
-        for number_format in ("int4", "mxfp4"):
-            ways = sorted((r for r in mine if r.format == number_format), key=lambda r: r.us)
-            if not ways:
-                continue
-            roof = ways[0].roof_us
-            shown = "; ".join(f"{r.us:.1f} {'*' * r.is_chosen}{r.way}" for r in ways)
-            title = f"{product.name} x{rows} {number_format}"
-            print(f"{title}: bf16 {plain:.1f} roof {roof:.1f} | {shown}")
+def keep(
+    run: Run,
+    product: str,
+    rows: int,
+    number_format: str,
+    way: str,
+    us: float,
+    roof_us: float,
+    is_chosen: bool,
+) -> None:
+    """Adds a way of computing a product to the table."""
+    figures = {"format": number_format or "none", "way": way, "is_chosen": is_chosen}
+    figures |= {"us": us, "roof_us": roof_us, "share": roof_us / us}
+    run.row(table="products", product=product, rows=rows, **figures)
 
 
 def call_experts(
@@ -406,7 +381,7 @@ def compile_experts(case: tuple[tuple[Product, int, int, Format], int, int]) -> 
     return ""
 
 
-def time_experts(found: Results, rates: Rates, rows_of: Sequence[int]) -> None:
+def time_experts(run: Run, rates: Rates, rows_of: Sequence[int]) -> None:
     """Products of pairs of a row and an expert; the roof reads each chosen expert once."""
     for product, experts, top_k, number_format in experts_products():
         half, numbers = (64 if number_format == "int4" else 32), product.n * product.k
@@ -414,27 +389,23 @@ def time_experts(found: Results, rates: Rates, rows_of: Sequence[int]) -> None:
         copies = [draw_experts(product, experts, number_format) for _ in range(count)]
         for rows in rows_of:
             read = min(experts, rows * top_k) * numbers * BITS[number_format] / 8
-            roof, lines = 1e6 * read / rates.bytes_per_s, []
+            roof = 1e6 * read / rates.bytes_per_s
             shapes = shapes_of_experts(product, rows, experts, top_k, half)
             for place, shape in enumerate(shapes):
-                with noted(found, f"experts {product.name} {rows} {shape}"):
+                with run.noted(f"experts {product.name} {rows} {shape}"):
                     calls = [
                         call_experts(product, copies[i % count], rows, top_k, shape)
                         for i in range(4 * count)
                     ]
                     way = ",".join(str(value) for value in shape)
-                    us = time_us(calls)
-                    row = Timing(product.name, rows, number_format, way, us, roof, place == 0)
-                    found.products.append(row)
-                    lines.append((us, f"{us:.1f} {'*' * (place == 0)}{way}"))
-            shown = "; ".join(line for _, line in sorted(lines))
-            print(f"experts {product.name} x{rows}: roof {roof:.1f} | {shown}", flush=True)
+                    us, name = graph_us(calls), f"experts {product.name}"
+                    keep(run, name, rows, number_format, way, us, roof, place == 0)
         del copies
         release()
 
 
 def bench_model(
-    found: Results,
+    run: Run,
     rates: Rates,
     model: str,
     number_format: str,
@@ -450,11 +421,6 @@ def bench_model(
     requests at once with 1,024 tokens in and 1,024 out; 0: none. Told: prints a step's kernels.
     Fixed: in deterministic mode.
     """
-    from gpu_engine import PROMPT_TOKENS, run_batch
-    from gpu_hybrid import told_kernels
-    from weft.checkpoint.config import ModelConfig
-    from weft.engine.loop.llm import LLM
-
     fields = dict(MODELS[model])
     if layers:
         fields["num_hidden_layers"] = layers
@@ -467,29 +433,22 @@ def bench_model(
         (folder / "config.json").write_text(json.dumps(fields))
         config = ModelConfig.load(folder)
         began = time.perf_counter()
-        settings: dict[str, Any] = {
-            "device": "cuda",
-            "dtype": "bfloat16",
+        settings = {
+            **GPU_SETTINGS,
             "kv_dtype": kv_dtype,
             "quantization": "fp8" if number_format == "fp8" else "auto",
-            "dummy_weights": True,
             "num_pages": max(37 * max(batches) + 64, 1200, 130 * long),
-            "max_context_tokens": 5120,
             "max_running_requests": max(*batches, long),
-            "max_step_tokens": 8192,
-            "prefill_chunk_tokens": 4096,
-            "prefix_cache": False,
-            "inter_token_target_s": 1.0,
             "deterministic": is_fixed,
         }
-        row: dict[str, Any] = {"model": model, "format": number_format, "kv": kv_dtype}
-        row |= {"deterministic": is_fixed, "decode": {}}
+        row: dict[str, Any] = {"model": model, "format": number_format or "bfloat16"}
+        row |= {"kv": kv_dtype, "deterministic": is_fixed}
         with LLM(folder, **settings) as llm:
             row["ready_s"] = time.perf_counter() - began
             row["memory_gb"] = torch.cuda.memory_allocated() / 1e9
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             for batch in batches:
-                with noted(found, f"engine {model} {number_format} batch {batch}"):
+                with run.noted(f"engine {model} {number_format} batch {batch}"):
                     if batch < LONG_RUN:
                         run_batch(llm, batch, PROMPT_TOKENS, 8)
                     runs = [run_batch(llm, batch, PROMPT_TOKENS, 64) for _ in range(2)]
@@ -500,29 +459,26 @@ def bench_model(
                     roof = max(
                         (work.num_bytes - saved) / rates.bytes_per_s, work.flop / rates.flop_per_s
                     )
-                    row["decode"][batch] = {
-                        "tokens_per_s": batch / step_s,
-                        "step_ms": 1e3 * step_s,
-                        "host_ms": 1e3 * statistics.median(best.host_s),
-                        "share_of_roof": roof / step_s,
-                    }
-                    print(model, number_format, batch, row["decode"][batch], flush=True)
-            with noted(found, f"engine {model} {number_format} prefill"):
+                    figures = {"requests": batch, "tokens_per_s": batch / step_s}
+                    figures |= {"step_ms": 1e3 * step_s, "share_of_roof": roof / step_s}
+                    host_ms = 1e3 * statistics.median(best.host_s)
+                    run.row(row, table="decode", **figures, host_ms=host_ms)
+            with run.noted(f"engine {model} {number_format} prefill"):
                 times = [run_batch(llm, 4, 4096, 2).first_token_s for _ in range(3)]
-                row["prefill_tokens_per_s"] = 4 * 4096 / min(times)
+                run.row(row, table="prompts", tokens_per_s=4 * 4096 / min(times))
             for batch in batches if is_told else ():
                 told_kernels(partial(run_batch, llm, batch, 16, 33), f"x{batch}", 32)
             if long:
-                with noted(found, f"engine {model} {number_format} {long} long requests"):
-                    run = run_batch(llm, long, 1024, 1024)
-                    row["long"] = {
-                        "requests": long,
-                        "tokens_per_s": long * 1024 / run.all_seconds,
-                        "decode_tokens_per_s": long * run.num_steps / max(run.seconds, 1e-9),
-                        "first_token_s": run.first_token_s,
-                    }
-        found.models.append(row)
-        print(json.dumps(row), flush=True)
+                with run.noted(f"engine {model} {number_format} {long} long requests"):
+                    done = run_batch(llm, long, 1024, 1024)
+                    run.row(
+                        row,
+                        table="long requests",
+                        requests=long,
+                        tokens_per_s=long * 1024 / done.all_seconds,
+                        decode_tokens_per_s=long * done.num_steps / max(done.seconds, 1e-9),
+                        first_token_s=done.first_token_s,
+                    )
 
 
 def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
@@ -531,15 +487,13 @@ def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
     """
     if number_format not in BITS:
         return 0.0
-    from gpu_roof import _attention, _feed
-
     feeds = sum(_feed(config, layer, tokens)[0] for layer in range(config.num_layers))
     has_attention = number_format in ("int4", "fp8", "fp8-blocks")
     attention = config.num_layers * _attention(config)[0] if has_attention else 0.0
     return (feeds + attention) * (16 - BITS[number_format]) / 8
 
 
-def time_kv(found: Results, rates: Rates) -> None:
+def time_kv(run: Run, rates: Rates) -> None:
     """Decode attention of Llama-3.1-8B over K and V in bfloat16 and in 8 bits."""
     heads, kv_heads, dim, page_size, layers = 32, 8, 128, 16, 2
     for requests, length in ((64, 8192), (256, 1024), (1, 65536), (1, 8192)):
@@ -550,9 +504,9 @@ def time_kv(found: Results, rates: Rates) -> None:
         q = torch.randn(requests, heads, dim, device="cuda", dtype=BF16)
         step = AttentionMetadata(table, torch.arange(requests, device="cuda"), cu, lens, 1, length)
         spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
-        row: dict[str, Any] = {"attention": [requests, length]}
+        row: dict[str, Any] = {"requests": requests, "length": length}
         for name, kept in (("bfloat16", None), ("fp8", torch.uint8), ("int8", torch.int8)):
-            with noted(found, f"attention {requests} x {length} {name}"):
+            with run.noted(f"attention {requests} x {length} {name}"):
                 shape = (requests * per, kv_heads, layers, 2, page_size)
                 if kept is not None:
                     width = dim + SCALE_BYTES
@@ -563,95 +517,59 @@ def time_kv(found: Results, rates: Rates) -> None:
                     lambda p=pool, n=n, given=(spec, step), q=q: paged_attention(q, p, n, *given)
                     for n in range(layers)
                 ]
-                row[f"{name}_us"] = us = time_us(calls)
+                row[f"{name}_us"] = us = graph_us(calls)
                 row[f"{name}_share"] = 1e6 * pool.nbytes / layers / rates.bytes_per_s / us
                 del pool, calls
             release()
-        found.models.append(row)
-        ratio = row.get("bfloat16_us", 0.0) / row.get("fp8_us", float("inf"))
-        print(json.dumps(row), f"{ratio:.2f}x", flush=True)
+        run.row(row, table="attention")
 
 
-def write_json(
-    folder: Path, setup: dict[str, Any], rates: Rates, found: Results, name: str
-) -> None:
-    """Writes the results."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        **setup,
-        "copy_tb_s": rates.bytes_per_s / 1e12,
-        "matmul_tflop_s": rates.flop_per_s / 1e12,
-        "products": [asdict(row) for row in found.products],
-        "models": found.models,
-        "failures": found.failures,
-    }
-    (folder / name).write_text(json.dumps(content, indent=1))
+@harness.part_if_named
+def compiled(run: Run) -> None:
+    """Compiles the kernels that `kernels` and `experts` launch."""
+    options = run.options
+    rows = options.rows or (*SWEEP, *EXPERTS_ROWS)
+    dense = [case for case in cases(options.sweep) if case[1] in rows]
+    compile_beside(compile_one, dense, options.processes, run)
+    of_experts = [each for each in EXPERTS_ROWS if each in rows]
+    every = list(itertools.product(experts_products(), of_experts, range(3)))
+    compile_beside(compile_experts, every, options.processes, run)
 
 
-def main() -> None:
-    """Runs the parts, and prints a table for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    every = ("compile", "kernels", "experts", "kv", "engine")
-    parser.add_argument("--parts", nargs="+", choices=every, default=list(every))
-    parser.add_argument("--sweep", action="store_true", help="time launch shapes beside the chosen")
-    parser.add_argument("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--layers", type=int, default=0, help="of models; 0: all")
-    parser.add_argument("--rows", nargs="+", type=int, help="that are timed; default: all")
-    parser.add_argument("--long", type=int, default=0, help="requests of 1,024 in, 1,024 out")
-    parser.add_argument(
-        "--compiled", nargs="+", choices=("kernels", "experts"), default=["kernels", "experts"]
-    )
-    parser.add_argument("--told", action="store_true", help="tell the kernels of a step")
-    parser.add_argument("--deterministic", action="store_true", help="models in this mode")
-    parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    parser.add_argument("--name", default="gpu_quantised.json", help="of the JSON")
-    arguments = parser.parse_args()
-    began = time.perf_counter()
-    if "compile" in arguments.parts:
-        compile_all(
-            arguments.sweep, arguments.processes, arguments.rows or (*SWEEP, *EXPERTS_ROWS),
-            "kernels" in arguments.compiled, "experts" in arguments.compiled,
-        )  # fmt: skip
-        print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
-    if not {"kernels", "experts", "kv", "engine"} & set(arguments.parts):
-        return
-    setup, found, rates = describe_gpu(arguments.commit), Results(), measure_rates()
-    print(f"{setup['device']}: copy {rates.bytes_per_s / 1e12:.2f} TB/s, "
-          f"products {rates.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)  # fmt: skip
-    release()
-    if "kernels" in arguments.parts:
-        with noted(found, "kernels"):
-            time_kernels(found, rates, arguments.sweep, arguments.rows or sorted({*ROWS, *SWEEP}))
-        report_kernels(found)
-        print(f"kernels: {time.perf_counter() - began:.0f} s", flush=True)
-        if arguments.out:
-            write_json(arguments.out, setup, rates, found, arguments.name)
-    if "experts" in arguments.parts:
-        with noted(found, "experts"):
-            time_experts(found, rates, [n for n in EXPERTS_ROWS if n in (arguments.rows or (n,))])
-    if "kv" in arguments.parts:
-        with noted(found, "kv"):
-            time_kv(found, rates)
-        if arguments.out:
-            write_json(arguments.out, setup, rates, found, arguments.name)
-    for each in arguments.models if "engine" in arguments.parts else ():
-        model, number_format, *kv = each.split(":")
-        with noted(found, f"engine {each}"):
+@harness.part
+def kernels(run: Run) -> None:
+    """Every way of every product."""
+    rows = run.options.rows or sorted({*ROWS, *SWEEP})
+    time_kernels(run, kept_rates(run), run.options.sweep, rows)
+
+
+@harness.part
+def experts(run: Run) -> None:
+    """Products of pairs of a row and an expert."""
+    rows = [n for n in EXPERTS_ROWS if n in (run.options.rows or (n,))]
+    time_experts(run, kept_rates(run), rows)
+
+
+@harness.part
+def kv(run: Run) -> None:
+    """Attention over KV in 8 bits."""
+    time_kv(run, kept_rates(run))
+
+
+@harness.part
+def engine(run: Run) -> None:
+    """Whole models."""
+    options, rates = run.options, kept_rates(run)
+    for each in options.models:
+        model, number_format, kv_dtype = [*each.split(":"), "", ""][:3]
+        with run.noted(f"engine {each}"):
             bench_model(
-                found, rates, model, number_format, arguments.batches, arguments.layers,
-                kv[0] if kv else "auto", arguments.long, arguments.told,
-                arguments.deterministic,
+                run, rates, model, number_format, options.batches, options.layers,
+                kv_dtype or "auto", options.long, options.told, options.deterministic,
             )  # fmt: skip
         # Only once no frame of the model's run holds its tensors.
         release()
-        print(f"{each}: {time.perf_counter() - began:.0f} s", flush=True)
-        if arguments.out:
-            write_json(arguments.out, setup, rates, found, arguments.name)
-    print(f"{len(found.failures)} failures", *found.failures, sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -1,15 +1,14 @@
 """Speed of engines on one GPU and on several, beside one another, and of sums over ranks.
 
-    python bench/gpu_ranks.py sums [--ranks 2 4] [--out DIR]
-    python bench/gpu_ranks.py engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts] [--out DIR]
+    python bench/gpu_ranks.py --only sums [--ranks 2 4]
+    python bench/gpu_ranks.py --only engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts]
 
 Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
 time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s (H200:
-4.8); that of a prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one
-JSON. Several calls may load beside each other: with `--gate DIR --calls N` each measures once all N
-are loaded and those of lower `--turn` have measured. Of those that load beside each other on one
-card at most one may have ranks: processes take a card in turns, and a sum then waits for the turns
-of all ranks.
+4.8); that of a prompt the time to multiply at the nominal 989 TFLOP/s a card. Several calls may
+load beside each other: with `--gate DIR --calls N` each measures once all N are loaded and those of
+lower `--turn` have measured. Of those that load beside each other on one card at most one may have
+ranks: processes take a card in turns, and a sum then waits for the turns of all ranks.
 
 `--long 128` adds a decode step of 128 requests with some 1,500 tokens behind each, as in the middle
 of answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
@@ -30,13 +29,12 @@ project's (with residual and norm, in one and in two exchanges), torch's symmetr
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import logging
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -50,9 +48,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_engine import random_prompts, run_batch, run_requests
+from clocks import event_s
+from engine_runs import random_prompts, run_batch, run_requests
+from gpu_engine import GPU_SETTINGS
 from gpu_roof import IN_BFLOAT16, Rates, WeightBytes, decode_work, prompt_work
-from gpu_setup import describe_gpu
+from harness import Harness, Run, spread
 from model_shapes import LARGE_MODELS, MODELS, write_config
 from torch.autograd import DeviceType
 from torch.distributed import _symmetric_memory as symmetric
@@ -78,6 +78,26 @@ WIDTH, PER_GRAPH = 4096, 64
 SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SUM_LIMIT_S = 60.0
 """Longest wait for the next figure of sums."""
+Options = Any
+"""The flags below."""
+
+harness = Harness(__file__, __doc__)
+harness.flag("--model", choices=[*MODELS, *LARGE_MODELS], default="llama-3.1-8b")
+harness.flag("--tp", type=int, default=1)
+harness.flag("--ep", type=int, default=1)
+harness.flag("--batches", nargs="*", type=int, default=[1, 64, 256])
+harness.flag("--long", type=int, default=0, help="requests of a step of long ones")
+harness.flag("--parts", action="store_true", help="also times by kind of kernel")
+harness.flag("--layers", type=int, help="of a shorter model, to fill caches of kernels")
+harness.flag("--prompts", type=int, default=8, help="beside each other; 0: none at all")
+harness.flag("--quick", action="store_true", help="no figures, to fill those caches")
+harness.flag("--device", default="cuda", help="as of an engine, cuda:0,cuda:1")
+harness.flag("--quantization", default="auto", help="auto or fp8")
+harness.flag("--gate", type=Path, help="folder by which calls take turns")
+harness.flag("--calls", type=int, default=1, help="that share the folder")
+harness.flag("--turn", type=int, default=0, help="of this call, from 0")
+harness.flag("--gate-s", type=float, default=120.0, help="longest wait for loading")
+harness.flag("--ranks", nargs="+", type=int, default=[2, 4], help="of sums")
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
     "tokens to ranks": ("_share_kernel",),
@@ -127,26 +147,6 @@ class Gate(NamedTuple):
         return {one.name.removeprefix(f"{kind}-") for one in self.folder.glob(f"{kind}-*")}
 
 
-class Case(NamedTuple):
-    """What `engine` measures."""
-
-    name: str
-    tp: int
-    ep: int
-    batches: Sequence[int]
-    long: int
-    """Requests of the step of long ones; 0: none."""
-    has_parts: bool
-    quantization: str
-    prompts: int
-    """Prompts of 4,096 tokens beside each other; 0: no prompts are measured."""
-    is_quick: bool
-    device: str
-    gate: Gate | None
-    changed: dict[str, Any]
-    """Fields of the model's configuration."""
-
-
 def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
     """Sizes of numbers in a model's weights."""
     chosen = resolve_quantization(quantization, config.quantization)
@@ -160,13 +160,13 @@ def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
     return IN_BFLOAT16
 
 
-def pages_of(case: Case) -> int:
+def pages_of(case: Options) -> int:
     """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
     prompts = case.prompts * 4_096 // 16
     rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
     long = case.long * (LONG_TOKENS + long_new_tokens(case.long)) // 16
     pages = 640 + max(prompts, rows, long) // 16 * 16
-    return min(pages, 2_048) if case.is_quick else pages
+    return min(pages, 2_048) if case.quick else pages
 
 
 def long_new_tokens(requests: int) -> int:
@@ -177,26 +177,21 @@ def long_new_tokens(requests: int) -> int:
     return NEW_TOKENS + 2 * requests * LONG_TOKENS // STEP_TOKENS
 
 
-def engine_case(case: Case, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Measures one model on some GPUs; gives all that is known to `keep` after each row."""
-    name, tp, ep = case.name, case.tp, case.ep
+def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
+    """Measures one model on some GPUs."""
+    case, name = run.options, run.options.model
+    tp, ep = case.tp, case.ep
     began = time.perf_counter()
-    found: dict[str, Any] = {"model": name, "tp": tp, "ep": ep, "quantization": case.quantization}
-    found |= {"decode": {}, "ttft_ms": {}, "parts": {}, "host_us": {}}
+    run.keep(model=name, tp=tp, ep=ep, quantization=case.quantization)
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_config(Path(folder), name, **case.changed)
+        model_dir = write_config(Path(folder), name, **changed)
         config = ModelConfig.load(model_dir)
         settings: dict[str, Any] = {
+            **GPU_SETTINGS,
             "device": case.device,
-            "dtype": "bfloat16",
-            "dummy_weights": True,
             "num_pages": pages_of(case),
             "max_context_tokens": 8_448,
             "max_running_requests": max(64, case.long, *case.batches),
-            "max_step_tokens": STEP_TOKENS,
-            "prefill_chunk_tokens": 4096,
-            "prefix_cache": False,
-            "inter_token_target_s": 1.0,
             "rank_timeout_s": 60.0,
             "quantization": case.quantization,
         }
@@ -204,33 +199,29 @@ def engine_case(case: Case, keep: Callable[[dict[str, Any]], None]) -> None:
         with LLM(model_dir, **settings, tp=tp, ep=ep) as llm:
             gc.collect()
             gc.freeze()
-            found["start_s"] = time.perf_counter() - began
             free = torch.cuda.mem_get_info()[0] / 2**30
-            print(
-                f"{name} tp {tp} ep {ep}: started in {found['start_s']:.0f} s, {free:.1f} GiB free",
-                flush=True,
-            )
-            if case.gate is not None:
-                case.gate.wait()
+            run.row(table="start", model=name, s=time.perf_counter() - began, free_gib=free)
+            if gate is not None:
+                gate.wait()
             measuring = time.perf_counter()
             card = H200 if "H200" in torch.cuda.get_device_name() else CARD
             rates = Rates(card.bytes_per_s * tp, card.flop_per_s * tp)
             for batch in case.batches:
-                found["decode"][batch] = decode(
-                    llm, config, batch, PROMPT_TOKENS, rates, sizes, case.is_quick
-                )
-                if case.has_parts and not case.is_quick:
-                    found["parts"][batch] = parts_of_step(llm, batch)
-                    found["host_us"][batch] = host_parts(llm, batch)
-                keep(found)
-            if case.prompts:
-                prompts(llm, config, case, rates, found)
-                if case.has_parts and not case.is_quick:
-                    found["parts"]["prompts"] = parts_of_prompts(llm, case.prompts)
-                keep(found)
-            if case.long and not case.is_quick:
-                long_answers(llm, config, case, rates, sizes, found)
-            keep(found)
+                figures = decode(llm, config, batch, PROMPT_TOKENS, rates, sizes, case.quick)
+                if case.quick:
+                    continue
+                run.row(table="decode", batch=batch, **figures)
+                if case.parts:
+                    of_step, single = parts_of_step(llm, batch)
+                    run.row(of_step, table="us of a step by kind of kernel", batch=batch)
+                    most = dict(sorted(single.items(), key=lambda entry: -entry[1])[:14])
+                    run.row(most, table="us of a step by kernel", batch=batch)
+                    run.row(host_parts(llm, batch), table="us of a step on the host", batch=batch)
+            rate = prompts(run, llm, config, rates) if case.prompts else None
+            if case.prompts and case.parts and not case.quick:
+                run.row(parts_of_prompts(llm, case.prompts), table=f"us of {STEP_TOKENS:,} tokens")
+            if case.long and not case.quick:
+                long_answers(run, llm, config, rates, sizes, rate)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
 
 
@@ -259,58 +250,46 @@ def decode(
     host_ms, host_p10_ms = (1e3 * host_s[len(host_s) * part // 10] for part in (5, 1))
     row = {"step_ms": 1e3 * step_s, "tok_s": batch / step_s, "share": roof_s / step_s}
     row |= {"host_ms": host_ms, "host_p10_ms": host_p10_ms, "roof_ms": 1e3 * roof_s}
-    print(
-        f"  batch {batch:4}: {row['step_ms']:7.3f} ms a step, {row['tok_s']:8.0f} tok/s, "
-        f"{row['share']:5.1%} of {row['roof_ms']:.3f} ms, host {host_ms:.2f} ms, a tenth "
-        f"below {host_p10_ms:.2f}",
-        flush=True,
-    )
     return row
 
 
-def prompts(llm: LLM, config: ModelConfig, case: Case, rates: Rates, found: dict[str, Any]) -> None:
-    """First tokens of lone prompts, and the rate of prompts beside each other."""
-    if case.is_quick:
+def prompts(run: Run, llm: LLM, config: ModelConfig, rates: Rates) -> float | None:
+    """First tokens of lone prompts, and prompts beside each other, whose rate is returned."""
+    if run.options.quick:
         for batch, length in ((1, 2048), (1, 8192), (2, 4096)):
             run_batch(llm, batch, length, 2)
-        return
+        return None
     for length in (2048, 8192):
         times = [run_batch(llm, 1, length, 2).first_token_s for _ in range(4)]
-        ms, roof = 1e3 * statistics.median(times[1:]), prompt_work(config, [length]).seconds(rates)
-        all_ms = [1e3 * seconds for seconds in times]
-        found["ttft_ms"][length] = {"ms": ms, "share": 1e3 * roof / ms, "all_ms": all_ms}
-        each = ", ".join(f"{one:.0f}" for one in all_ms)
-        print(f"  first token of {length}: {ms:.1f} ms ({each}), {1e3 * roof / ms:.1%} of the roof")
-    count = case.prompts
-    times = [run_batch(llm, count, 4096, 2).first_token_s for _ in range(2)]
-    rate = count * 4096 / min(times)
-    share = prompt_work(config, [4096] * count).seconds(rates) / min(times)
-    found["prefill"] = {"prompts": count, "tok_s": rate, "share": share}
-    print(f"  prefill {count} x 4,096: {rate:,.0f} tok/s, {share:.1%} of the roof", flush=True)
+        found, roof = spread(times[1:], 1e3), prompt_work(config, [length]).seconds(rates)
+        share = 1e3 * roof / found.median
+        run.row(table="first token", prompt=length, ms=found, share=share, all_s=times)
+    count = run.options.prompts
+    took = min(run_batch(llm, count, 4096, 2).first_token_s for _ in range(2))
+    rate, roof = count * 4096 / took, prompt_work(config, [4096] * count).seconds(rates)
+    run.row(table="prompts of 4,096 tokens", prompts=count, tok_s=rate, share=roof / took)
+    return rate
 
 
 def long_answers(
+    run: Run,
     llm: LLM,
     config: ModelConfig,
-    case: Case,
     rates: Rates,
     sizes: WeightBytes,
-    found: dict[str, Any],
+    prompt_rate: float | None,
 ) -> None:
     """Output tokens a second and card of prompts and answers of 1,024 tokens, by arithmetic."""
-    new_tokens = long_new_tokens(case.long)
-    row = decode(
-        llm, config, case.long, LONG_TOKENS, rates, sizes, is_quick=False, new_tokens=new_tokens
-    )
-    answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / case.long
-    prompt_s = ANSWER_TOKENS / found["prefill"]["tok_s"] if case.prompts else 0.0
-    rate = ANSWER_TOKENS / (answer_s + prompt_s) / case.tp
-    found["long"] = {**row, "requests": case.long, "tok_s_card": rate}
-    print(f"  1,024 to 1,024, {case.long} requests: {rate:,.0f} output tok/s a card", flush=True)
+    count = run.options.long
+    row = decode(llm, config, count, LONG_TOKENS, rates, sizes, False, long_new_tokens(count))
+    answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / count
+    prompt_s = ANSWER_TOKENS / prompt_rate if prompt_rate else 0.0
+    rate = ANSWER_TOKENS / (answer_s + prompt_s) / run.options.tp
+    run.row(row, table="1,024 tokens in and out", requests=count, tok_s_card=rate)
 
 
-def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
-    """Microseconds of a decode step by kind of kernel, on rank 0, and in none."""
+def parts_of_step(llm: LLM, batch: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of a decode step on rank 0, by kind of kernel and in none, and by kernel."""
     traces: list[profile] = []
 
     def watch(step: int) -> None:
@@ -335,9 +314,7 @@ def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
     single = {
         f"{launches[name] / TRACED_STEPS:.0f} {name}": times[f"_: {name}"] for name in launches
     }
-    print(f"  us of a step at batch {batch}: {listed(found, 9)}, kernels {count}")
-    print(f"    {listed(single, 14)}", flush=True)
-    return {**found, "kernels": count}
+    return {**found, "kernels": count}, single
 
 
 def parts_of_prompts(llm: LLM, count: int) -> dict[str, float]:
@@ -348,11 +325,7 @@ def parts_of_prompts(llm: LLM, count: int) -> dict[str, float]:
         torch.cuda.synchronize()
     steps = count * 4_096 / STEP_TOKENS
     times = {name: us / steps for name, us in parts_of(spans_of(trace)).items()}
-    found = {name: us for name, us in times.items() if not name.startswith("_: ")}
-    single = {name[3:]: us for name, us in times.items() if name.startswith("_: ")}
-    print(f"  us of {STEP_TOKENS:,} tokens of prompts: {listed(found, 9)}")
-    print(f"    {listed(single, 16)}", flush=True)
-    return found
+    return {name: us for name, us in times.items() if not name.startswith("_: ")}
 
 
 def spans_of(trace: profile) -> list[tuple[float, float, str]]:
@@ -395,16 +368,15 @@ def host_parts(llm: LLM, batch: int) -> dict[str, float]:
 
     with ExitStack() as stack:
         for what, (owner, name) in HOST_CALLS.items():
-            call = timed(getattr(owner, name), what, times)
+            call = adding(getattr(owner, name), what, times)
             stack.enter_context(mock.patch.object(owner, name, call))
         run = run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS, note)
     found = {what: 1e6 * seconds / count for what, seconds in known.items()}
     found["rest"] = 1e6 * statistics.mean(run.host_s[1:]) - sum(found.values())
-    print(f"  us of a step on the host: {listed(found, 9)}", flush=True)
     return found
 
 
-def timed(
+def adding(
     call: Callable[..., Any], what: str, times: defaultdict[str, float]
 ) -> Callable[..., Any]:
     """The call, whose seconds are added to `times`."""
@@ -419,18 +391,12 @@ def timed(
     return run
 
 
-def listed(times: dict[str, float], count: int) -> str:
-    """The longest times, in words."""
-    most = sorted(times.items(), key=lambda entry: -entry[1])[:count]
-    return ", ".join(f"{name} {us:.0f}" for name, us in most)
-
-
-def sums(sizes: Sequence[int]) -> dict[str, Any]:
+@harness.part_if_named
+def sums(run: Run) -> None:
     """Microseconds of a sum by number of ranks, way and KiB, as far as ranks have come."""
-    found: dict[str, Any] = {}
     context = multiprocessing.get_context("fork")
-    for size in sizes:
-        table = found[str(size)] = defaultdict[str, dict[int, float]](dict)
+    for size in run.options.ranks:
+        table = defaultdict[str, dict[str, float]](dict)
         told, tells = context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as folder:
             segment = Segment.create(segment_bytes(size), "bench")
@@ -444,15 +410,12 @@ def sums(sizes: Sequence[int]) -> dict[str, Any]:
             # The ranks end together once all is told, or one of them ends early.
             while told in wait([told, *ends], SUM_LIMIT_S):
                 way, kib, us = told.recv()
-                table[way][kib] = us
+                table[way][f"{kib} KiB"] = us
             for rank in ranks:
                 rank.kill()
                 rank.join()
-        print(f"{size} ranks, us   " + " ".join(f"{kib:>6}" for kib in SUM_KIB), " KiB")
         for way, row in table.items():
-            cells = (f"{row[kib]:6.1f}" if kib in row else "     -" for kib in SUM_KIB)
-            print(f"{way:24}" + " ".join(cells), flush=True)
-    return found
+            run.row(table=f"us of sums over {size} ranks", way=way, **row)
 
 
 def sums_of_rank(
@@ -563,85 +526,32 @@ def graph_us(call: Callable[[], Any]) -> float:
     for _ in range(6):
         dist.barrier()
         torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         graph.replay()
-        begin.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / (3 * PER_GRAPH))
+        times.append(1e6 * event_s(lambda: [graph.replay() for _ in range(3)]) / (3 * PER_GRAPH))
     return min(times[1:])
 
 
-def main() -> None:
-    """Measures one thing."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("sums", "engine"))
-    parser.add_argument("--model", choices=[*MODELS, *LARGE_MODELS], default="llama-3.1-8b")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 64, 256])
-    parser.add_argument("--long", type=int, default=0, help="requests of a step of long ones")
-    parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
-    parser.add_argument("--layers", type=int, help="of a shorter model, to fill caches of kernels")
-    parser.add_argument("--prompts", type=int, default=8, help="beside each other; 0: none at all")
-    parser.add_argument("--quick", action="store_true", help="no figures, to fill those caches")
-    parser.add_argument("--device", default="cuda", help="as of an engine, cuda:0,cuda:1")
-    parser.add_argument("--quantization", default="auto", help="auto or fp8")
-    parser.add_argument("--gate", type=Path, help="folder by which calls take turns")
-    parser.add_argument("--calls", type=int, default=1, help="that share the folder")
-    parser.add_argument("--turn", type=int, default=0, help="of this call, from 0")
-    parser.add_argument("--gate-s", type=float, default=120.0, help="longest wait for loading")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of sums")
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    arguments = parser.parse_args()
+@harness.part
+def engine(run: Run) -> None:
+    """One model on some GPUs."""
+    options, gate = run.options, None
     # Tells when weights are there and graphs are captured.
     logging.basicConfig(level=logging.INFO, format="  %(relativeCreated)d ms: %(message)s")
-    if len(set(devices := arguments.device.split(","))) < len(devices):
+    if len(set(devices := options.device.split(","))) < len(devices):
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    asked, gate = arguments.quantization, None
-    name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
-    name += "" if asked == "auto" else f"-{asked}"
-    if arguments.what == "sums":
-        name = "sums"
-
-    def keep(found: dict[str, Any]) -> None:
-        if arguments.out:
-            content = {**describe_gpu(arguments.commit), "results": found}
-            (arguments.out / f"ranks-{name}.json").write_text(json.dumps(content, indent=1))
-
-    if arguments.what == "sums":
-        keep(sums(arguments.ranks))
-    else:
-        if arguments.gate is not None:
-            gate = Gate(arguments.gate, arguments.calls, arguments.turn, arguments.gate_s)
-        changed: dict[str, Any] = {}
-        if arguments.layers is not None:
-            kinds = (MODELS | LARGE_MODELS)[arguments.model].get("layer_types")
-            changed = {"num_hidden_layers": arguments.layers}
-            changed |= {} if kinds is None else {"layer_types": kinds[: arguments.layers]}
-        case = Case(
-            arguments.model,
-            arguments.tp,
-            arguments.ep,
-            arguments.batches,
-            arguments.long,
-            arguments.parts,
-            asked,
-            arguments.prompts,
-            arguments.quick,
-            arguments.device,
-            gate,
-            changed,
-        )
-        try:
-            engine_case(case, keep)
-        finally:
-            if gate is not None:
-                gate.leave()
+    if options.gate is not None:
+        gate = Gate(options.gate, options.calls, options.turn, options.gate_s)
+    changed: dict[str, Any] = {}
+    if options.layers is not None:
+        kinds = (MODELS | LARGE_MODELS)[options.model].get("layer_types")
+        changed = {"num_hidden_layers": options.layers}
+        changed |= {} if kinds is None else {"layer_types": kinds[: options.layers]}
+    try:
+        engine_case(run, gate, changed)
+    finally:
+        if gate is not None:
+            gate.leave()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -7,12 +7,13 @@ these: norms, activations, drawing.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from clocks import median_s
+from harness import Run
 from weft.checkpoint.config import ModelConfig
 
 ELEMENT_BYTES = 2
@@ -47,11 +48,22 @@ def measure_rates() -> Rates:
     return Rates(copy_rate(), matmul_rate())
 
 
+def kept_rates(run: Run) -> Rates:
+    """Measures the rates, and keeps them with the run's figures."""
+    rates = measure_rates()
+    torch.cuda.empty_cache()
+    run.keep(copy_tb_s=rates.bytes_per_s / 1e12, matmul_tflop_s=rates.flop_per_s / 1e12)
+    run.note(
+        f"copy {rates.bytes_per_s / 1e12:.2f} TB/s, products {rates.flop_per_s / 1e12:.0f} TFLOP/s"
+    )
+    return rates
+
+
 def copy_rate() -> float:
     """Bytes a second, read and written, of a large copy on the device."""
     source = torch.randint(0, 99, (1 << 29,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_s(lambda: torch.add(source, 1, out=target))
+    return 2 * source.nbytes / median_s(lambda: torch.add(source, 1, out=target))
 
 
 def matmul_rate() -> float:
@@ -59,19 +71,7 @@ def matmul_rate() -> float:
     shape = (MATMUL_SIZE, MATMUL_SIZE)
     a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * MATMUL_SIZE**3 / _median_s(lambda: torch.matmul(a, b, out=out))
-
-
-def _median_s(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
+    return 2 * MATMUL_SIZE**3 / median_s(lambda: torch.matmul(a, b, out=out))
 
 
 class WeightBytes(NamedTuple):

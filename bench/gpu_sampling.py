@@ -1,6 +1,6 @@
 """What drawing tokens costs on a GPU, beside the same from logits copied to the host.
 
-    python bench/gpu_sampling.py [--vocab 128256] [--batches 1 16 64 256] [--out DIR]
+    python bench/gpu_sampling.py [--vocab 128256] [--batches 1 16 64 256]
 
 Logits fall as those of language models do (by rank, with noise), or are flat, which makes top-p
 search the whole row. Both samplers' tokens are compared. Times are medians: `device_ms` of the
@@ -11,17 +11,14 @@ drawn by the native sampler.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import statistics
-import time
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from clocks import event_s
+from harness import Harness, Run, timed
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 
@@ -41,16 +38,10 @@ KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {
 }
 """Cases by name: parameters, flat logits, log-probabilities."""
 
-
-@dataclass(slots=True)
-class Row:
-    """One kind at one batch size."""
-
-    kind: str
-    batch: int
-    device_ms: float
-    step_ms: float
-    host_ms: float
+harness = Harness(__file__, __doc__)
+harness.flag("--vocab", type=int, default=128_256)
+harness.flag("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
+harness.flag("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
 
 
 def make_logits(batch: int, vocab: int, is_flat: bool) -> torch.Tensor:
@@ -95,13 +86,15 @@ def set_masks(sampler: Sampler, masks: list[np.ndarray]) -> None:
 
 def wall_ms(call: Callable[[], object], turns: int) -> float:
     """Median wall time, milliseconds."""
+
+    def whole() -> None:
+        call()
+        torch.cuda.synchronize()
+
     times = []
     for _ in range(turns):
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+        times.append(timed(whole))
     return 1e3 * statistics.median(times[1:])
 
 
@@ -110,18 +103,13 @@ def on_device_ms(call: Callable[[], object], turns: int) -> float:
     times = []
     ballast = torch.randn(4096, 4096, device="cuda")
     for _ in range(turns):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(4):
             ballast @ ballast
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[1:])
+        times.append(event_s(call))
+    return 1e3 * statistics.median(times[1:])
 
 
-def bench(kind: str, batch: int, vocab: int) -> Row:
+def bench(kind: str, batch: int, vocab: int) -> dict[str, float]:
     """Times both ways and compares their tokens."""
     logits = make_logits(batch, vocab, KINDS[kind][1])
     slots = np.arange(batch)
@@ -143,42 +131,17 @@ def bench(kind: str, batch: int, vocab: int) -> Row:
     for position in range(4):
         assert np.array_equal(by_device(position), by_host(position)), kind
     device_ms = on_device_ms(by_device, 12)
-    return Row(kind, batch, device_ms, wall_ms(by_device, 12), wall_ms(by_host, 6))
+    step_ms, host_ms = wall_ms(by_device, 12), wall_ms(by_host, 6)
+    return {"device_ms": device_ms, "step_ms": step_ms, "host_ms": host_ms}
 
 
-def main() -> None:
-    """Runs all kinds and writes one table and one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    arguments = parser.parse_args()
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, vocabulary {arguments.vocab}")
-    print(f"{'kind':32} batch  device ms  step ms   host ms")
-    rows = []
-    for kind in arguments.kinds:
-        for batch in arguments.batches:
-            row = bench(kind, batch, arguments.vocab)
-            rows.append(row)
-            print(
-                f"{kind:32} {batch:5} {row.device_ms:10.3f} {row.step_ms:8.3f} {row.host_ms:9.3f}",
-                flush=True,
-            )
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        content = {
-            "date": datetime.date.today().isoformat(),
-            "commit": arguments.commit,
-            "device": name,
-            "torch": torch.__version__,
-            "vocab": arguments.vocab,
-            "rows": [asdict(row) for row in rows],
-        }
-        (arguments.out / "gpu_sampling.json").write_text(json.dumps(content, indent=1))
+@harness.part
+def sampling(run: Run) -> None:
+    """All kinds."""
+    for kind in run.options.kinds:
+        for batch in run.options.batches:
+            run.row(bench(kind, batch, run.options.vocab), table=kind, batch=batch)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -1,6 +1,6 @@
 """Pages between pools on GPUs: the copies, the whole way, and time to the first token.
 
-    python bench/gpu_transfer.py [--prompts 2048 8192] [--streams 0 16] [--out FILE]
+    python bench/gpu_transfer.py [--prompts 2048 8192] [--streams 0 16]
 
 Copies: pages of a pool to and from pinned staging pages (gathered or scattered on the device, and
 digested), beside plain copies of the same size between the device and pinned memory in the same
@@ -10,36 +10,34 @@ token: a prefill and a decode worker (on two GPUs where there are two) beside on
 both, alone and beside running streams, with the gaps between the streams' tokens meanwhile; and the
 throughput of requests that come at once: the one worker mixes their prompts with decode steps.
 
-Where NIXL is installed it moves the pages, once between staging areas in host memory and once
-between areas in the GPUs' own. Where it is not, `--copy-threads` threads copy them between areas in
-host memory. Weights are made up, in the model's real shape. Damaged or missing pages fail the run,
+NIXL moves the pages, once between staging areas in host memory and once between areas in the GPUs'
+own. Weights are made up, in the model's real shape. Damaged or missing pages fail the run,
 and so do tokens: those of prompts whose answers are not one worker's, from either, must be the
 choice of transformers in float32 up to near-ties (`gpu_reference.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from clocks import event_s
 from gpu_mesh.driver import Mesh, Sent
 from gpu_reference import Agreement, Answer, check_tokens
-from gpu_setup import describe_gpu
+from harness import Harness, Run, timed
 from model_shapes import MODELS
 from weft.checkpoint.config import ModelConfig
 from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.transfer.mover import Lanes, PageMover
-from weft.engine.transfer.nixl import nixl_available
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import PinnedStagingPages
 from weft.kernels.page_digest import page_digests
@@ -66,6 +64,19 @@ MODELS_HERE: dict[str, dict[str, Any]] = {
         "vocab_size": 999,
     },
 }
+
+
+harness = Harness(__file__, __doc__)
+harness.flag("--model", choices=MODELS_HERE, default="llama-3.1-8b")
+harness.flag("--device", choices=["cuda", "cpu"], default="cuda")
+harness.flag("--prompts", nargs="+", type=int, default=[2048, 8192])
+harness.flag("--streams", nargs="+", type=int, default=[0, 16])
+harness.flag("--turns", type=int, default=7)
+harness.flag("--load", type=int, default=16, help="requests that come at once")
+harness.flag("--pages", type=int, default=128, help="of the copies measured by itself")
+harness.flag("--copies-only", action="store_true", help="no engines")
+harness.flag("--pool-pages", type=int, default=6000)
+harness.flag("--chunk-tokens", type=int, default=1024)
 
 
 @dataclass(slots=True)
@@ -132,19 +143,18 @@ class Load:
 
 def seconds_of(call: Callable[[], None], device: torch.device, turns: int = 8) -> float:
     """Median time until the device has done it."""
-    times = []
-    for _ in range(turns):
-        if device.type != "cuda":
-            break
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
+    if device.type != "cuda":
+        return float("nan")
+
+    def whole() -> None:
         call()
         torch.cuda.current_stream().synchronize()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:]) if times else float("nan")
+
+    times = []
+    for _ in range(turns):
+        torch.cuda.synchronize()
+        times.append(event_s(whole))
+    return statistics.median(times[2:])
 
 
 def bench_copies(page_bytes: int, device: torch.device, num_moved: int) -> list[Copy]:
@@ -196,18 +206,11 @@ def bench_copies(page_bytes: int, device: torch.device, num_moved: int) -> list[
         ("scatter alone", rate(lambda: scatter_pages(dense, numbers, pool)), on_device),
         ("digest alone", rate(digest), 2 * on_device),
     ]
-    copied = [seconds_on_host(lambda: np.copyto(host, area.pages[:num_moved])) for _ in range(5)]
+    copied = [timed(lambda: np.copyto(host, area.pages[:num_moved])) for _ in range(5)]
     host_rate = size / statistics.median(copied) / 1e9
     rows.append(("staging to staging, one thread", host_rate, min(out, into)))
     mover.close()
     return [Copy(name, size / 2**20, value, value / roof) for name, value, roof in rows]
-
-
-def seconds_on_host(call: Callable[[], None]) -> float:
-    """Wall time of a call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def bench_shipping(mesh: Mesh, system: str, vocab: int, prompt_tokens: int, link: float) -> Shipped:
@@ -303,39 +306,36 @@ def bench_load(mesh: Mesh, system: str, vocab: int, prompt_tokens: int, requests
     )
 
 
-def load_size(arguments: argparse.Namespace, prompt_tokens: int) -> int:
-    """Requests that come at once: as many as asked for, or as the pools have room for."""
-    pages = -(-(prompt_tokens + LOAD_TOKENS) // PAGE_SIZE)
-    return max(1, min(int(arguments.load), int(arguments.pool_pages) * 4 // 5 // pages))
-
-
-def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs everything, printing tables as it goes."""
-    model = MODELS_HERE[arguments.model]
+@harness.part
+def transfer(run: Run) -> None:
+    """Everything."""
+    random.seed(0)
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
+    options, model = run.options, MODELS_HERE[run.options.model]
     (folder / "config.json").write_text(json.dumps(model))
-    is_cpu = arguments.device == "cpu"
+    is_cpu = options.device == "cpu"
     num_devices = 1 if is_cpu else torch.cuda.device_count()
     devices = ["cpu", "cpu"] if is_cpu else ["cuda:0", f"cuda:{min(1, num_devices - 1)}"]
     kv = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"]
     page_bytes = 2 * kv * PAGE_SIZE
-    copies = [] if is_cpu else bench_copies(page_bytes, torch.device("cuda:0"), arguments.pages)
+    copies = [] if is_cpu else bench_copies(page_bytes, torch.device("cuda:0"), options.pages)
     for copy in copies:
-        print(f"{copy.name:32} {copy.mib:8.0f} MiB {copy.gb_per_s:9.1f} GB/s {copy.share:6.1%}")
+        run.row(copy, table="copies")
     if not is_cpu:
         torch.cuda.empty_cache()
-    if arguments.copies_only:
-        return {"copies": [asdict(copy) for copy in copies]}
+    if options.copies_only:
+        return
     links = {copy.name: copy.gb_per_s for copy in copies if copy.name.startswith("link")}
     settings: dict[str, Any] = {
         "model_dir": folder,
         "dtype": "bfloat16",
         "dummy_weights": True,
         "page_size": PAGE_SIZE,
-        "num_pages": arguments.pool_pages,
-        "max_context_tokens": max(arguments.prompts) + STREAM_LIFE,
-        "max_running_requests": max(8, arguments.load, max(arguments.streams) + 4),
-        "prefill_chunk_tokens": arguments.chunk_tokens,
-        "max_step_tokens": arguments.chunk_tokens + 64,
+        "num_pages": options.pool_pages,
+        "max_context_tokens": max(options.prompts) + STREAM_LIFE,
+        "max_running_requests": max(8, options.load, max(options.streams) + 4),
+        "prefill_chunk_tokens": options.chunk_tokens,
+        "max_step_tokens": options.chunk_tokens + 64,
         "force_staging": is_cpu,
         "lease_s": 60.0,
         "fill_progress_timeout_s": 60.0,
@@ -343,51 +343,36 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     decode = settings | {"device": devices[0]}
     alone = decode | {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
     systems: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [("one worker", alone, None)]
-    transport = "nixl" if nixl_available()[0] else "data"
-    for memory in ("host", "device") if transport == "nixl" else ("host",):
-        way = {"transport": transport, "staging_memory": memory}
+    for memory in ("host", "device"):
+        way = {"transport": "nixl", "staging_memory": memory}
         apart = decode | way | {"local_prefill_max_tokens": 0}
         systems.append((f"apart, {memory}", apart, settings | way | {"device": devices[1]}))
     vocab = model["vocab_size"]
+    run.keep(page_bytes=page_bytes)
     rows: list[FirstToken] = []
-    loads: list[Load] = []
-    shipped: list[Shipped] = []
     for system, decode, prefill in systems:
-        with Mesh(decode, prefill, arguments.copy_threads) as mesh:
+        with Mesh(decode, prefill) as mesh:
             print(f"{system}: {mesh.transport}", flush=True)
-            if prefill is not None:
-                for length in arguments.prompts:
-                    shipped.append(
-                        bench_shipping(mesh, system, vocab, length, link_of(links, system))
-                    )
-                    report_shipped(shipped[-1])
-            for length in arguments.prompts:
-                for streams in arguments.streams:
+            link = link_of(links, system)
+            for length in options.prompts if prefill is not None else ():
+                run.row(bench_shipping(mesh, system, vocab, length, link), table="shipped")
+            for length in options.prompts:
+                for streams in options.streams:
                     rows.append(
-                        bench_first_token(mesh, system, vocab, length, streams, arguments.turns)
+                        bench_first_token(mesh, system, vocab, length, streams, options.turns)
                     )
-                    report_first_token(rows[-1])
-                requests = load_size(arguments, length)
-                loads.append(bench_load(mesh, system, vocab, length, requests))
-                report_load(loads[-1])
+                    run.row(rows[-1], table="first tokens")
+                # As many as asked for, or as the pools have room for.
+                pages = -(-(length + LOAD_TOKENS) // PAGE_SIZE)
+                requests = max(1, min(options.load, options.pool_pages * 4 // 5 // pages))
+                run.row(bench_load(mesh, system, vocab, length, requests), table="load")
             assert mesh.counters()["digest_mismatches"] == 0
     if not is_cpu:
         torch.cuda.empty_cache()
     equal, total, judged = judge(rows, folder, devices[0])
-    return {
-        **describe_gpu(arguments.commit),
-        "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
-        "model": arguments.model,
-        "page_bytes": page_bytes,
-        "chunk_tokens": arguments.chunk_tokens,
-        "transport": transport if transport == "nixl" else f"{arguments.copy_threads} copy threads",
-        "copies": [asdict(copy) for copy in copies],
-        "shipped": [asdict(row) for row in shipped],
-        "first_token": [{k: v for k, v in asdict(row).items() if k != "answers"} for row in rows],
-        "load": [asdict(row) for row in loads],
-        "equal_prompts": [equal, total],
-        "others_against_float32": asdict(judged) if judged is not None else None,
-    }
+    run.keep(equal_prompts=[equal, total], others_against_float32=judged)
+    if judged is not None and not judged.is_close:
+        run.fail(f"wrong tokens: {judged}")
 
 
 def link_of(links: dict[str, float], system: str) -> float:
@@ -395,35 +380,6 @@ def link_of(links: dict[str, float], system: str) -> float:
     host = [rate for name, rate in links.items() if "pinned" in name]
     between = [rate for name, rate in links.items() if "pinned" not in name]
     return min((between or host) if system.endswith("device") else host, default=float("nan"))
-
-
-def report_shipped(row: Shipped) -> None:
-    """Prints one line."""
-    print(
-        f"{row.system:13} shipped {row.prompt_tokens:6} cached tokens: {row.mib:8.1f} MiB in "
-        f"{row.ms:7.1f} ms, {row.gb_per_s:6.2f} GB/s, {row.share:.1%} of the link",
-        flush=True,
-    )
-
-
-def report_first_token(row: FirstToken) -> None:
-    """Prints one line."""
-    print(
-        f"{row.system:13} {row.prompt_tokens:6} tokens beside {row.streams:3} streams: first token "
-        f"{row.ttft_ms:8.1f} ms (worst {row.worst_ms:8.1f}), gaps {row.gap_ms:6.2f} ms, p99 "
-        f"{row.gap_p99_ms:7.2f} ms",
-        flush=True,
-    )
-
-
-def report_load(row: Load) -> None:
-    """Prints one line."""
-    print(
-        f"{row.system:13} {row.requests:3} requests of {row.prompt_tokens:6} tokens at once: "
-        f"{row.tokens_per_s:8.1f} new tok/s, {row.prompt_tokens_per_s:9.1f} prompt tok/s, first "
-        f"token {row.ttft_ms:8.1f} ms",
-        flush=True,
-    )
 
 
 def judge(
@@ -452,31 +408,5 @@ def judge(
     return equal, len(pairs), judged
 
 
-def main() -> None:
-    """Runs it and writes one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS_HERE, default="llama-3.1-8b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--prompts", nargs="+", type=int, default=[2048, 8192])
-    parser.add_argument("--streams", nargs="+", type=int, default=[0, 16])
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--load", type=int, default=16, help="requests that come at once")
-    parser.add_argument("--pages", type=int, default=128, help="of the copies measured by itself")
-    parser.add_argument("--copies-only", action="store_true", help="no engines")
-    parser.add_argument("--pool-pages", type=int, default=6000)
-    parser.add_argument("--chunk-tokens", type=int, default=1024)
-    parser.add_argument("--copy-threads", type=int, default=4)
-    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
-    parser.add_argument("--out", type=Path, help="file for the JSON")
-    arguments = parser.parse_args()
-    random.seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        content = run(arguments, Path(folder))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
-    judged = content.get("others_against_float32")
-    assert judged is None or Agreement(**judged).is_close, f"wrong tokens: {judged}"
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -20,22 +20,17 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain, cycle, islice, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from draft_cost import Watch
 from gpu_trace import counted_waits
-from rich.console import Console
-from rich.table import Table
-from serving.setup import describe_lines, describe_setup
+from harness import Harness, Run, numbers
 from speculation import ANSWER, DRAFT, PROMPTS, ServedModel, lasting, read_prompts
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.resolve import resolve_model
@@ -253,108 +248,71 @@ def kind_of(plan: Plan) -> str:
     return kind + (", prompts" if plan.chunks else "")
 
 
-def report_turns(
-    console: Console, rows: list[tuple[int, list[Turns]]], setup: dict[str, Any], path: Path | None
-) -> None:
-    """Prints the table of turns, and keeps it."""
-    table = Table(title="Turns by what they begin, microseconds (medians)")
-    for column in ("streams", "brings", "turns", "turn", "waits", "to the next, mean", "share"):
-        table.add_column(column, justify="left" if column == "brings" else "right")
-    for streams, found in rows:
-        for one in found:
-            times = (f"{one.turn_us:.0f}", f"{one.wait_us:.0f}", f"{one.mean_us:.0f}")
-            times += (f"{one.share:.0%}",)
-            table.add_row(str(streams), one.kind, str(one.number), *times)
-    console.print(table)
-    for line in describe_lines(setup):
-        console.print(line, soft_wrap=True, highlight=False)
-    if path:
-        kept = [{"streams": n} | one._asdict() for n, found in rows for one in found]
-        document = {"command": " ".join(sys.argv), "setup": setup, "rows": kept}
-        path.write_text(json.dumps(document, indent=1) + "\n")
+harness = Harness(__file__, __doc__)
+harness.flag("--streams", type=numbers, default=[1, 8, 64], help="requests, by commas")
+harness.flag("--drafts", type=numbers, default=[0, 3, 5], help="a step, by commas")
+harness.flag("--rounds", type=int, default=1, help="requests of each stream")
+harness.flag("--tokens", type=int, default=160, help="of each request")
+harness.flag("--temperature", type=float, default=0.0)
+harness.flag("--model", default="demo", help="demo, or a directory of that shape")
+harness.flag("--dummy-weights", action="store_true", help="drafts are never right then")
+harness.flag("--json-answers", action="store_true", help="constrained, and long enough")
+harness.flag("--kinds", default="", help="of text, by commas; default: all")
+harness.flag("--device", default="cuda")
 
 
-def main() -> None:
-    """Runs the benchmark."""
-    arguments = parse()
-    model_dir = resolve_model(arguments.model)
-    dtype = resolve_dtype("auto", arguments.device)
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """How all requests draw."""
+    constraint = ANSWER if options.json_answers else None
+    options.sampling = SamplingParams(temperature=options.temperature, constraint=constraint)
+
+
+def open_engine(run: Run, *, has_prefixes: bool) -> tuple[LLM, list[list[int]]]:
+    """An engine, and prompts."""
+    options, model_dir = run.options, resolve_model(run.options.model)
     by_kind = read_prompts(PROMPTS, model_dir, 32)
-    texts = [p for kind in arguments.kinds.split(",") if kind for p in by_kind[kind]]
+    texts = [p for kind in options.kinds.split(",") if kind for p in by_kind[kind]]
     texts = texts or list(chain.from_iterable(by_kind.values()))
-    settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}
-    settings |= {"kv_memory_bytes": 4 << 30, "prefix_cache": arguments.turns}
-    settings |= {"dummy_weights": arguments.dummy_weights}
-    settings |= {"max_running_requests": max(arguments.streams)}
-    if max(arguments.drafts):
+    settings: dict[str, Any] = {"dtype": resolve_dtype("auto", options.device)}
+    settings |= {"device": options.device, "kv_memory_bytes": 4 << 30}
+    settings |= {"prefix_cache": has_prefixes, "dummy_weights": options.dummy_weights}
+    settings |= {"max_running_requests": max(options.streams)}
+    if max(options.drafts):
         settings |= {"draft_dir": DRAFT, "drafter": "eagle3"}
-        settings |= {"max_draft_tokens": max(arguments.drafts)}
-    console = Console(width=160)
-    setup = describe_setup(dtype, torch.get_num_threads())
-    if arguments.device != "cpu":
-        setup["gpu"] = torch.cuda.get_device_name()
-    if arguments.commit:
-        setup["commit"] = arguments.commit
-    cases = [Case(*case) for case in product(arguments.streams, arguments.drafts)]
-    rows: list[tuple[Case, bool, dict[str, float]]] = []
-    with LLM(model_dir, **settings) as llm:
-        if arguments.json_answers:
-            texts = lasting([ServedModel(llm, b"", arguments.sampling)], texts, arguments.tokens)
-        gc.collect()
-        gc.freeze()
-        if arguments.turns:
-            kinds = [(n, turns_by_kind(llm, texts, n, arguments)) for n in arguments.streams]
-            report_turns(console, kinds, setup, arguments.json)
-            return
-        parts = watch_engine(llm)
-        for case in cases:
-            measure(llm, parts, texts, case, arguments)
-            found = measure(llm, parts, texts, case, arguments)
-            rows += [(case, beside, turns) for beside, turns in found.items() if turns["turns"]]
-    table = Table(title="Host time of a turn by part, microseconds (medians)")
-    table.add_column("part")
-    for case, beside, _ in rows:
-        kind = ", beside prompts" if beside else ""
-        name = f"{case.streams} streams, {case.drafts} drafts{kind}"
-        table.add_column(name, justify="right")
-    names = sorted({name for _, _, found in rows for name in found} - {"turn", "turns"})
-    for name in [*names, "turn", "turns"]:
-        table.add_row(name, *(f"{found.get(name, 0.0):.0f}" for _, _, found in rows))
-    console.print(table)
-    for line in describe_lines(setup):
-        console.print(line, soft_wrap=True, highlight=False)
-    if arguments.json:
-        found = [case._asdict() | {"beside_prompts": b, "us": us} for case, b, us in rows]
-        document = {"command": " ".join(sys.argv), "setup": setup, "rows": found}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        settings |= {"max_draft_tokens": max(options.drafts)}
+    llm = run.stack.enter_context(LLM(model_dir, **settings))
+    if options.json_answers:
+        texts = lasting([ServedModel(llm, b"", options.sampling)], texts, options.tokens)
+    gc.collect()
+    gc.freeze()
+    return llm, texts
 
 
-def numbers(text: str) -> list[int]:
-    """Parses whole numbers separated by commas."""
-    return [int(number) for number in text.split(",")]
+@harness.part
+def parts(run: Run) -> None:
+    """Microseconds of a turn by part."""
+    options = run.options
+    llm, texts = open_engine(run, has_prefixes=False)
+    watched = watch_engine(llm)
+    for case in (Case(*case) for case in product(options.streams, options.drafts)):
+        measure(llm, watched, texts, case, options)
+        found = measure(llm, watched, texts, case, options)
+        for beside, times in found.items():
+            for name in sorted(times) if times["turns"] else ():
+                title = f"{case.streams} streams, {case.drafts} drafts"
+                title += ", beside prompts" * beside
+                run.row(table=title, part=name, us=times[name])
 
 
-def parse() -> argparse.Namespace:
-    """Parses the flags."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--streams", type=numbers, default=[1, 8, 64], help="requests, by commas")
-    parser.add_argument("--drafts", type=numbers, default=[0, 3, 5], help="a step, by commas")
-    parser.add_argument("--rounds", type=int, default=1, help="requests of each stream")
-    parser.add_argument("--tokens", type=int, default=160, help="of each request")
-    parser.add_argument("--turns", action="store_true", help="with the gate, by kind of turn")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--model", default="demo", help="demo, or a directory of that shape")
-    parser.add_argument("--dummy-weights", action="store_true", help="drafts are never right then")
-    parser.add_argument("--json-answers", action="store_true", help="constrained, and long enough")
-    parser.add_argument("--kinds", default="", help="of text, by commas; default: all")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    parser.add_argument("--json", type=Path, help="where to write")
-    arguments = parser.parse_args()
-    constraint = ANSWER if arguments.json_answers else None
-    arguments.sampling = SamplingParams(temperature=arguments.temperature, constraint=constraint)
-    return arguments
+@harness.part_if_named
+def turns(run: Run) -> None:
+    """Turns by what they begin, with the engine's own gate."""
+    llm, texts = open_engine(run, has_prefixes=True)
+    for streams in run.options.streams:
+        for row in turns_by_kind(llm, texts, streams, run.options):
+            run.row(row, table=f"{streams} streams")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

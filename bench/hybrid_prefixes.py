@@ -1,6 +1,6 @@
 """Prefix hits of a model with recurrent layers beside a model whose layers all have KV.
 
-    python bench/hybrid_prefixes.py [--json PATH]
+    python bench/hybrid_prefixes.py [--agents 64]
 
 Agents with long system prompts, shared by many, have several turns; a third of them go back to an
 earlier turn and go on otherwise. Both models (random weights, Qwen3.5's form with every fourth
@@ -11,18 +11,14 @@ bounds, in whole pages. Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from chats.mesh import about
 from chats.workload import PAGE_SIZE, EndlessCache, make_chats
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 
@@ -141,38 +137,23 @@ def run(name: str, folder: Path, memory: str, count: int) -> Hits:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--agents", type=int, default=64)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    found: list[Hits] = []
-    with tempfile.TemporaryDirectory() as folder:
-        hybrid = make_family("qwen3_5", Path(folder) / "hybrid", _MODEL_SEED, **SHAPE, **LINEAR)
-        full = make_tiny("qwen3", Path(folder) / "full", _MODEL_SEED, **SHAPE)
-        for memory in MEMORY:
-            for name, path in (("hybrid", hybrid), ("full attention", full)):
-                found.append(run(name, path, memory, arguments.agents))
-    table = Table(box=None)
-    for column in ("model", "memory, MiB", "hits", "oracle", "KV, MB", "states, MB"):
-        table.add_column(column, justify="right")
-    for hits in found:
-        kv = hits.cached_pages * PAGE_SIZE * hits.kv_bytes_of_token / 1e6
-        table.add_row(
-            hits.model,
-            f"{hits.memory_bytes >> 20}",
-            f"{hits.hits:.1%}",
-            f"{hits.oracle:.1%}",
-            f"{kv:.1f}",
-            f"{hits.cached_blocks * hits.block_bytes / 1e6:.1f}",
-        )
-    Console().print(table)
-    if arguments.json:
-        content = {**about(), "new_tokens": NEW_TOKENS, "hits": [asdict(each) for each in found]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+harness = Harness(__file__, __doc__)
+harness.flag("--agents", type=int, default=64)
+
+
+@harness.part
+def prefixes(bench: Run) -> None:
+    """Both models with both sizes of memory."""
+    folder = Path(bench.stack.enter_context(tempfile.TemporaryDirectory()))
+    hybrid = make_family("qwen3_5", folder / "hybrid", _MODEL_SEED, **SHAPE, **LINEAR)
+    full = make_tiny("qwen3", folder / "full", _MODEL_SEED, **SHAPE)
+    for memory in MEMORY:
+        for name, path in (("hybrid", hybrid), ("full attention", full)):
+            hits = run(name, path, memory, bench.options.agents)
+            kv_mb = hits.cached_pages * PAGE_SIZE * hits.kv_bytes_of_token / 1e6
+            states_mb = hits.cached_blocks * hits.block_bytes / 1e6
+            bench.row(hits, kv_mb=kv_mb, states_mb=states_mb)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -15,15 +15,12 @@ import argparse
 import json
 import random
 import statistics
+import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
-import torch
-from rich.console import Console
-from rich.table import Table
-from serving.setup import describe_setup
+from harness import Harness, Run
 from tokenizers import Tokenizer
 from weft.checkpoint.demo import DEMO_NAME
 from weft.checkpoint.resolve import resolve_model
@@ -31,7 +28,6 @@ from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.features.constraints import grammar
 from weft.engine.loop.llm import LLM
 
-RESULTS = Path(__file__).resolve().parent / "results"
 FORMS: dict[str, dict[str, Any]] = {
     "compact": {"whitespace_flexible": False},
     "one blank behind , and :": {
@@ -106,39 +102,6 @@ def chat(question: str) -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def main() -> None:
-    """Measures, prints and saves."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default=DEMO_NAME)
-    parser.add_argument("--tasks", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=69)
-    parser.add_argument("--json", type=Path, default=RESULTS / "json-forms.json")
-    args = parser.parse_args()
-    folder, rng = resolve_model(args.model), random.Random(args.seed)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tasks = [make_task(rng) for _ in range(args.tasks)]
-    prompts = [
-        tokenizer.encode(chat(task.question), add_special_tokens=False).ids for task in tasks
-    ]
-    results: dict[str, Any] = {"tasks": args.tasks, "max_tokens": args.max_tokens, "answers": {}}
-    results["temperature"] = args.temperature
-    with LLM(folder, num_pages=4096) as llm:
-        for name, options in FORMS.items():
-            results["answers"][name] = answers(llm, tokenizer, prompts, tasks, options, args)
-        results["logprob"] = {
-            name: statistics.fmean(
-                written(llm, tokenizer, prompt, spell(task.right))
-                for prompt, task in zip(prompts, tasks, strict=True)
-            )
-            for name, spell in SPELLINGS.items()
-        }
-    results["setup"] = describe_setup("auto", torch.get_num_threads())
-    show(results, Console())
-    args.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
 def answers(
     llm: LLM,
     tokenizer: Tokenizer,
@@ -189,18 +152,35 @@ def written(llm: LLM, tokenizer: Tokenizer, prompt: Sequence[int], text: str) ->
     return sum(one.logprob for one in sample.prompt_logprobs[-len(ids) :])
 
 
-def show(results: dict[str, Any], console: Console) -> None:
-    """Prints the two tables."""
-    table = Table("form", "ended", "valid", "right", "tokens")
-    for name, found in results["answers"].items():
-        shares = (f"{100 * found[key]:.0f} %" for key in ("ended", "valid", "right"))
-        table.add_row(name, *shares, f"{found['tokens']:.1f}")
-    console.print(table)
-    table = Table("spelling of the right answer", "log-probability")
-    for name, logprob in results["logprob"].items():
-        table.add_row(name, f"{logprob:.2f}")
-    console.print(table)
+harness = Harness(__file__, __doc__)
+harness.flag("--model", default=DEMO_NAME)
+harness.flag("--tasks", type=int, default=64)
+harness.flag("--max-tokens", type=int, default=96)
+harness.flag("--temperature", type=float, default=0.0)
+harness.flag("--seed", type=int, default=69)
+
+
+@harness.part
+def forms(run: Run) -> None:
+    """Answers under all forms, and the log-probability of all spellings."""
+    options = run.options
+    folder, rng = resolve_model(options.model), random.Random(options.seed)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tasks = [make_task(rng) for _ in range(options.tasks)]
+    prompts = [
+        tokenizer.encode(chat(task.question), add_special_tokens=False).ids for task in tasks
+    ]
+    llm = run.stack.enter_context(LLM(folder, num_pages=4096))
+    for name, form in FORMS.items():
+        found = answers(llm, tokenizer, prompts, tasks, form, options)
+        run.row(found, table="shares of answers", form=name)
+    for name, spell in SPELLINGS.items():
+        logprobs = [
+            written(llm, tokenizer, prompt, spell(task.right))
+            for prompt, task in zip(prompts, tasks, strict=True)
+        ]
+        run.row(table="right answers", spelling=name, logprob=statistics.fmean(logprobs))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -4,26 +4,23 @@ Shapes are those of the demo model (SmolLM2-135M): 30 layers, so that weights an
 memory as they do in a step. A row takes turns between the native operation, torch and a probe of
 the machine (memory read, multiply-adds in registers); medians. Results are checked first.
 
-    python bench/kernels_cpu.py [--dtype bfloat16] [--repeats 9] [--threads 2] [--json FILE]
+    python bench/kernels_cpu.py [--only attention] [--dtype bfloat16] [--baseline TREE]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from roofline import Roofline, timed
+from harness import Harness, Run, in_turns, ratio_of, spread, timed
+from roofline import Roofline
 from weft.engine.transfer.digest import digest_pages, digest_pages_numpy
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
@@ -45,6 +42,11 @@ HEADS, KV_HEADS, DIM, PAGE_SIZE = 9, 3, 64, 16
 EPS = 1e-5
 SPEC = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5)
 
+harness = Harness(__file__, __doc__, repeats=9)
+harness.flag("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+harness.flag("--threads", type=int, default=len(os.sched_getaffinity(0)))
+harness.flag("--only", nargs="+", metavar="WORD", help="rows with one of these in their name")
+
 
 @dataclass(slots=True)
 class Row:
@@ -58,10 +60,6 @@ class Row:
     """Multiplications and additions of one call."""
     bytes: float = 0.0
     """Bytes read from memory by one call."""
-    native_s: list[float] = field(default_factory=list)
-    peer_s: list[float] = field(default_factory=list)
-    read_bytes_per_s: list[float] = field(default_factory=list)
-    flops_per_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -395,7 +393,7 @@ def check(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_rows(model: Model) -> list[Row]:
-    """Measures the whole table."""
+    """All rows; an operation's result is checked before."""
     rows = [linear_row(model, n, True) for n in (1, 4, 8, 16, 32)]
     rows += [linear_row(model, n, False) for n in (256, 512)]
     native = cpu.native_cpu()
@@ -443,99 +441,41 @@ def digest_row() -> Row:
     )
 
 
-def measure(rows: list[Row], roofline: Roofline, repeats: int) -> None:
-    """Measures in turns, so that other load on the machine affects all alike."""
-    for repeat in track(range(repeats + 1), description="timing", transient=True):
-        for row in rows:
-            read, flops = roofline.read_bytes_per_s(), roofline.flops_per_s()
-            native_s, peer_s = timed(row.native), timed(row.peer)
-            if repeat == 0:  # Warms up.
-                continue
-            row.native_s.append(native_s)
-            row.peer_s.append(peer_s)
-            row.read_bytes_per_s.append(read)
-            row.flops_per_s.append(flops)
-
-
-def summarise(row: Row) -> dict[str, object]:
-    """Medians of a row; the share is of the time that memory or arithmetic take at least."""
-    native_s, peer_s = statistics.median(row.native_s), statistics.median(row.peer_s)
-    read, flops = statistics.median(row.read_bytes_per_s), statistics.median(row.flops_per_s)
-    least_s = max(row.bytes / read, row.flops / flops)
-    ratios = [peer / native for native, peer in zip(row.native_s, row.peer_s, strict=True)]
-    return {
-        "name": row.name,
-        "native_ms": native_s * 1e3,
-        "native_ms_min": min(row.native_s) * 1e3,
-        "native_ms_max": max(row.native_s) * 1e3,
-        "gbytes_per_s": row.bytes / native_s / 1e9,
-        "gflops_per_s": row.flops / native_s / 1e9,
-        "roofline_share": least_s / native_s,
-        "peer": row.peer_name,
-        "peer_ms": peer_s * 1e3,
-        "times_faster": statistics.median(ratios),
-    }
-
-
-def print_rows(results: list[dict[str, object]], setup: dict[str, object]) -> None:
-    """One table."""
-    table = Table(title=", ".join(f"{key} {value}" for key, value in setup.items()))
-    table.add_column("operation (all 30 layers)")
-    for heading in ("ms", "min - max", "GB/s", "GFLOP/s", "of roofline", "peer ms", "x faster"):
-        table.add_column(heading, justify="right")
-    table.add_column("peer")
-    for r in results:
-        work = float(str(r["gflops_per_s"])) > 0
-        table.add_row(
-            str(r["name"]),
-            f"{r['native_ms']:.2f}",
-            f"{r['native_ms_min']:.2f} - {r['native_ms_max']:.2f}",
-            f"{r['gbytes_per_s']:.1f}" if r["gbytes_per_s"] else "",
-            f"{r['gflops_per_s']:.0f}" if work else "",
-            f"{r['roofline_share']:.0%}" if r["roofline_share"] else "",
-            f"{r['peer_ms']:.2f}",
-            f"{r['times_faster']:.2f}",
-            str(r["peer"]),
-        )
-    Console(width=150).print(table)
-
-
-def main() -> None:
-    """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    arguments = parser.parse_args()
+@harness.part
+def kernels(run: Run) -> None:
+    """All rows, in turns, so that other load on the machine affects all alike."""
+    options = run.options
     if cpu.native_cpu() is None:
         raise SystemExit(f"no native operations: {cpu.native_cpu_missing()}")
-    torch.set_num_threads(arguments.threads)
-    dtype = getattr(torch, arguments.dtype)
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
     with torch.inference_mode():
-        rows = [row for row in make_rows(make_model(dtype)) if arguments.only in row.name]
-        measure(rows, Roofline(dtype), arguments.repeats)
-    probes = [probes_of(row) for row in rows]
-    setup = {
-        "dtype": arguments.dtype,
-        "threads": arguments.threads,
-        "repeats": arguments.repeats,
-        "torch": torch.__version__,
-        "read GB/s": f"{statistics.median(p[0] for p in probes) / 1e9:.1f}",
-        "peak GFLOP/s": f"{statistics.median(p[1] for p in probes) / 1e9:.0f}",
-        "spin": os.environ.get("GOMP_SPINCOUNT", "default"),
-    }
-    results = [summarise(row) for row in rows]
-    print_rows(results, setup)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"setup": setup, "rows": results}, indent=1))
+        rows = [row for row in make_rows(make_model(dtype)) if run.wants(row.name)]
+        roofline = Roofline(dtype)
 
+        def measure(row: Row) -> tuple[float, float, float, float]:
+            rates = roofline.read_bytes_per_s(), roofline.flops_per_s()
+            return timed(row.native), timed(row.peer), *rates
 
-def probes_of(row: Row) -> tuple[float, float]:
-    """The machine's rates measured beside a row."""
-    return statistics.median(row.read_bytes_per_s), statistics.median(row.flops_per_s)
+        found = in_turns({row.name: partial(measure, row) for row in rows}, options.repeats)
+    for row in rows:
+        native, peer, read, flops = zip(*found[row.name], strict=True)
+        native_s = statistics.median(native)
+        least_s = max(row.bytes / statistics.median(read), row.flops / statistics.median(flops))
+        run.row(
+            name=row.name,
+            native_ms=spread(native, 1e3),
+            gbytes_per_s=row.bytes / native_s / 1e9,
+            gflops_per_s=row.flops / native_s / 1e9,
+            roofline_share=least_s / native_s,
+            peer=row.peer_name,
+            peer_ms=spread(peer, 1e3),
+            times_faster=ratio_of(peer, native),
+        )
+    probes = [figures[2:] for each in found.values() for figures in each]
+    read_rate, peak = (statistics.median(rates) / 1e9 for rates in zip(*probes, strict=True))
+    run.note(f"memory is read at {read_rate:.1f} GB/s; peak {peak:.0f} GFLOP/s")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

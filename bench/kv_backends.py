@@ -7,11 +7,8 @@ original. The plain rows send the same bytes through the library's client alone,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import secrets
-import statistics
 import sys
 import tempfile
 import time
@@ -20,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run, spread
 from valkey.asyncio import Valkey
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
@@ -32,19 +28,17 @@ from weft.kvstore.settings import KvStoreSettings
 from weft.testing.services.valkey_server import valkey_server
 
 BATCH_BYTES = 8 << 20
-Row = tuple[str, int, float, float, float]
-"""Operation, bytes of a page, median ms per page, least, most."""
 
 
-async def timed(action: Awaitable[object], num_pages: int) -> float:
+async def ms_a_page(action: Awaitable[object], num_pages: int) -> float:
     """Milliseconds per page."""
     started_at = time.perf_counter()
     await action
     return (time.perf_counter() - started_at) * 1e3 / num_pages
 
 
-async def measure(url: str, page_bytes: int, num_pages: int, turns: int) -> list[Row]:
-    """Rows of one page size; the first turn warms up."""
+async def measure(url: str, page_bytes: int, num_pages: int, turns: int) -> dict[str, list[float]]:
+    """Milliseconds per page by operation; the first turn warms up."""
     settings = KvStoreSettings(backend="valkey", valkey_url=[url], valkey_timeout_s=30.0)
     pool = np.zeros((2 * num_pages + 2, page_bytes), np.uint8)
     pages = PageStore(pool)
@@ -58,18 +52,18 @@ async def measure(url: str, page_bytes: int, num_pages: int, turns: int) -> list
         contents = np.random.default_rng().integers(0, 256, (num_pages, page_bytes), np.uint8)
         digests = digest_pages(contents, range(num_pages)).tolist()
         times = {
-            "keep": await timed(keep(backend, pages, keys, contents, digests), num_pages),
+            "keep": await ms_a_page(keep(backend, pages, keys, contents, digests), num_pages),
         }
         pages.flush()
         assert not pages.num_held(keys)
-        times["look up"] = await timed(backend.look_up(keys), num_pages)
-        times["bring back"] = await timed(bring(backend, pages, keys), num_pages)
+        times["look up"] = await ms_a_page(backend.look_up(keys), num_pages)
+        times["bring back"] = await ms_a_page(bring(backend, pages, keys), num_pages)
         for key, content in zip(keys, contents, strict=True):
             page = pages.page_of(key)
             assert page is not None
             assert np.array_equal(pool[page], content), "a page came back changed"
-        times["plain SET"] = await timed(plain_set(plain, keys, contents), num_pages)
-        times["plain GET"] = await timed(plain_get(plain, keys, page_bytes), num_pages)
+        times["plain SET"] = await ms_a_page(plain_set(plain, keys, contents), num_pages)
+        times["plain GET"] = await ms_a_page(plain_get(plain, keys, page_bytes), num_pages)
         pages.flush()
         await backend.flush()
         await plain.flushdb()
@@ -80,9 +74,7 @@ async def measure(url: str, page_bytes: int, num_pages: int, turns: int) -> list
     await source.close()
     await plain.connection_pool.disconnect()
     threads.shutdown()
-    return [
-        (name, page_bytes, statistics.median(ms), min(ms), max(ms)) for name, ms in found.items()
-    ]
+    return found
 
 
 async def keep(
@@ -132,28 +124,25 @@ async def plain_get(client: Valkey, keys: list[bytes], page_bytes: int) -> None:
         assert all(len(value) == page_bytes for value in await pipeline.execute())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", help="a server that may be emptied; default: one of its own")
-    parser.add_argument("--pages", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    arguments = parser.parse_args()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, valkey_server(Path(folder)) as server:
-        for page_bytes in (368_640, 2 << 20):
-            url = arguments.url or server.url
-            rows += asyncio.run(measure(url, page_bytes, arguments.pages, arguments.turns))
-    table = Table("what", "page bytes", "ms a page", "least", "most", "MB/s")
-    for name, page_bytes, median, least, most in rows:
-        rate = "-" if name == "look up" else f"{page_bytes / median / 1e3:,.0f}"
-        table.add_row(name, f"{page_bytes:,}", f"{median:.3f}", f"{least:.3f}", f"{most:.3f}", rate)
-    Console().print(table)
-    if arguments.json is not None:
-        names = ("what", "page_bytes", "median_ms", "least_ms", "most_ms")
-        figures = [dict(zip(names, row, strict=True)) for row in rows]
-        arguments.json.write_text(json.dumps(figures, indent=2))
+harness = Harness(__file__, __doc__, repeats=5)
+harness.flag("--url", help="a server that may be emptied; default: one of its own")
+harness.flag("--pages", type=int, default=128)
+
+
+@harness.part
+def pages(run: Run) -> None:
+    """All sizes of pages."""
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
+    server = run.stack.enter_context(valkey_server(folder))
+    options = run.options
+    for page_bytes in (368_640, 2 << 20):
+        url = options.url or server.url
+        found = asyncio.run(measure(url, page_bytes, options.pages, options.repeats))
+        for name, ms in found.items():
+            each = spread(ms)
+            rate = page_bytes / each.median / 1e3
+            run.row(what=name, page_bytes=page_bytes, ms_a_page=each, mb_per_s=rate)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -1,7 +1,7 @@
 """Seconds to load a checkpoint from the page cache, beside other loaders and the machine's rates.
 
     python bench/load_time.py
-    python bench/load_time.py --gib 8 --device cuda --save bench/results/load.json
+    python bench/load_time.py --gib 8 --device cuda --json bench/results/load.json
 
 It writes layers of Llama 3.1 8B's shape in bfloat16 to a temporary folder, reads the files so that
 they are in the page cache, and takes in turns, each in a process of its own: Weft's loader as a
@@ -18,22 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run, spread, timed
 from safetensors.torch import load_file, save_file
 from weft.checkpoint.hub import HubName, pull
 from weft.engine.model.loader import load_model
@@ -240,74 +234,57 @@ def time_one(way: str, folder: Path, device: str) -> float:
         torch.zeros(1, device=device)  # Starts the driver.
     elif native_cpu() is None:  # Compiled at the first call.
         raise SystemExit("no C compiler: packing would not be the usual one")
-    began = time.perf_counter()
-    WAYS[way](folder, device)
-    if is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+
+    def whole() -> None:
+        WAYS[way](folder, device)
+        if is_cuda:
+            torch.cuda.synchronize()
+
+    return timed(whole)
 
 
-def measure(options: argparse.Namespace, report: Callable[[str, Sequence[float]], None]) -> Any:
-    """Seconds by way, in turns."""
-    ways = [way for way in options.ways if way != "fastsafetensors" or fastsafetensors is not None]
-    with tempfile.TemporaryDirectory(dir=options.at) as name:
-        folder = options.folder or Path(name)
-        if options.folder is None:
-            write_model(folder, int(options.gib * GIB))
-        size = sum(path.stat().st_size for path in weight_paths(folder))
-        read_by_one(folder, options.device)
-        seconds_of("weft", folder, options.device)  # So that libraries are in the page cache too.
-        times: dict[str, list[float]] = {}
-        for turn in range(options.repeats):
-            for way in ways if not turn else [way for way in ways if way in LOADERS]:
-                times.setdefault(way, []).append(seconds_of(way, folder, options.device))
-                report(way, [*times[way], size / times[way][-1] / GIB])
-    rates = {way: size / statistics.median(taken) / GIB for way, taken in times.items()}
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "card": card if options.device.startswith("cuda") else "none",
-        "folder": str(options.folder or options.at or tempfile.gettempdir()),
-        "bytes": size,
-        "device": options.device,
-        "seconds": times,
-        "gib_per_s": rates,
-    }
+harness = Harness(__file__, __doc__, repeats=3)
+harness.flag("--gib", type=float, default=4.0, help="size of the checkpoint")
+harness.flag("--ways", nargs="+", choices=WAYS, help="default all")
+harness.flag("--device", default="cpu")
+harness.flag("--at", type=Path, help="where to write it; else the temporary folder")
+harness.flag("--one", choices=WAYS, help=argparse.SUPPRESS)
+harness.flag("--folder", type=Path, help="checkpoint to load, unchanged; else written")
 
 
-def main() -> None:
-    """Measures, prints a row a way, and saves the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default all")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--at", type=Path, help="where to write it; else the temporary folder")
-    parser.add_argument("--save", type=Path, help="file for the figures")
-    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help="checkpoint to load, unchanged; else written")
-    options = parser.parse_args()
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """Ways that change nothing that the user named; one way is timed in this process."""
     if options.one:
         print(time_one(options.one, options.folder, options.device))
-        return
+        sys.exit(0)
     left_out = CHANGING if options.folder else ()
     options.ways = options.ways or [way for way in WAYS if way not in left_out]
     if changing := set(options.ways).intersection(left_out):
-        parser.error(f"--folder: {', '.join(sorted(changing))} would change it")
+        harness.error(f"--folder: {', '.join(sorted(changing))} would change it")
 
-    def report(way: str, numbers: Sequence[float]) -> None:
-        print(f"{way}: {numbers[-2]:.2f} s, {numbers[-1]:.2f} GiB/s", file=sys.stderr, flush=True)
 
-    found = measure(options, report)
-    table = Table("way", "seconds", "GiB/s")
-    for way, taken in found["seconds"].items():
-        rate = found["gib_per_s"][way]
-        table.add_row(way, f"{statistics.median(taken):.2f}", f"{rate:.2f}")
-    Console().print(table)
-    if options.save:
-        options.save.write_text(json.dumps(found, indent=1) + "\n")
+@harness.part
+def loading(run: Run) -> None:
+    """All ways: loaders in turns, the machine's rates once."""
+    options = run.options
+    folder = options.folder
+    if folder is None:
+        folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(dir=options.at)))
+        write_model(folder, int(options.gib * GIB))
+    ways = [way for way in options.ways if way != "fastsafetensors" or fastsafetensors is not None]
+    size = sum(path.stat().st_size for path in weight_paths(folder))
+    read_by_one(folder, options.device)
+    seconds_of("weft", folder, options.device)  # So that libraries are in the page cache too.
+    times: dict[str, list[float]] = {}
+    for turn in range(options.repeats):
+        for way in ways if not turn else [way for way in ways if way in LOADERS]:
+            times.setdefault(way, []).append(seconds_of(way, folder, options.device))
+            print(f"{way}: {times[way][-1]:.2f} s", flush=True)
+    run.keep(bytes=size)
+    for way, taken in times.items():
+        run.row(way=way, s=spread(taken), gib_per_s=spread([size / one / GIB for one in taken]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

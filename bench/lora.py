@@ -21,35 +21,28 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import math
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from engine_runs import GREEDY, Batch, run_requests
+from harness import Harness, Run, percentiles, ratio_of, spread
 from model_shapes import MODELS, write_config
 from random_adapters import PROJECTIONS, write_adapter
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from weft.checkpoint.resolve import resolve_model
 from weft.contract.messages import Inbox
-from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.request import StopCriteria
 from weft.contract.submits import Submit
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan
 
-GREEDY = SamplingParams(temperature=0.0)
 FIRST_TOKEN_PROMPT = 16
 FEW = 2
 """Number of adapters on the device, where measurements need others elsewhere."""
@@ -81,18 +74,6 @@ class Checked(NamedTuple):
         return 1 - self.equal / self.compared if self.compared else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Speed of one batch."""
-
-    tokens_per_s: float
-    """Tokens per second from the first prompt to the last token."""
-    step_s: float
-    """Mean time of a step in which all requests decode; NaN without any."""
-    prompts_s: float
-    """Time until all requests have their first token."""
-
-
 def prompts_of(
     draw: random.Random, count: int, vocab_size: int, length: int = FIRST_TOKEN_PROMPT
 ) -> list[list[int]]:
@@ -113,67 +94,51 @@ def submit(name: str, prompt: list[int], tokens: int, adapter: bytes = b"") -> S
     )
 
 
-def run_batch(
-    llm: LLM, prompts: Sequence[list[int]], adapters: Sequence[bytes], tokens: int
-) -> tuple[Speed, list[list[int]]]:
-    """Runs requests that come together; returns their tokens as well."""
-    found: list[list[int]] = [[] for _ in prompts]
-    inbox: Inbox | None = Inbox(
-        submits=[
-            submit(str(i), prompt, tokens, adapter)
-            for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
-        ]
-    )
-    num_done, num_steps, all_began = 0, 0, 0.0
-    began = last = time.perf_counter()
-    while num_done < len(prompts):
-        outbox = llm.engine.turn(inbox)
-        inbox = None
-        for batch in outbox.gateways:
-            assert not batch.failed, batch.failed
-            num_done += len(batch.finished)
-            for some in batch.all_tokens():
-                found[int(some.request_id)].extend(some.ids)
-        if not all_began:
-            if all(found):
-                all_began = time.perf_counter()
-        elif not num_done:
-            last, num_steps = time.perf_counter(), num_steps + 1
-    seconds = time.perf_counter() - began
-    count = sum(len(ids) for ids in found)
-    step_s = (last - all_began) / num_steps if num_steps else float("nan")
-    return Speed(count / seconds, step_s, all_began - began), found
+def run_batch(llm: LLM, prompts: list[list[int]], adapters: Sequence[bytes], tokens: int) -> Batch:
+    """Runs requests that come together."""
+    return run_requests(llm, prompts, [tokens] * len(prompts), GREEDY, adapters=adapters)
+
+
+def figures_of(batches: Sequence[Batch], base: Sequence[Batch]) -> dict[str, Any]:
+    """Speeds, and their ratios to those of the base in the same round."""
+    found: dict[str, Any] = {}
+    for name, measure in (
+        ("tokens_per_s", lambda one: sum(map(len, one.tokens)) / one.all_seconds),
+        ("step_ms", lambda one: 1e3 * one.seconds / one.num_steps if one.num_steps else math.nan),
+        ("prompts_ms", lambda one: 1e3 * one.first_token_s),
+    ):
+        own, others = ([measure(one) for one in each] for each in (batches, base))
+        found[name], found[f"{name}_of_base"] = spread(own), ratio_of(own, others)
+    return found
 
 
 def throughput(
     llm: LLM,
     adapters: Sequence[bytes],
-    rank: int,
     arguments: argparse.Namespace,
     draw: random.Random,
     checked: dict[str, Checked],
-) -> dict[int, list[Speed]]:
+) -> dict[int, list[Batch]]:
     """Speeds by number of adapters, one a round; first tokens of the last round are compared.
 
     In bfloat16 near ties may fall another way alone, without adapters as with them.
     """
-    values: dict[int, list[Speed]] = {count: [] for count in arguments.counts}
+    values: dict[int, list[Batch]] = {count: [] for count in arguments.counts}
     vocab_size = llm.engine.info.vocab_size
-    with Progress(transient=True) as progress:
-        for number in progress.track(range(arguments.repeats + 1), description=f"rank {rank}"):
-            for count in draw.sample(arguments.counts, len(arguments.counts)):
-                prompts = prompts_of(draw, arguments.batch, vocab_size, arguments.prompt)
-                named = [adapters[i % count] if count else b"" for i in range(arguments.batch)]
-                # The first round warms up.
-                tokens = arguments.tokens if number else min(8, arguments.tokens)
-                speed, found = run_batch(llm, prompts, named, tokens)
-                if number:
-                    values[count].append(speed)
-                if number == arguments.repeats:
-                    for i in range(min(COMPARED, arguments.batch)):
-                        _, alone = run_batch(llm, [prompts[i]], [named[i]], 1)
-                        kind = "with" if named[i] else "without"
-                        checked[kind] = checked[kind].plus(is_equal=alone[0] == found[i][:1])
+    for number in range(arguments.repeats + 1):
+        for count in draw.sample(arguments.counts, len(arguments.counts)):
+            prompts = prompts_of(draw, arguments.batch, vocab_size, arguments.prompt)
+            named = [adapters[i % count] if count else b"" for i in range(arguments.batch)]
+            # The first round warms up.
+            tokens = arguments.tokens if number else min(8, arguments.tokens)
+            batch = run_batch(llm, prompts, named, tokens)
+            if number:
+                values[count].append(batch)
+            if number == arguments.repeats:
+                for i in range(min(COMPARED, arguments.batch)):
+                    alone = run_batch(llm, [prompts[i]], [named[i]], 1).tokens
+                    kind = "with" if named[i] else "without"
+                    checked[kind] = checked[kind].plus(is_equal=alone[0] == batch.tokens[i][:1])
     return values
 
 
@@ -267,14 +232,6 @@ def gaps(
     return values[20:]
 
 
-def describe(values: Sequence[float], unit: float = 1e3) -> str:
-    """Formats median and spread."""
-    if not values:
-        return "none"
-    low, middle, high = np.percentile(values, [10, 50, 90]) * unit
-    return f"{middle:.1f} [{low:.1f} to {high:.1f}]"
-
-
 def settings_of(arguments: argparse.Namespace, adapter_bytes: int, count: int) -> dict[str, Any]:
     """Settings of an engine with room for `count` adapters on the device."""
     # Rows are shared out among kinds of projections, rounded down.
@@ -301,215 +258,121 @@ def settings_of(arguments: argparse.Namespace, adapter_bytes: int, count: int) -
     return settings
 
 
-@dataclass(slots=True)
-class Figures:
-    """All measurements."""
+harness = Harness(__file__, __doc__, repeats=7)
+harness.flag("--model", default="demo", help=f"demo, a directory, or one of {', '.join(MODELS)}")
+harness.flag("--dtype", default="auto")
+harness.flag("--device", default="cpu")
+harness.flag("--change", choices=PROJECTIONS, default="dense", help="of the model")
+harness.flag("--ranks", type=int, nargs="+", default=[16])
+harness.flag("--counts", type=int, nargs="+", default=[0, 1, 8, 32], help="of adapters")
+harness.flag("--batch", type=int, default=64)
+harness.flag("--prompt", type=int, default=16, help="tokens of each request's prompt")
+harness.flag("--tokens", type=int, default=32, help="of each request")
+harness.flag(
+    "--gaps", type=int, default=200, help="between tokens, that are measured; 0: none, nor TTFT"
+)
+harness.flag("--step-tokens", type=int, help="of prompts, in a step; default: the engine's")
+harness.flag("--num-pages", type=int, help="of the KV pool; default: what fits")
+harness.flag("--deterministic", action="store_true", help="that mode: no first token may differ")
+harness.flag("--seed", type=int, default=0)
 
-    speeds: dict[int, dict[int, list[Speed]]] = field(default_factory=dict)
-    """Speeds by rank and number of adapters."""
-    checked: dict[str, Checked] = field(
-        default_factory=lambda: {"without": Checked(), "with": Checked()}
-    )
-    """Checked tokens of requests without and with adapters."""
-    adapter_bytes: dict[int, int] = field(default_factory=dict)
-    """Bytes of an adapter by rank."""
-    firsts: dict[str, list[float]] = field(default_factory=dict)
-    between: dict[str, list[float]] = field(default_factory=dict)
+
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """The base, to which other counts are compared."""
+    if 0 not in options.counts:
+        harness.error("--counts lacks 0, to which the others are compared")
 
 
-def measure(arguments: argparse.Namespace, folder: Path, draw: random.Random) -> Iterator[Figures]:
-    """Runs everything, adapters of one rank at a time on disk; yields what is known after each."""
-    if arguments.model in MODELS:
-        model_dir = write_config(folder, arguments.model)
-    else:
-        model_dir = resolve_model(arguments.model)
+def checkpoint_of(run: Run) -> tuple[Path, Path]:
+    """The model's folder, and one for adapters."""
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-lora-")))
+    if run.options.model in MODELS:
+        return write_config(folder, run.options.model), folder / "adapters"
+    return resolve_model(run.options.model), folder / "adapters"
 
-    def write(rank: int, count: int) -> list[Path]:
-        shutil.rmtree(folder / "adapters", ignore_errors=True)
-        where = (folder / "adapters" / str(i) for i in range(count))
-        more = (arguments.change, arguments.device)
-        return [write_adapter(path, model_dir, rank, i, *more) for i, path in enumerate(where)]
 
-    figures = Figures()
+def write_adapters(run: Run, folder: Path, model_dir: Path, rank: int, count: int) -> list[Path]:
+    """So many adapters of one rank, in the place of earlier ones."""
+    shutil.rmtree(folder, ignore_errors=True)
+    more = (run.options.change, run.options.device)
+    places = (folder / str(i) for i in range(count))
+    return [write_adapter(path, model_dir, rank, i, *more) for i, path in enumerate(places)]
+
+
+@harness.part
+def batches(run: Run) -> None:
+    """Throughput of batches that mix adapters, those of one rank at a time on disk."""
+    options, draw = run.options, random.Random(run.options.seed)
+    model_dir, folder = checkpoint_of(run)
     # The largest first: the others fit where it does.
-    ranks = sorted(arguments.ranks, reverse=True)
-    most = max(1, *arguments.counts)
-    paths = write(ranks[0], most)
+    ranks = sorted(options.ranks, reverse=True)
+    most = max(1, *options.counts)
+    paths = write_adapters(run, folder, model_dir, ranks[0], most)
     size = (paths[0] / "adapter_model.safetensors").stat().st_size
-    if arguments.dtype == "float32":
+    if options.dtype == "float32":
         size *= 2
-    with LLM(model_dir, **settings_of(arguments, size, most)) as llm:
+    checked = {"without": Checked(), "with": Checked()}
+    with LLM(model_dir, **settings_of(options, size, most)) as llm:
         for rank in ranks:
             if rank != ranks[0]:
-                paths = write(rank, most)
+                paths = write_adapters(run, folder, model_dir, rank, most)
             adapters = [llm.load_adapter(path) for path in paths]
-            figures.adapter_bytes[rank] = llm.engine.adapters.states()[0].num_bytes
-            speeds = throughput(llm, adapters, rank, arguments, draw, figures.checked)
-            figures.speeds[rank] = speeds
-            yield figures
+            of_adapter = llm.engine.adapters.states()[0].num_bytes
+            speeds = throughput(llm, adapters, options, draw, checked)
+            title = f"a batch of {options.batch}, rank {rank}, {options.change}"
+            for count, found in sorted(speeds.items()):
+                figures = figures_of(found, speeds[0])
+                run.row(table=title, adapters=count, adapter_bytes=of_adapter, **figures)
             for adapter in adapters:
                 llm.unload_adapter(adapter)
     del llm
     gc.collect()
-    if arguments.device != "cpu":
+    if options.device != "cpu":
         torch.cuda.empty_cache()
-    if arguments.gaps:
-        rank = 16 if 16 in ranks else ranks[0]
-        size = figures.adapter_bytes[rank]
-        settings = settings_of(arguments, size, FEW)
-        # Half of the adapters are in host memory, half of these on the device.
-        settings["lora_host_bytes"] = int((2 * FEW + 0.5) * size)
-        paths = write(rank, KNOWN)
-        with LLM(model_dir, **settings) as llm:
-            some = [llm.load_adapter(path) for path in paths]
-            figures.firsts["none"] = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
-            for name in ("device", "host", "disk"):
-                figures.firsts[name] = first_tokens(llm, some, name, 15, draw)
-            for name in 2 * BETWEEN:
-                used = [digest for digest in some if is_used(name, places(llm)[digest])]
-                found = gaps(llm, used, arguments, draw, blocks=name == "waited for")
-                figures.between.setdefault(name, []).extend(found)
-        yield figures
-
-
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = ", ".join(MODELS)
-    parser.add_argument("--model", default="demo", help=f"demo, a directory, or one of {names}")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--change", choices=PROJECTIONS, default="dense", help="of the model")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16])
-    parser.add_argument("--counts", type=int, nargs="+", default=[0, 1, 8, 32], help="of adapters")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of each request's prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="of each request")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--gaps", type=int, default=200, help="between tokens, that are measured; 0: none, nor TTFT"
-    )
-    parser.add_argument(
-        "--step-tokens", type=int, help="of prompts, in a step; default: the engine's"
-    )
-    parser.add_argument("--num-pages", type=int, help="of the KV pool; default: what fits")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="that mode: no first token may differ"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    parser.add_argument("--json", type=Path, help="default: bench/results/")
-    arguments = parser.parse_args()
-    if 0 not in arguments.counts:
-        parser.error("--counts lacks 0, to which the others are compared")
-    setup = describe_setup(arguments.dtype, torch.get_num_threads())
-    if arguments.commit:
-        setup["commit"] = arguments.commit
-    if arguments.device != "cpu":
-        setup["device"] = torch.cuda.get_device_name(arguments.device)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = arguments.json or ROOT / "bench" / "results" / f"lora-{stamp}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = MachineUse.now()
-    with tempfile.TemporaryDirectory(prefix="weft-lora-") as folder:
-        for figures in measure(arguments, Path(folder), random.Random(arguments.seed)):
-            setup["other_cores"] = MachineUse.now().others_since(before)
-            status = report(arguments, setup, figures, path)
-    return status
-
-
-def throughput_rows(console: Console, speeds: dict[int, list[Speed]], title: str) -> dict[int, Any]:
-    """Prints the table of a rank; returns what of it the JSON keeps."""
-    table = Table(title=title)
-    for column in ("adapters", "tokens/s", "ms between tokens", "ms to all first tokens"):
-        table.add_column(column, justify="right")
-        if column != "adapters":
-            table.add_column("of the base's", justify="right")
-    rows: dict[int, Any] = {}
-    for count, values in sorted(speeds.items()):
-        pairs = list(zip(values, speeds[0], strict=True))
-        shares = [value.tokens_per_s / base.tokens_per_s for value, base in pairs]
-        slower = [value.step_s / base.step_s for value, base in pairs]
-        later = [value.prompts_s / base.prompts_s for value, base in pairs]
-        table.add_row(
-            str(count),
-            describe([value.tokens_per_s for value in values], 1),
-            describe(shares, 100) + " %",
-            describe([value.step_s for value in values]),
-            describe(slower, 100) + " %",
-            describe([value.prompts_s for value in values]),
-            describe(later, 100) + " %",
-        )
-        rows[count] = {
-            "tokens_per_s": statistics.median(value.tokens_per_s for value in values),
-            "share": statistics.median(shares),
-            "shares": shares,
-            "step_ms": 1e3 * statistics.median(value.step_s for value in values),
-            "step_ratio": statistics.median(slower),
-            "prompts_ms": 1e3 * statistics.median(value.prompts_s for value in values),
-            "prompts_ratio": statistics.median(later),
-        }
-    console.print(table)
-    return rows
-
-
-def latency_rows(console: Console, figures: Figures, running: int) -> dict[str, Any]:
-    """Prints first tokens and times between tokens; returns what of them the JSON keeps."""
-    table = Table(title=f"First token of {FIRST_TOKEN_PROMPT} prompt tokens, alone")
-    for column in ("adapter", "ms"):
-        table.add_column(column, justify="right")
-    for name, values in figures.firsts.items():
-        table.add_row(name, describe(values))
-    console.print(table)
-    table = Table(title=f"Between tokens of {running} running requests")
-    for column in ("adapters of those that come", "p50 ms", "p99 ms"):
-        table.add_column(column, justify="right")
-    between: dict[str, Any] = {}
-    for name, values in figures.between.items():
-        p50, p99 = (1e3 * float(np.percentile(values, q)) for q in (50, 99))
-        table.add_row(name, f"{p50:.1f}", f"{p99:.1f}")
-        rounded = [round(1e3 * value, 3) for value in values]
-        between[name] = {"p50": p50, "p99": p99, "count": len(values), "ms": rounded}
-    console.print(table)
-    firsts = {name: [1e3 * value for value in values] for name, values in figures.firsts.items()}
-    return {"first_token_ms": firsts, "between_tokens_ms": between}
-
-
-def report(
-    arguments: argparse.Namespace, setup: dict[str, Any], figures: Figures, path: Path
-) -> int:
-    """Prints the tables and writes the JSON; 1 if what was timed was wrong."""
-    console = Console()
-    rows: dict[int, dict[int, Any]] = {}
-    for rank, speeds in sorted(figures.speeds.items()):
-        title = f"A batch of {arguments.batch}, rank {rank}, {arguments.change}"
-        rows[rank] = throughput_rows(console, speeds, title)
-    latencies = latency_rows(console, figures, arguments.batch // 4) if figures.firsts else {}
-    without, with_adapters = (figures.checked[kind] for kind in ("without", "with"))
-    for line in [
-        *describe_lines(setup),
+    without, mixed = checked["without"], checked["with"]
+    run.note(
         "first tokens equal to those of the same request alone: "
-        f"{with_adapters.equal} of {with_adapters.compared} with adapters, "
-        f"{without.equal} of {without.compared} without",
-        f"other programs kept {setup['other_cores']:.2f} cores busy",
-    ]:
-        console.print(line, soft_wrap=True, highlight=False)
-    content = {
-        "command": " ".join(sys.argv),
-        "setup": setup,
-        "checked": figures.checked,
-        "adapter_bytes": figures.adapter_bytes,
-        "throughput": rows,
-        **latencies,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"written to {path}", soft_wrap=True, highlight=False)
-    if arguments.deterministic:
-        return int(any(kind.equal < kind.compared for kind in figures.checked.values()))
-    return 0 if with_adapters.differing <= 0.1 + 2 * without.differing else 1
+        f"{mixed.equal} of {mixed.compared} with adapters, "
+        f"{without.equal} of {without.compared} without"
+    )
+    most_differing = 0.0 if options.deterministic else 0.1 + 2 * without.differing
+    if max(mixed.differing, without.differing * options.deterministic) > most_differing:
+        run.fail("first tokens differ")
+
+
+@harness.part
+def latencies(run: Run) -> None:
+    """First tokens by where an adapter lies, and times between tokens while others come."""
+    options, draw = run.options, random.Random(run.options.seed)
+    if not options.gaps:
+        return
+    model_dir, folder = checkpoint_of(run)
+    rank = 16 if 16 in options.ranks else max(options.ranks)
+    paths = write_adapters(run, folder, model_dir, rank, KNOWN)
+    size = (paths[0] / "adapter_model.safetensors").stat().st_size
+    size *= 2 if options.dtype == "float32" else 1
+    settings = settings_of(options, size, FEW)
+    # Half of the adapters are in host memory, half of these on the device.
+    settings["lora_host_bytes"] = int((2 * FEW + 0.5) * size)
+    with LLM(model_dir, **settings) as llm:
+        some = [llm.load_adapter(path) for path in paths]
+        title = f"first token of {FIRST_TOKEN_PROMPT} prompt tokens, alone"
+        firsts = [first_token_s(llm, b"", draw) for _ in range(20)][5:]
+        run.row(table=title, adapter="none", ms=spread(firsts, 1e3))
+        for name in ("device", "host", "disk"):
+            firsts = first_tokens(llm, some, name, 15, draw)
+            if firsts:
+                run.row(table=title, adapter=name, ms=spread(firsts, 1e3))
+        between: dict[str, list[float]] = {}
+        for name in 2 * BETWEEN:
+            used = [digest for digest in some if is_used(name, places(llm)[digest])]
+            found = gaps(llm, used, options, draw, blocks=name == "waited for")
+            between.setdefault(name, []).extend(found)
+        title = f"ms between tokens of {options.batch // 4} running requests"
+        for name, values in between.items():
+            run.row(percentiles(values, 1e3), table=title, adapters_of_others=name)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(harness.main())

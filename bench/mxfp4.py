@@ -9,16 +9,14 @@ each row chooses 4 of 32 experts.
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import sys
 import time
+from functools import partial
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from serving.setup import describe_lines, describe_setup
+from harness import Harness, Run, ratio_of, spread, timed
 from weft.kernels.int_groups import MXFP4_GROUP, IntGroups, mxfp4_groups
-from weft.kernels.moe import ExpertWeights, Routing, moe, pack_experts
+from weft.kernels.moe import Routing, moe, pack_experts
 
 EXPERTS, TOP_K, SIZE = 32, 4, 2880
 
@@ -30,21 +28,15 @@ def draw_matrix(rows: int, columns: int) -> IntGroups:
     return mxfp4_groups(blocks, torch.randint(117, 121, (rows, groups), dtype=torch.uint8))
 
 
-def milliseconds(x: torch.Tensor, routing: Routing, experts: ExpertWeights) -> float:
-    """Processor time of one call."""
-    begin = time.thread_time()
-    moe(x, routing, experts)
-    return (time.thread_time() - begin) * 1e3
+harness = Harness(__file__, __doc__, repeats=15)
+harness.flag("--rows", type=int, nargs="+", default=[1, 4, 16, 128])
 
 
-def main() -> None:
-    """Measures and prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 128])
-    arguments = parser.parse_args()
+@harness.part
+def mxfp4(run: Run) -> None:
+    """All numbers of rows."""
     torch.set_num_threads(1)
-    console, dtype = Console(width=120), torch.bfloat16
+    dtype = torch.bfloat16
     matrices = [(draw_matrix(2 * SIZE, SIZE), draw_matrix(SIZE, SIZE)) for _ in range(EXPERTS)]
     packed = pack_experts(matrices, EXPERTS, None, dtype)
     floats = pack_experts(
@@ -53,25 +45,19 @@ def main() -> None:
         None,
         dtype,
     )
-    table = Table("rows", "MXFP4, ms", "bfloat16, ms", "ratio", "lowest, highest of the pairs")
-    for rows in arguments.rows:
-        pairs = []
-        for turn in range(arguments.turns + 1):
+    for rows in run.options.rows:
+        own, plain = list[float](), list[float]()
+        for turn in range(run.options.repeats + 1):
             x = torch.randn(rows, SIZE, dtype=dtype)
             ids = torch.rand(rows, EXPERTS).topk(TOP_K).indices.sort().values
             routing = Routing(ids.int(), torch.rand(rows, TOP_K))
-            pair = milliseconds(x, routing, packed), milliseconds(x, routing, floats)
-            if turn:  # The first one warms up.
-                pairs.append(pair)
-        ratios = sorted(plain / own for own, plain in pairs)
-        own, plain = (statistics.median(times) for times in zip(*pairs, strict=True))
-        spread = f"{ratios[0]:.2f}, {ratios[-1]:.2f}"
-        ratio = f"{statistics.median(ratios):.2f}x"
-        table.add_row(str(rows), f"{own:.1f}", f"{plain:.1f}", ratio, spread)
-    for line in describe_lines(describe_setup("experts in MXFP4 / bfloat16", 1)):
-        console.print(line)
-    console.print(table)
+            for times, weights in ((own, packed), (plain, floats)):
+                seconds = timed(partial(moe, x, routing, weights), time.thread_time)
+                if turn:  # The first one warms up.
+                    times.append(seconds)
+        figures = {"mxfp4_ms": spread(own, 1e3), "bfloat16_ms": spread(plain, 1e3)}
+        run.row({"rows": rows} | figures, times_faster=ratio_of(plain, own))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

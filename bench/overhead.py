@@ -13,7 +13,7 @@ Student's t over the starts. The processes of a mesh share one core (`--cores`),
 each engine, because on several cores the cost of a token depends on what runs beside it.
 
     python bench/overhead.py                     24 pairs of the demo model, about 15 minutes
-    python bench/overhead.py --pairs 4 --restarts 2 --requests 8
+    python bench/overhead.py --repeats 4 --restarts 2 --requests 8
 """
 
 from __future__ import annotations
@@ -29,21 +29,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import psutil  # type: ignore[import-untyped]
+from harness import Harness, Run, spread
+from machine import cpu_seconds
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from serving.load import LoadError, Raw
 from serving.mesh import MeshError, MeshProcess
 from serving.rest_client import RestClient
-from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 
 SHIP_ALL = "--local-prefill-max-tokens 0"
 OFF_EVERYWHERE = "--no-tracing --metrics-port none"
@@ -146,7 +142,6 @@ class Side:
         self._client: RestClient | None = None
 
     def wait_until_ready(self) -> None:
-        """See `MeshProcess.wait_until_ready`."""
         self.mesh.wait_until_ready()
         keep_on_cores(self.mesh.pid, self._num_cores)
         self._client = RestClient(self.mesh.url)
@@ -157,13 +152,13 @@ class Side:
         Raises:
             LoadError: An answer is not whole.
         """
-        before, began = self._cpu_times(), asyncio.get_running_loop().time()
+        before, began = cpu_seconds(self.mesh.pid), asyncio.get_running_loop().time()
         places = asyncio.Semaphore(self._streams)
         texts = await asyncio.gather(*(self._ask(p, num_tokens, places) for p in prompts))
         wall_s = asyncio.get_running_loop().time() - began
         await self._scrape()
         await asyncio.sleep(SETTLE_S)
-        after = self._cpu_times()
+        after = cpu_seconds(self.mesh.pid)
         if before.keys() != after.keys():
             raise LoadError(f"a process of the mesh with {self.name} was started anew")
         cpu_s = sum(after[pid] - before[pid] for pid in after)
@@ -182,15 +177,6 @@ class Side:
         addresses = [json.loads(file.read_text()).get("metrics_address") for file in files]
         for address in filter(None, addresses):
             await asyncio.to_thread(_get, f"http://{address}/metrics")
-
-    def _cpu_times(self) -> dict[int, float]:
-        """CPU seconds of each process so far."""
-        root = psutil.Process(self.mesh.pid)
-        found = {}
-        for process in (root, *root.children(recursive=True)):
-            times = process.cpu_times()
-            found[process.pid] = times.user + times.system
-        return found
 
 
 def _get(url: str) -> bytes:
@@ -235,27 +221,24 @@ async def measure(
         MeshError: A mesh did not start.
     """
     starts: list[list[dict[str, Turn]]] = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("pairs", total=arguments.pairs)
-        for restart in range(arguments.restarts):
-            share = arguments.pairs * (restart + 1) // arguments.restarts - sum(map(len, starts))
-            starts.append([])
-            names = draw.sample(NAMES, 2)
-            sides = []
-            try:
-                for name in names:  # one after the other: loading is not measured
-                    sides.append(started(name, arguments, endpoint))
-                for number in range(-arguments.warm_up, share):
-                    shape = (arguments.requests, arguments.prompt_tokens)
-                    prompts = new_prompts(draw, *shape)
-                    order = draw.sample(sides, 2)
-                    pair = {s.name: await s.turn(prompts, arguments.tokens) for s in order}
-                    if number >= 0:
-                        starts[-1].append(pair)
-                        progress.advance(task)
-            finally:
-                for side in sides:
-                    side.mesh.stop()
+    for restart in range(arguments.restarts):
+        share = arguments.repeats * (restart + 1) // arguments.restarts - sum(map(len, starts))
+        starts.append([])
+        names = draw.sample(NAMES, 2)
+        sides = []
+        try:
+            for name in names:  # one after the other: loading is not measured
+                sides.append(started(name, arguments, endpoint))
+            for number in range(-arguments.warm_up, share):
+                shape = (arguments.requests, arguments.prompt_tokens)
+                prompts = new_prompts(draw, *shape)
+                order = draw.sample(sides, 2)
+                pair = {s.name: await s.turn(prompts, arguments.tokens) for s in order}
+                if number >= 0:
+                    starts[-1].append(pair)
+        finally:
+            for side in sides:
+                side.mesh.stop()
     return starts
 
 
@@ -270,117 +253,54 @@ def interval(log_ratios: Sequence[float], draws: int = 2_000_000) -> tuple[float
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def report(starts: Sequence[Sequence[dict[str, Turn]]], console: Console) -> dict[str, Any]:
-    """Prints the table; the same as data."""
+harness = Harness(__file__, __doc__, repeats=24)
+harness.flag("--model", default="demo", help="as of `weft up`")
+harness.flag("--dtype", default="auto", help="as of `weft up`")
+for name, default, text in (
+    ("restarts", 24, "times that both meshes are started"),
+    ("warm-up", 1, "pairs after each start that do not count"),
+    ("cores", 1, "that a mesh has"),
+    ("requests", 12, "in a turn"),
+    ("streams", 8, "requests under way at once"),
+    ("tokens", 64, "generated by each request"),
+    ("prompt-tokens", 100, "of each prompt, shipped as far as there are full pages"),
+    ("seed", 0, "of prompts and orders"),
+):
+    harness.flag(f"--{name}", type=int, default=default, metavar="N", help=text)
+
+
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """A pair for each start."""
+    if not 2 <= options.restarts <= options.repeats:
+        harness.error("give 2 restarts or more, and a pair (--repeats) for each")
+
+
+@harness.part
+def overhead(run: Run) -> None:
+    """All pairs."""
+    options = run.options
+    with span_sink() as (sink, endpoint):
+        starts = asyncio.run(measure(options, endpoint, random.Random(options.seed)))
     pairs = [pair for start in starts for pair in start]
     ratios = [[p["on"].cpu_per_token_s / p["off"].cpu_per_token_s for p in s] for s in starts]
     mean, low, high = interval([float(np.log(start).mean()) for start in ratios])
-    num_same = sum(
-        a == b for p in pairs for a, b in zip(p["on"].texts, p["off"].texts, strict=True)
-    )
-    num_texts = sum(len(pair["on"].texts) for pair in pairs)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("tracing, metrics, digests", "CPU ms/token (median)", "least", "most", "tokens/s"):
-        table.add_column(name, justify="left" if name.startswith("tracing") else "right")
-    rows = {}
     for name in NAMES:
-        costs = [1e3 * pair[name].cpu_per_token_s for pair in pairs]
+        costs = [pair[name].cpu_per_token_s for pair in pairs]
         rates = [pair[name].num_tokens / pair[name].wall_s for pair in pairs]
-        rows[name] = {"cpu_ms_per_token": costs, "tokens_per_s": rates}
-        table.add_row(
-            name,
-            *(f"{value:.3f}" for value in (float(np.median(costs)), min(costs), max(costs))),
-            f"{np.median(rates):.1f}",
-        )
-    console.print(table)
-    console.print(
+        figures = {"cpu_ms_a_token": spread(costs, 1e3), "tokens_per_s": spread(rates)}
+        run.row({"tracing_metrics_digests": name} | figures)
+    run.note(
         f"on / off over {len(pairs)} pairs of {len(starts)} starts: {mean:.4f}, 95 % interval "
-        f"{low:.4f} to {high:.4f}; goal: at most {GOAL}, {'met' if high <= GOAL else 'not met'}",
-        highlight=False,
+        f"{low:.4f} to {high:.4f}; goal: at most {GOAL}, {'met' if high <= GOAL else 'not met'}"
     )
-    console.print(f"texts equal on both meshes: {num_same} of {num_texts}", highlight=False)
-    return {
-        "ratio": mean,
-        "interval_95": [low, high],
-        "goal": GOAL,
-        "is_met": high <= GOAL,
-        "ratios": ratios,
-        "equal_texts": [num_same, num_texts],
-        "sides": rows,
-    }
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark; 1 if an answer was not whole."""
-    arguments = _parser().parse_args(argv)
-    if not 2 <= arguments.restarts <= arguments.pairs:
-        sys.stderr.write("bench/overhead.py: give 2 restarts or more, and a pair for each\n")
-        return 2
-    console = Console()
-    setup = describe_setup(arguments.dtype, arguments.cores)
-    draw = random.Random(arguments.seed)
-    before = MachineUse.now()
-    with span_sink() as (sink, endpoint):
-        try:
-            starts = asyncio.run(measure(arguments, endpoint, draw))
-        except (LoadError, MeshError) as error:
-            sys.stderr.write(f"bench/overhead.py: {error}\n")
-            return 1
-        num_spans = sink.num_spans
-    others = MachineUse.now().others_since(before)
-    for line in describe_lines(setup):
-        console.print(line, style="dim", highlight=False)
-    figures = report(starts, console)
-    console.print(
-        f"{num_spans:,} spans were exported; other programs kept {others:.2f} cores busy",
-        highlight=False,
-    )
-    if not num_spans:
-        sys.stderr.write("bench/overhead.py: nothing was traced\n")
-        return 1
-    path = arguments.json or _default_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "command": " ".join(["python", "bench/overhead.py", *argv]),
-        "setup": setup,
-        "other_programs_cores": others,
-        "exported_spans": num_spans,
-        "flags": {name: flags_of(name, arguments.cores) for name in NAMES},
-        **figures,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"written to {path}", highlight=False, soft_wrap=True)
-    return 0
-
-
-def _default_path() -> Path:
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return ROOT / "bench" / "results" / f"overhead-{stamp}.json"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench/overhead.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="demo", help="as of `weft up`")
-    parser.add_argument("--dtype", default="auto", help="as of `weft up`")
-    for name, default, text in (
-        ("pairs", 24, "turns of each mesh"),
-        ("restarts", 24, "times that both meshes are started"),
-        ("warm-up", 1, "pairs after each start that do not count"),
-        ("cores", 1, "that a mesh has"),
-        ("requests", 12, "in a turn"),
-        ("streams", 8, "requests under way at once"),
-        ("tokens", 64, "generated by each request"),
-        ("prompt-tokens", 100, "of each prompt, shipped as far as there are full pages"),
-        ("seed", 0, "of prompts and orders"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: in bench/results/")
-    return parser
+    texts = [a == b for p in pairs for a, b in zip(p["on"].texts, p["off"].texts, strict=True)]
+    run.note(f"texts equal on both meshes: {sum(texts)} of {len(texts)}")
+    run.note(f"{sink.num_spans:,} spans were exported")
+    run.keep(ratio=mean, interval_95=[low, high], goal=GOAL, ratios=ratios)
+    if not sink.num_spans:
+        run.fail("nothing was traced")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(harness.main())

@@ -1,6 +1,6 @@
 """Latency targets of a real mesh under overload, with the gateway's admission and without it.
 
-    python bench/overload.py [--seconds 40] [--json PATH]
+    python bench/overload.py [--seconds 40]
 
 One mesh on this machine; single requests that share system prompts. The capacity is what it serves
 a second when all requests are there at once. Goodput is requests within both targets, a second of
@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from chats.client import Asking, ChatClient, Turn
-from chats.mesh import MODEL, SHAPE, VOCAB, about, chat_mesh, make_model
+from chats.mesh import MODEL, SHAPE, VOCAB, chat_mesh, make_model
 from chats.workload import Chat, make_chats
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.gateway.admission.slo import Targets
 from weft.testing.meshes.local_mesh import LocalMesh
@@ -109,11 +107,12 @@ class Bench:
 
     Args:
         folder: For keys and the tenants file.
-        flags: From the command line.
+        run: Is told the rows.
     """
 
-    def __init__(self, folder: Path, flags: argparse.Namespace) -> None:
-        self._flags = flags
+    def __init__(self, folder: Path, run: Run) -> None:
+        self._run, self._flags = run, run.options
+        flags = run.options
         self.targets = Targets(flags.first_token, flags.between_tokens)
         self._tenants = folder / "tenants.toml"
         self._tenants.write_text("")
@@ -167,7 +166,7 @@ class Bench:
                 seconds=seconds,
             )
             self.rows.append(row)
-            print(row, flush=True)
+            self._run.row(row)
             for error in {turn.error for turn in turns if turn.error and turn.reason != REFUSED}:
                 sys.stderr.write(f"{error}\n")
 
@@ -195,72 +194,40 @@ async def measure(bench: Bench, mesh: LocalMesh, flags: argparse.Namespace) -> f
     return capacity
 
 
-def print_table(rows: list[Row]) -> None:
-    """Prints one line per row."""
-    table = Table()
-    for name in ("part", "tenant", "gate"):
-        table.add_column(name)
-    for name in ("share", "goodput/s", "met", "late", "slow", "refused", "failed"):
-        table.add_column(name, justify="right")
-    for name in ("first p50, s", "p99, s", "between p99, ms", "refused after, s"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        counts = (row.num_met, row.num_late, row.num_slow, row.num_refused, row.num_failed)
-        table.add_row(
-            *(row.part, row.tenant, "on" if row.has_gate else "off", f"{row.share:g}"),
-            f"{row.goodput_per_s:.1f}",
-            *(f"{count / row.num_offered:.0%}" for count in counts),
-            *(f"{row.first_p50_s:.2f}", f"{row.first_p99_s:.2f}"),
-            *(f"{1e3 * row.between_p99_s:.0f}", f"{row.refused_after_p50_s:.2f}"),
-        )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+harness = Harness(__file__, __doc__)
+harness.flag("--seconds", type=float, default=40.0, help="of arrivals in each run")
+harness.flag("--shares", type=float, nargs="*", default=[0.5, 2.0], help="of capacity")
+harness.flag("--burst", type=int, default=200, help="requests that tell the capacity")
+harness.flag("--first-token", type=float, default=1.5, help="target, in seconds")
+harness.flag("--between-tokens", type=float, default=0.2, help="target, in seconds")
+harness.flag("--answer", type=int, default=16, help="tokens of each answer")
+harness.flag("--weight", type=float, default=1.0, help="of the chats' tenant")
+harness.flag("--prefill", type=int, default=1, help="workers")
+harness.flag("--decode", type=int, default=1, help="workers")
+harness.flag("--transport", default="auto", help="of weft up")
+harness.flag("--seed", type=int, default=1)
 
 
-def main() -> None:
-    """Parses arguments, measures, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each run")
-    parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 2.0], help="of capacity")
-    parser.add_argument("--burst", type=int, default=200, help="requests that tell the capacity")
-    parser.add_argument("--first-token", type=float, default=1.5, help="target, in seconds")
-    parser.add_argument("--between-tokens", type=float, default=0.2, help="target, in seconds")
-    parser.add_argument("--answer", type=int, default=16, help="tokens of each answer")
-    parser.add_argument("--weight", type=float, default=1.0, help="of the chats' tenant")
-    parser.add_argument("--prefill", type=int, default=1, help="workers")
-    parser.add_argument("--decode", type=int, default=1, help="workers")
-    parser.add_argument("--transport", default="auto", help="of weft up")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    flags = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="weft-overload-") as name:
-        folder = Path(name)
-        bench = Bench(folder, flags)
-        workers = ["--prefill", str(flags.prefill), "--decode", str(flags.decode)]
-        workers += ["--transport", flags.transport, "--api-keys-file", str(bench.keys_file)]
-        gateway = ["--gateway-args", bench.gateway_flags]
-        with chat_mesh(folder / "mesh", make_model(folder), *workers, *gateway) as mesh:
-            capacity = asyncio.run(measure(bench, mesh, flags))
-    print_table(bench.rows)
+@harness.part
+def overload(run: Run) -> None:
+    """A mesh with the gate and without."""
+    flags = run.options
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-overload-")))
+    bench = Bench(folder, run)
+    workers = ["--prefill", str(flags.prefill), "--decode", str(flags.decode)]
+    workers += ["--transport", flags.transport, "--api-keys-file", str(bench.keys_file)]
+    gateway = ["--gateway-args", bench.gateway_flags]
+    with chat_mesh(folder / "mesh", make_model(folder), *workers, *gateway) as mesh:
+        capacity = asyncio.run(measure(bench, mesh, flags))
     by_gate = {
         row.has_gate: row.goodput_per_s
         for row in bench.rows
         if row.part == "overload" and row.share == max(flags.shares)
     }
     ratio = by_gate[True] / by_gate[False] if by_gate[False] else float("inf")
-    print(f"goodput at {max(flags.shares):g} times the capacity: {ratio:.2f} times as much")
-    if flags.json:
-        content = {
-            **about(),
-            "setup": {key: str(value) for key, value in vars(flags).items()},
-            "model": SHAPE,
-            "capacity_per_s": capacity,
-            "goodput_ratio": ratio if by_gate[False] else None,
-            "rows": [asdict(row) for row in bench.rows],
-        }
-        flags.json.write_text(json.dumps(content, indent=1) + "\n")
+    run.note(f"goodput at {max(flags.shares):g} times the capacity: {ratio:.2f} times as much")
+    run.keep(model=SHAPE, capacity_per_s=capacity, goodput_ratio=ratio)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

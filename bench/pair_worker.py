@@ -18,6 +18,7 @@ from typing import Any
 import gpu_engine
 import numpy as np
 from gpu_engine import NEW_TOKENS, PROMPT_TOKENS
+from weft.engine.loop.llm import LLM
 
 
 def orders() -> Iterator[dict[str, Any]]:
@@ -26,7 +27,7 @@ def orders() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def times_of(llm: gpu_engine.LLM, batch: int) -> dict[str, float]:
+def times_of(llm: LLM, batch: int) -> dict[str, float]:
     """Times of one batch, milliseconds."""
     run = gpu_engine.run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS)
     host_ms = 1e3 * np.array(run.host_s)
@@ -43,7 +44,7 @@ def main() -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     asked = orders()
     first = next(asked)
-    with gpu_engine.LLM(first["model"], **first["settings"]) as llm:
+    with LLM(first["model"], **first["settings"]) as llm:
         gc.collect()
         gc.freeze()  # As workers do.
         answer: Any = {}

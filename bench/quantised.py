@@ -12,27 +12,24 @@ is named, which has llama-cpp-python, reads the demo model's own file (Q4_1).
 On a machine that others use too, --processor-time measures the time that one thread computes.
 
     python bench/quantised.py
-    python bench/quantised.py --turns 9 --output bench/results --llama /venv/bin/python
+    python bench/quantised.py --repeats 9 --llama /venv/bin/python
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from serving.setup import describe_lines, describe_setup
+from harness import Harness, Run, in_turns, ratio_of, spread
+from scaled_kv import log_probabilities
 from tokenizers import Tokenizer
 from weft.checkpoint.demo import DEMO_GGUF, DEMO_NAME, find_source
 from weft.checkpoint.resolve import resolve_model
@@ -42,8 +39,6 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.loader import load_model
-from weft.engine.model.step import Step
-from weft.kernels.attention import AttentionMetadata
 from weft.kernels.linear import LinearWeight
 
 FORMATS: dict[str, dict[str, str]] = {
@@ -58,7 +53,6 @@ LLAMA = "llama.cpp, GGUF Q4_1"
 Clock = Callable[[], float]
 BASE = "bfloat16"
 CHATS = Path(__file__).parent.parent / "scripts" / "draft_training" / "held_out.json"
-PAGE_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -71,36 +65,6 @@ class Quality:
     """Share of positions whose most likely token is the same."""
     product_bytes: int
     """Memory of all products' weights, the LM head among them."""
-
-
-def main() -> None:
-    """Measures and prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--chats", type=int, default=16)
-    parser.add_argument("--processor-time", action="store_true", help="of one thread")
-    parser.add_argument("--llama", type=Path, help="a Python that has llama-cpp-python")
-    parser.add_argument("--output", type=Path, default=None, help="folder for a JSON file")
-    arguments = parser.parse_args()
-    if arguments.processor_time:
-        torch.set_num_threads(1)
-    clock = time.process_time if arguments.processor_time else time.perf_counter
-    setup = describe_setup(" / ".join(FORMATS), torch.get_num_threads())
-    model_dir, console = resolve_model("demo"), Console(width=140)
-    texts = continued_chats(model_dir, arguments.chats)
-    qualities = judge(texts)
-    times = measure(arguments.turns, arguments.llama, clock)
-    report(console, setup, qualities, times)
-    if arguments.output is not None:
-        path = arguments.output / f"quantised-{datetime.now(UTC):%Y%m%d}.json"
-        rows = {
-            name: (asdict(qualities[name]) if name in qualities else {})
-            | {"ms": {label: of[name] for label, of in times.items()}}
-            for name in next(iter(times.values()))
-        }
-        content = {"setup": setup, "tokens": sum(map(len, texts)), "formats": rows}
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        console.print(str(path))
 
 
 def continued_chats(model_dir: Path, count: int) -> list[list[int]]:
@@ -129,7 +93,7 @@ def judge(texts: Sequence[Sequence[int]]) -> dict[str, Quality]:
         model_dir, others = loaded(settings)
         model = load_model(model_dir, **others).model
         assert isinstance(model, DecoderOnlyLM)
-        found = [log_probabilities(model, text) for text in texts]
+        found = [torch.cat([*log_probabilities(model, text, "")]) for text in texts]
         expected = expected or found
         kl = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(expected, found, strict=True)])
         same = torch.cat(
@@ -139,30 +103,6 @@ def judge(texts: Sequence[Sequence[int]]) -> dict[str, Quality]:
             kl.mean().item(), same.double().mean().item(), product_bytes(model)
         )
     return qualities
-
-
-def log_probabilities(model: DecoderOnlyLM, tokens: Sequence[int]) -> torch.Tensor:
-    """[T, vocab] float32: of the token behind each position."""
-    count = len(tokens)
-    num_pages = -(-count // PAGE_SIZE)
-    pool = torch.zeros(model.kv_layout(PAGE_SIZE).pool_shape(num_pages), dtype=model.dtype)
-    positions = torch.arange(count)
-    group = AttentionMetadata(
-        page_table=torch.arange(num_pages, dtype=torch.int32)[None],
-        places=positions,
-        cu_q_lens=torch.tensor([0, count], dtype=torch.int32),
-        kv_lens=torch.tensor([count], dtype=torch.int32),
-        max_q_len=count,
-        max_kv_len=count,
-    )
-    step = Step(
-        token_ids=torch.tensor(tokens),
-        positions=positions,
-        groups=(group,),
-        logits_rows=positions,
-    )
-    with torch.inference_mode():
-        return model.logits(model.forward_all(step, pool)).log_softmax(-1)
 
 
 def product_bytes(model: DecoderOnlyLM) -> int:
@@ -210,7 +150,7 @@ class LlamaProcess:
 
 
 def measure(turns: int, llama: Path | None, clock: Clock) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds by workload and format, one entry a turn."""
+    """Seconds by workload and format, one entry a turn."""
     # Streams, tokens of each prompt and new ones; the prompts are part of the time.
     workloads = {"one stream, ms a token": (1, 16, 48), "16 streams, ms a step": (16, 16, 16)}
     workloads["prompt of 512 tokens, ms"] = (1, 512, 1)
@@ -218,24 +158,27 @@ def measure(turns: int, llama: Path | None, clock: Clock) -> dict[str, dict[str,
     times: dict[str, dict[str, list[float]]] = {}
     other = None if llama is None else LlamaProcess(llama, clock)
     for label, (streams, prompt, new) in workloads.items():
-        times[label] = {name: [] for name in (*FORMATS, *([] if other is None else [LLAMA]))}
         engines = {}
         for name, settings in FORMATS.items():
             model_dir, others = loaded(settings)
             engines[name] = LLM(model_dir, prefix_cache=False, kv_memory_bytes=256 << 20, **others)
-        for turn in range(turns + 1):
-            prompts = [[draw.randrange(100, 40_000) for _ in range(prompt)]] * streams
-            took = {name: generation(llm, prompts, new, clock) for name, llm in engines.items()}
-            if other is not None:
-                took[LLAMA] = other.took(prompts, new) / new
-            for name, seconds in took.items():
-                if turn > 0:  # The first one warms up.
-                    times[label][name].append(seconds * 1e3)
+        prompts = [[draw.randrange(100, 40_000) for _ in range(prompt)]] * streams
+        ways: dict[str, Callable[[], float]] = {
+            name: partial(generation, llm, prompts, new, clock) for name, llm in engines.items()
+        }
+        if other is not None:
+            ways[LLAMA] = partial(llama_step, other, prompts, new)
+        times[label] = in_turns(ways, turns)
         for llm in engines.values():
             llm.close()
     if other is not None:
         other.close()
     return times
+
+
+def llama_step(other: LlamaProcess, prompts: list[list[int]], new: int) -> float:
+    """Seconds a step of llama.cpp."""
+    return other.took(prompts, new) / new
 
 
 def generation(llm: LLM, prompts: list[list[int]], new: int, clock: Clock) -> float:
@@ -246,35 +189,29 @@ def generation(llm: LLM, prompts: list[list[int]], new: int, clock: Clock) -> fl
     return took / max(len(sample.token_ids) for sample in samples)
 
 
-def report(
-    console: Console,
-    setup: dict[str, Any],
-    qualities: dict[str, Quality],
-    times: dict[str, dict[str, list[float]]],
-) -> None:
-    """Prints one table; factors are medians of the turns' own ratios."""
-    table = Table(title="formats of the demo model's weights")
-    for column in ("format", "products, MB", "KL, nats", "same top", *times):
-        table.add_column(column, justify="left" if column == "format" else "right")
-    for name in next(iter(times.values())):
-        cells = []
-        for of in times.values():
-            ratios = [base / own for base, own in zip(of[BASE], of[name], strict=True)]
-            cells.append(
-                f"{statistics.median(of[name]):.1f} ({min(of[name]):.1f}), "
-                f"{statistics.median(ratios):.2f}x"
-            )
-        quality = qualities.get(name)
-        own = ("", "", "")
-        if quality is not None:
-            size, same = f"{quality.product_bytes / 1e6:.0f}", f"{100 * quality.same_top:.1f} %"
-            own = (size, f"{quality.kl_nats:.1e}", same)
-        table.add_row(name, *own, *cells)
-    for line in describe_lines(setup):
-        console.print(line)
-    console.print(table)
-    console.print(f"times: median (best) of the turns; x: against {BASE} in the same turn")
+harness = Harness(__file__, __doc__, repeats=7)
+harness.flag("--chats", type=int, default=16)
+harness.flag("--processor-time", action="store_true", help="of one thread")
+harness.flag("--llama", type=Path, help="a Python that has llama-cpp-python")
+
+
+@harness.part
+def formats(run: Run) -> None:
+    """All formats."""
+    options = run.options
+    if options.processor_time:
+        torch.set_num_threads(1)
+    clock = time.process_time if options.processor_time else time.perf_counter
+    texts = continued_chats(resolve_model("demo"), options.chats)
+    for name, quality in judge(texts).items():
+        run.row(quality, table="distance to float32", format=name)
+    times = measure(options.repeats, options.llama, clock)
+    for label, of in times.items():
+        for name, seconds in of.items():
+            figures = {"ms": spread(seconds, 1e3), "times_faster": ratio_of(of[BASE], seconds)}
+            run.row(table=label, format=name, **figures)
+    run.note(f"times_faster: than {BASE} in the same turn")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

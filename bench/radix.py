@@ -11,22 +11,14 @@ Found pages are compared between the two in the same run. Times are processor ti
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import random
-import statistics
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run, spread
 from weft.contract.keys import PageKeys
 from weft.engine.base.config import EvictionName
 from weft.engine.memory.eviction import EVICTION_POLICIES
@@ -40,18 +32,6 @@ VOCAB_SIZE = 50_000
 NUM_SYSTEM_PROMPTS = 20
 SYSTEM_TOKENS = 500
 """Length of system prompts, not a whole number of pages: new conversations match inside a page."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Times of one operation, in microseconds."""
-
-    operation: str
-    index: str
-    median_us: float
-    p90_us: float
-    num_pages: int
-    """Pages that one operation is about."""
 
 
 class Tree:
@@ -154,21 +134,21 @@ def use(index: Index, tokens: list[int]) -> None:
     index.memory.release(pages)
 
 
-def timed(action: Callable[..., Result], *arguments: object) -> tuple[float, Result]:
+def clocked(action: Callable[..., Result], *arguments: object) -> tuple[float, Result]:
     """Processor seconds of this thread, and what the action returns."""
     started_s = time.thread_time()
     result = action(*arguments)
     return time.thread_time() - started_s, result
 
 
-def measure(index: Index, prompts: Conversations, held: list[list[int]], count: int) -> list[Row]:
-    """Measures the rows of one full index.
+def measure(run: Run, index: Index, prompts: Conversations, held: list[list[int]]) -> None:
+    """The rows of one full index.
 
     Args:
+        run: Is told the rows.
         index: Filled with `held`, oldest first.
         prompts: Generates further prompts.
         held: Prompts in the index; new ones are appended.
-        count: Repetitions.
     """
     times: dict[str, tuple[list[float], int]] = {}
 
@@ -177,35 +157,29 @@ def measure(index: Index, prompts: Conversations, held: list[list[int]], count: 
 
     rng = random.Random(5)
     num_pages = len(held[0]) // PAGE_SIZE
-    for _ in range(count):
+    for _ in range(run.options.repeats):
         known = rng.choice(held[-len(held) // 2 :])
         for name, tokens in (
             ("match, all of it cached", known),
             ("match, half of it cached", prompts.next_turn(known)),
             ("match, a system prompt cached", prompts.new()),
         ):
-            seconds, pages = timed(index.match, tokens)
+            seconds, pages = clocked(index.match, tokens)
             note(name, seconds, num_pages)
-            seconds, _ = timed(index.memory.release, pages)
+            seconds, _ = clocked(index.memory.release, pages)
             note("release what was matched", seconds, num_pages)
         tokens = prompts.new()
         pages = index.match(tokens)
         first = len(pages)
-        seconds, taken = timed(index.memory.allocate, num_pages - first, NAMESPACE)
+        seconds, taken = clocked(index.memory.allocate, num_pages - first, NAMESPACE)
         note("evict and allocate", seconds, num_pages - first)
         pages += taken
-        seconds, _ = timed(index.insert, tokens, pages, first)
+        seconds, _ = clocked(index.insert, tokens, pages, first)
         note("insert (with its keys)", seconds, num_pages - first)
         index.memory.release(pages)
         held.append(tokens)
-    rows = []
-    for operation, (seconds_each, pages_each) in times.items():
-        ordered = sorted(seconds_each)
-        p90 = ordered[len(ordered) * 9 // 10]
-        rows.append(
-            Row(operation, index.name, statistics.median(ordered) * 1e6, p90 * 1e6, pages_each)
-        )
-    return rows
+    for operation, (taken_s, pages_each) in times.items():
+        run.row(operation=operation, index=index.name, us=spread(taken_s, 1e6), pages=pages_each)
 
 
 def check(tree: Tree, dictionary: Dictionary, prompts: Conversations, count: int) -> None:
@@ -236,28 +210,19 @@ def filled(index: Index, prompts: Conversations, num_pages: int) -> list[list[in
     return held
 
 
-def eviction_rows(num_pages: int, num_tokens: int, count: int) -> list[Row]:
-    """Measures the eviction of a prompt's pages under each policy."""
-    rows = []
+def measure_eviction(run: Run, num_pages: int, num_tokens: int) -> None:
+    """The eviction of a prompt's pages under each policy."""
     for policy in EVICTION_POLICIES:
         tree, prompts = Tree(num_pages, policy), Conversations(num_tokens, 2)
         filled(tree, prompts, num_pages)
         wanted, seconds = num_tokens // PAGE_SIZE, []
-        for _ in range(count):
-            seconds_each, pages = timed(tree.memory.allocate, wanted, NAMESPACE)
+        for _ in range(run.options.repeats):
+            seconds_each, pages = clocked(tree.memory.allocate, wanted, NAMESPACE)
             seconds.append(seconds_each)
             tree.insert(prompts.new(), pages, 0)
             tree.memory.release(pages)
-        seconds.sort()
-        row = Row(
-            f"evict and allocate, {policy}",
-            tree.name,
-            statistics.median(seconds) * 1e6,
-            seconds[len(seconds) * 9 // 10] * 1e6,
-            wanted,
-        )
-        rows.append(row)
-    return rows
+        figures = {"us": spread(seconds, 1e6), "pages": wanted}
+        run.row({"operation": f"evict and allocate, {policy}", "index": tree.name} | figures)
 
 
 def bytes_per_page(num_pages: int, num_tokens: int) -> float:
@@ -273,53 +238,23 @@ def bytes_per_page(num_pages: int, num_tokens: int) -> float:
     return size / tree.memory.counts().cached
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="cached tokens")
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of a prompt")
-    parser.add_argument("--count", type=int, default=300, help="repetitions of each operation")
-    parser.add_argument("--json", type=Path, help="also write all rows there")
-    arguments = parser.parse_args(argv)
-    num_pages = arguments.tokens // PAGE_SIZE
+harness = Harness(__file__, __doc__, repeats=300)
+harness.flag("--tokens", type=int, default=1_000_000, help="cached tokens")
+harness.flag("--prompt", type=int, default=2000, help="tokens of a prompt")
+
+
+@harness.part
+def prefixes(run: Run) -> None:
+    """Both indexes."""
+    options, num_pages = run.options, run.options.tokens // PAGE_SIZE
     check(Tree(400), Dictionary(100_000), Conversations(800, 9), 8)
-    rows: list[Row] = []
     for index in (Tree(num_pages), Dictionary(num_pages)):
-        prompts = Conversations(arguments.prompt, 1)
-        held = filled(index, prompts, num_pages)
-        rows += measure(index, prompts, held, arguments.count)
-    rows.sort(key=lambda row: row.operation)
-    rows += eviction_rows(num_pages, arguments.prompt, arguments.count)
-    size = bytes_per_page(min(num_pages, 20_000), arguments.prompt)
-    print_table(rows, arguments.tokens, size)
-    if arguments.json:
-        document = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
-            f"{platform.python_version()}",
-            "cached_tokens": arguments.tokens,
-            "prompt_tokens": arguments.prompt,
-            "page_size": PAGE_SIZE,
-            "repetitions": arguments.count,
-            "bytes_per_page": size,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
-
-
-def print_table(rows: Sequence[Row], num_tokens: int, size: float) -> None:
-    """Prints one row per operation and index."""
-    title = f"Prefix cache at {num_tokens:,} cached tokens, microseconds"
-    table = Table(title=title, title_justify="left")
-    for column in ("operation", "index", "median", "p90", "pages", "a page"):
-        table.add_column(column, justify="left" if column in ("operation", "index") else "right")
-    for row in rows:
-        cells = [f"{row.median_us:.1f}", f"{row.p90_us:.1f}", str(row.num_pages)]
-        table.add_row(row.operation, row.index, *cells, f"{row.median_us / row.num_pages:.2f}")
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    console.print(table)
-    console.print(f"The tree takes {size:.0f} bytes of host memory a cached page.")
+        prompts = Conversations(options.prompt, 1)
+        measure(run, index, prompts, filled(index, prompts, num_pages))
+    measure_eviction(run, num_pages, options.prompt)
+    size = bytes_per_page(min(num_pages, 20_000), options.prompt)
+    run.note(f"the tree takes {size:.0f} bytes of host memory a cached page")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main())

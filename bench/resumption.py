@@ -10,25 +10,19 @@ without the kill. The pause is in the client's timeline: from the loss to the ne
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from harness import Harness, Run, percentiles
 from serving import kills
 from serving.mesh import MeshError, MeshProcess
-from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from weft.chaos.tiny import VOCAB_SIZE, make_tiny_model
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -105,27 +99,24 @@ async def measure(
         expected = await kills.stream_all(stub, asks)
         check(expected, expected)
         num_tokens = sum(len(ids) for outcome in expected for ids in outcome.ids.values())
-        with Progress(transient=True) as progress:
-            task = progress.add_task("killing", total=num_kills * len(kills.KINDS))
-            # A kill of a worker that has already sent everything does not count.
-            while any(len(by_kill) < num_kills for by_kill in pauses_s.values()):
-                for kind in [kind for kind in kills.KINDS if len(pauses_s[kind]) < num_kills]:
-                    if time.monotonic() > deadline:
-                        return pauses_s
-                    victim = ready_file(mesh, draw.choice(DECODE))
-                    assert victim is not None
-                    at_tokens = draw.randrange(num_tokens // 50, num_tokens // 2)
-                    outcomes = await kills.stream_all(
-                        stub, asks, at_tokens, lambda v=victim, k=kind: kills.kill(v, k)
-                    )
-                    check(outcomes, expected)
-                    lost = [attempt for outcome in outcomes for attempt in outcome.lost]
-                    if lost:
-                        pauses_s[kind].append([one.pause.ToNanoseconds() / 1e9 for one in lost])
-                        progress.advance(task)
-                    await asyncio.sleep(0.5)  # Then the killed worker's ready file is gone.
-                    await wait_whole(mesh, stub)
-                    await asyncio.sleep(SETTLE_S)
+        # A kill of a worker that has already sent everything does not count.
+        while any(len(by_kill) < num_kills for by_kill in pauses_s.values()):
+            for kind in [kind for kind in kills.KINDS if len(pauses_s[kind]) < num_kills]:
+                if time.monotonic() > deadline:
+                    return pauses_s
+                victim = ready_file(mesh, draw.choice(DECODE))
+                assert victim is not None
+                at_tokens = draw.randrange(num_tokens // 50, num_tokens // 2)
+                outcomes = await kills.stream_all(
+                    stub, asks, at_tokens, lambda v=victim, k=kind: kills.kill(v, k)
+                )
+                check(outcomes, expected)
+                lost = [attempt for outcome in outcomes for attempt in outcome.lost]
+                if lost:
+                    pauses_s[kind].append([one.pause.ToNanoseconds() / 1e9 for one in lost])
+                await asyncio.sleep(0.5)  # Then the killed worker's ready file is gone.
+                await wait_whole(mesh, stub)
+                await asyncio.sleep(SETTLE_S)
     return pauses_s
 
 
@@ -136,89 +127,39 @@ def check(outcomes: list[kills.Outcome], expected: list[kills.Outcome]) -> None:
             raise WrongAnswer(f"stream {number}: {outcome.error or 'another text'}")
 
 
-def report(
-    arguments: argparse.Namespace, pauses_s: dict[str, list[list[float]]], setup: dict[str, Any]
-) -> None:
-    """Prints the table and writes the JSON."""
-    table = Table(title="Pause of a stream whose decode worker was killed", title_justify="left")
-    for name in ("killed", "kills", "streams lost", "p50 ms", "p99 ms", "max ms"):
-        table.add_column(name, justify="left" if name == "killed" else "right")
-    rows = []
-    for kind, by_kill in pauses_s.items():
+harness = Harness(__file__, __doc__)
+harness.flag("--model", default="tiny", help="tiny, demo or a model directory")
+harness.flag("--kills", type=int, default=20, help="of each kind")
+harness.flag("--minutes", type=float, help="no kill begins later than this")
+harness.flag("--streams", type=int, default=32)
+harness.flag("--tokens", type=int, default=300, help="of each sample")
+harness.flag("--seed", type=int, default=0)
+
+
+@harness.part
+def resumption(run: Run) -> None:
+    """All kinds of kills."""
+    options, draw = run.options, random.Random(run.options.seed)
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-bench-")))
+    model = options.model
+    if model == "tiny":
+        model = str(make_tiny_model(folder / "tiny", options.seed))
+    ids = range(3, VOCAB_SIZE)
+    stops = ["e", "th", "\ufffd"]
+    asks = kills.make_asks(options.streams, options.tokens, ids, draw, stops)
+    # A stream has one sample or two.
+    mesh = MeshProcess(model, "float32", FLAGS.format(slots=2 * options.streams))
+    run.stack.callback(mesh.stop)
+    mesh.wait_until_ready()
+    found = asyncio.run(measure(mesh, asks, options.kills, options.minutes, draw))
+    for kind, by_kill in found.items():
         values = [pause for pauses in by_kill for pause in pauses]
-        if not values:
-            continue
-        p50, p99, most = (1e3 * float(np.percentile(values, q)) for q in (50, 99, 100))
-        table.add_row(
-            kind, str(len(by_kill)), str(len(values)), f"{p50:.0f}", f"{p99:.0f}", f"{most:.0f}"
-        )
-        rows.append(
-            {
-                "killed": kind,
-                "kills": len(by_kill),
-                "streams_lost": len(values),
-                "pause_p50_ms": p50,
-                "pause_p99_ms": p99,
-                "pause_max_ms": most,
-            }
-        )
-    console = Console()
-    console.print(table)
-    print_width = {"soft_wrap": True, "highlight": False}
-    for line in [
-        f"{arguments.streams} streams, {arguments.tokens} tokens a sample, greedy and seeded, "
-        "n = 1 and 2, some with stop strings, some constrained, "
-        f"model {arguments.model}, float32; every stream equal to its unkilled run",
-        *describe_lines(setup),
-        f"other programs kept {setup['other_cores']:.1f} cores busy",
-    ]:
-        console.print(line, **print_width)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = arguments.out or ROOT / "bench" / "results" / f"resumption-{stamp}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"command": " ".join(sys.argv), "setup": setup, "rows": rows}
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    console.print(f"written to {path}", **print_width)
-
-
-def main() -> int:
-    """Runs the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", default="tiny", help="tiny, demo or a model directory")
-    parser.add_argument("--kills", type=int, default=20, help="of each kind")
-    parser.add_argument("--minutes", type=float, help="no kill begins later than this")
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=300, help="of each sample")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file; default: bench/results/")
-    arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
-    setup = describe_setup("float32", 1)
-    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        model = arguments.model
-        if model == "tiny":
-            model = str(make_tiny_model(Path(folder) / "tiny", arguments.seed))
-        ids = range(3, VOCAB_SIZE)
-        stops = ["e", "th", "\ufffd"]
-        asks = kills.make_asks(arguments.streams, arguments.tokens, ids, draw, stops)
-        before = MachineUse.now()
-        # A stream has one sample or two.
-        flags = FLAGS.format(slots=2 * arguments.streams)
-        mesh = MeshProcess(model, "float32", flags)
-        try:
-            mesh.wait_until_ready()
-            pauses_s = asyncio.run(measure(mesh, asks, arguments.kills, arguments.minutes, draw))
-            setup["other_cores"] = MachineUse.now().others_since(before)
-        except (MeshError, WrongAnswer) as error:
-            sys.stderr.write(f"resumption: {error}\n")
-            return 1
-        finally:
-            mesh.stop()
-    report(arguments, pauses_s, setup)
-    return 0
+        if values:
+            found_ms = percentiles(values, 1e3) | {"most": 1e3 * max(values)}
+            counts = {"killed": kind, "kills": len(by_kill), "streams_lost": len(values)}
+            run.row(counts | found_ms, table="ms of a stream's pause")
+    run.note("every stream was equal to its run without a kill")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(harness.main())

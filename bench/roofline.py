@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from harness import timed
 from weft.kernels import cpu
 from weft.kernels.build import load_native, loaded_openmp_library
 from weft.kernels.memory import huge_zeros
@@ -49,10 +48,3 @@ class Roofline:
         steps = 400_000
         seconds = timed(lambda: self._multiply(steps, 0.5))
         return steps * self._per_step * torch.get_num_threads() / seconds
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin

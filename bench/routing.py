@@ -1,10 +1,10 @@
 """Routing policies over simulated fleets: what they save, how even the load is, what they cost.
 
-    python bench/routing.py [--requests 100000] [--json PATH]
+    python bench/routing.py [--requests 100000]
     python bench/routing.py --blocks conversation_trace.jsonl --speed 10
     python bench/routing.py --log requests.log
     python bench/routing.py --replay records/gateway-1a2b3c4d.jsonl
-    python bench/routing.py --sizes 512 --size-requests 1000000 --parts sizes
+    python bench/routing.py --sizes 512 --size-requests 1000000 --only sizes
 
 Policies, view, load estimates and page index are the gateway's own; workers are made up and live on
 a virtual clock (`bench/fleet/`). The trace is made-up chats with shared system prompts drawn by
@@ -23,9 +23,7 @@ gateway with `--routing-record-dir`, and counts the choices that are the same.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import statistics
 import sys
 import time
 from collections import Counter
@@ -38,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fleet.simulation import Result, Setup, Simulation
 from fleet.trace import PAGE_SIZE, Arrival, block_hashes, conversations, request_log
+from harness import Harness, Run, Spread, in_turns, spread, timed
 from weft.contract.keys import ROOT_KEY, ShortKeys
 from weft.engine.memory.events import KvEvents
 from weft.gateway.routing import POLICIES, PolicyOptions, make_policy
@@ -45,65 +44,59 @@ from weft.testing.services.routing_replay import read_record, replay
 
 PREFILL = [*(name for name in POLICIES if name != "follow"), "cache_aware approximate"]
 DECODE = ["round_robin", "total_requests", "total_tokens", "power_of_two", "cache_aware"]
-COLUMNS = (
-    ("policy", "{}"),
-    ("pool", "{}"),
-    ("workers", "{}"),
-    ("gateways", "{}"),
-    ("requests", "{:,}"),
-    ("hit %", "{:.1f}"),
-    ("extra %", "{:.1f}"),
-    ("balance", "{:.2f}"),
-    ("p50 ms", "{:.1f}"),
-    ("p99 ms", "{:.1f}"),
-    ("choose us", "{:.1f}"),
-    ("p99 us", "{:.1f}"),
-    ("index MB", "{:.1f}"),
+harness = Harness(__file__, __doc__)
+harness.flag("--requests", type=int, default=100_000, help="of the made-up trace")
+harness.flag("--workers", type=int, default=64)
+harness.flag("--gateways", type=int, default=1)
+harness.flag("--pages", type=int, default=8192, help="of each worker's cache")
+harness.flag("--rate", type=float, default=40.0, help="requests a second and worker")
+harness.flag("--sizes", type=int, nargs="*", default=[4, 16, 64, 256, 512])
+harness.flag("--size-requests", type=int, default=100_000, help="of the part sizes")
+harness.flag("--blocks", type=Path, help="trace of block hashes")
+harness.flag("--speed", type=float, default=1.0, help="of that trace")
+harness.flag("--log", type=Path, help="request log of a gateway")
+harness.flag("--replay", type=Path, help="record of a gateway's routing, and no more")
+harness.flag("--seed", type=int, default=1)
+harness.flag("--policies", nargs="*", default=PREFILL, help="of the part policies")
+harness.flag(
+    "--option",
+    nargs="*",
+    default=[],
+    help="NAME=VALUE of weft.gateway.routing.PolicyOptions, as in compute_weight=1",
 )
 
 
-def cells(setup: Setup, result: Result) -> list[str]:
-    """The cells of one row of the table."""
-    values = (
-        *(setup.policy, setup.pool, setup.num_workers, setup.num_gateways, result.num_requests),
-        *(100 * result.hit_rate, 100 * result.extra_tokens, result.balance),
-        *(1e3 * result.p50_s, 1e3 * result.p99_s),
-        *(result.choose_p50_us, result.choose_p99_us, result.index_bytes / 1e6),
+def simulated(run: Run, part: str, trace: Iterable[Arrival], setup: Setup) -> Result:
+    """Simulates one row."""
+    result = Simulation(setup).run(trace)
+    run.row(
+        table=part,
+        policy=setup.policy,
+        pool=setup.pool,
+        workers=setup.num_workers,
+        gateways=setup.num_gateways,
+        requests=result.num_requests,
+        hit_rate=result.hit_rate,
+        extra=result.extra_tokens,
+        balance=result.balance,
+        p50_ms=1e3 * result.p50_s,
+        p99_ms=1e3 * result.p99_s,
+        choose_us=result.choose_p50_us,
+        choose_p99_us=result.choose_p99_us,
+        index_mb=result.index_bytes / 1e6,
+        result=asdict(result),
     )
-    return [form.format(value) for (_, form), value in zip(COLUMNS, values, strict=True)]
+    return result
 
 
-class Report:
-    """Runs, prints as it goes, and keeps everything for the JSON file."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, object]] = []
-        self._widths = [24, 8, 7, 8, 9, 6, 7, 7, 8, 8, 9, 7, 8]
-
-    def part(self, title: str, note: str = "") -> None:
-        """Prints a heading."""
-        print(f"\n{title}{note}")
-        self._line([name for name, _ in COLUMNS])
-
-    def run(self, setup: Setup, trace: Iterable[Arrival], part: str) -> Result:
-        """Simulates one row."""
-        began = time.perf_counter()
-        result = Simulation(setup).run(trace)
-        wall_s = round(time.perf_counter() - began, 1)
-        self._line(cells(setup, result))
-        self.rows.append(
-            {"part": part, "setup": asdict(setup) | {"options": None}, "wall_s": wall_s}
-            | {"options": {k: v for k, v in asdict(setup.options).items() if k != "clock"}}
-            | {"result": asdict(result)}
-        )
-        return result
-
-    def _line(self, row: list[str]) -> None:
-        shown = [text.ljust(width) for text, width in zip(row, self._widths, strict=True)]
-        print(" ".join(shown).rstrip(), flush=True)
+def cost_of(calls: int, work: Callable[[], object], repeats: int = 15) -> Spread:
+    """Processor microseconds of one of so many calls."""
+    (times,) = in_turns({"": lambda: timed(work, time.thread_time)}, repeats).values()
+    return spread(times, 1e6 / calls)
 
 
-def costs(repeats: int = 15) -> dict[str, float]:
+@harness.part
+def costs(run: Run) -> None:
     """Microseconds of what is not in a decision."""
     rng = random.Random(1)
     prompts = [[rng.randrange(50_000) for _ in range(2000)] for _ in range(20)]
@@ -124,22 +117,13 @@ def costs(repeats: int = 15) -> dict[str, float]:
             collector.take()
 
     idle = KvEvents(PAGE_SIZE)
-    return {
-        "page keys of a prompt of 2,000 tokens": timed(keys, repeats) / len(prompts),
-        "events of a page, 16 a step": timed(events, repeats) / len(names),
-        "events of a step that changes nothing": timed(idle.take, repeats),
+    found = {
+        "page keys of a prompt of 2,000 tokens": cost_of(len(prompts), keys),
+        "events of a page, 16 a step": cost_of(len(names), events),
+        "events of a step that changes nothing": cost_of(1, idle.take),
     }
-
-
-def timed(work: Callable[[], object], repeats: int) -> float:
-    """Median CPU microseconds."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = time.thread_time()
-        work()
-        times.append((time.thread_time() - began) * 1e6)
-    return statistics.median(times)
+    for name, us in found.items():
+        run.row(table="costs", what=name, us=us)
 
 
 def replay_record(path: Path) -> None:
@@ -155,83 +139,68 @@ def replay_record(path: Path) -> None:
         print(f"{pool}: {count:,} choices, {same[pool]:,} of them the same again")
 
 
-def main() -> None:
-    """Parses arguments, simulates, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--requests", type=int, default=100_000, help="of the made-up trace")
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--pages", type=int, default=8192, help="of each worker's cache")
-    parser.add_argument("--rate", type=float, default=40.0, help="requests a second and worker")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[4, 16, 64, 256, 512])
-    parser.add_argument("--size-requests", type=int, default=100_000, help="of the part sizes")
-    parser.add_argument("--blocks", type=Path, help="trace of block hashes")
-    parser.add_argument("--speed", type=float, default=1.0, help="of that trace")
-    parser.add_argument("--log", type=Path, help="request log of a gateway")
-    parser.add_argument("--replay", type=Path, help="record of a gateway's routing, and no more")
-    parser.add_argument("--parts", nargs="*", default=["policies", "decode", "sizes", "costs"])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--policies", nargs="*", default=PREFILL, help="of the part policies")
-    parser.add_argument(
-        "--option",
-        nargs="*",
-        default=[],
-        help="NAME=VALUE of weft.gateway.routing.PolicyOptions, as in compute_weight=1",
-    )
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    flags = parser.parse_args()
-    if flags.replay:
-        replay_record(flags.replay)
-        return
-
-    def trace() -> Iterable[Arrival]:
-        if flags.blocks:
-            return block_hashes(flags.blocks, flags.speed)
-        if flags.log:
-            return request_log(flags.log)
-        return conversations(flags.requests, flags.rate * flags.workers, flags.seed)
-
-    report = Report()
-    options = PolicyOptions(request_tokens=512)
+def shape_of(run: Run) -> dict[str, Any]:
+    """What all set-ups have in common."""
+    flags, options = run.options, PolicyOptions(request_tokens=512)
     for name, value in (option.split("=") for option in flags.option):
         kind = type(getattr(options, name))
         options = replace(options, **{name: kind(value)})
-    shape: dict[str, Any] = {
+    return {
         "options": options,
         "num_workers": flags.workers,
         "pages_per_worker": flags.pages,
         "seed": flags.seed,
         "num_gateways": flags.gateways,
     }
-    if "policies" in flags.parts:
-        report.part("Prefill pool: p50 and p99 to the end of the prompt")
-        for name in flags.policies:
-            result = report.run(Setup(policy=name, **shape), trace(), "policies")
-        print(f"an endless cache: hit {100 * result.oracle_hit_rate:.1f} %")
-    if "decode" in flags.parts and not flags.blocks and not flags.log:
-        report.part("Decode pool: p50 and p99 between tokens")
-        for gateways in (1, 4):
-            for name in DECODE:
-                setup = Setup(policy=name, pool="decode", **{**shape, "num_gateways": gateways})
-                rate = 6.9 * flags.workers
-                arrivals = conversations(flags.requests // 5, rate, flags.seed)
-                report.run(setup, arrivals, "decode")
-    if "sizes" in flags.parts and not flags.blocks and not flags.log:
-        report.part("Fleets")
-        for size in flags.sizes:
-            arrivals = conversations(flags.size_requests, flags.rate * size, flags.seed)
-            setup = Setup(policy="cache_aware", **{**shape, "num_workers": size})
-            report.run(setup, arrivals, "sizes")
-    measured = costs() if "costs" in flags.parts else {}
-    for name, value in measured.items():
-        print(f"{name}: {value:.2f} us")
-    if flags.json:
-        command = " ".join(sys.argv)
-        content = {"command": command, "rows": report.rows, "costs_us": measured}
-        flags.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@harness.part
+def policies(run: Run) -> None:
+    """Every policy of a prefill pool."""
+    flags = run.options
+    for name in flags.policies:
+        trace: Iterable[Arrival]
+        if flags.blocks:
+            trace = block_hashes(flags.blocks, flags.speed)
+        elif flags.log:
+            trace = request_log(flags.log)
+        else:
+            trace = conversations(flags.requests, flags.rate * flags.workers, flags.seed)
+        setup = Setup(policy=name, **shape_of(run))
+        result = simulated(run, "policies: times to the end of the prompt", trace, setup)
+    run.note(f"an endless cache: hit {100 * result.oracle_hit_rate:.1f} %")
+
+
+@harness.part
+def decode(run: Run) -> None:
+    """Policies of a decode pool that look at load."""
+    flags, shape = run.options, shape_of(run)
+    for gateways in (1, 4):
+        for name in DECODE:
+            setup = Setup(policy=name, pool="decode", **{**shape, "num_gateways": gateways})
+            arrivals = conversations(flags.requests // 5, 6.9 * flags.workers, flags.seed)
+            simulated(run, "decode: times between tokens", arrivals, setup)
+
+
+@harness.part
+def sizes(run: Run) -> None:
+    """Fleets of other sizes."""
+    flags, shape = run.options, shape_of(run)
+    for size in flags.sizes:
+        arrivals = conversations(flags.size_requests, flags.rate * size, flags.seed)
+        setup = Setup(policy="cache_aware", **{**shape, "num_workers": size})
+        simulated(run, "sizes", arrivals, setup)
+
+
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """With a trace of one's own, policies and costs alone; a record is replayed, and no more."""
+    if options.replay:
+        replay_record(options.replay)
+        sys.exit(0)
+    if options.blocks or options.log:
+        options.only = options.only or ["policies", "costs"]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

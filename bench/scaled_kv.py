@@ -5,20 +5,17 @@ token are compared with those of the float32 weights computed in float32: the me
 divergence in nats a token, by position, and how often the most likely token is the same. Prompts
 are cut into chunks, so that nearly all K and V are read from pages.
 
-    python bench/scaled_kv.py [--texts 4] [--tokens 8192] [--output bench/results]
+    python bench/scaled_kv.py [--texts 4] [--tokens 8192]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterator
-from datetime import UTC, datetime
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from serving.setup import describe_lines, describe_setup
+from harness import Harness, Run
 from tokenizers import Tokenizer
 from weft.checkpoint.demo import DEMO_NAME
 from weft.checkpoint.resolve import resolve_model
@@ -39,44 +36,6 @@ FORMATS = {
 """Formats of KV; empty: that of the activations."""
 
 
-def main() -> None:
-    """Measures, prints a line for each format, and writes JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=8192, help="of each text")
-    parser.add_argument("--output", type=Path, help="folder for the JSON")
-    arguments = parser.parse_args()
-    model_dir = resolve_model(DEMO_NAME)
-    texts = texts_of(model_dir, arguments.texts, arguments.tokens)
-    base = loaded(model_dir, "float32")
-    model = loaded(model_dir, "bfloat16")
-    divergences: dict[str, list[torch.Tensor]] = {name: [] for name in FORMATS}
-    same: dict[str, list[torch.Tensor]] = {name: [] for name in FORMATS}
-    for text in texts:
-        others = [log_probabilities(model, text, kept) for kept in FORMATS.values()]
-        for expected, *found in zip(log_probabilities(base, text, ""), *others, strict=True):
-            for name, own in zip(FORMATS, found, strict=True):
-                divergences[name].append((expected.exp() * (expected - own)).sum(-1))
-                same[name].append(expected.argmax(-1) == own.argmax(-1))
-    results: dict[str, Any] = {}
-    for name in FORMATS:
-        by_text = torch.cat(divergences[name]).view(len(texts), -1)
-        results[name] = {
-            "kl_nats": by_text.mean().item(),
-            "kl_nats_by_quarter": [part.mean().item() for part in by_text.chunk(4, dim=1)],
-            "same_top": torch.cat(same[name]).double().mean().item(),
-        }
-        print(name, json.dumps(results[name]), flush=True)
-    if arguments.output is not None:
-        setup = describe_setup("bfloat16", torch.get_num_threads())
-        content = {**setup, "texts": len(texts), "tokens": arguments.tokens, "formats": results}
-        print("\n".join(describe_lines(setup)))
-        day = datetime.now(UTC).strftime("%Y%m%d")
-        (arguments.output / f"scaled-kv-{day}.json").write_text(
-            json.dumps(content, indent=1) + "\n"
-        )
-
-
 def texts_of(model_dir: Path, count: int, tokens: int) -> list[list[int]]:
     """So many texts of so many tokens each."""
     files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("engine/**/*.py")])
@@ -93,12 +52,21 @@ def loaded(model_dir: Path, dtype: str) -> DecoderOnlyLM:
     return model
 
 
-def log_probabilities(model: DecoderOnlyLM, tokens: list[int], kept: str) -> Iterator[torch.Tensor]:
-    """[CHUNK, vocab] float32 of each chunk: of the token behind each position."""
+def log_probabilities(
+    model: DecoderOnlyLM, tokens: Sequence[int], kept: str
+) -> Iterator[torch.Tensor]:
+    """[CHUNK, vocab] float32 of each chunk: of the token behind each position.
+
+    Args:
+        model: The model.
+        tokens: A text.
+        kept: Format of KV; empty: that of the activations.
+    """
     num_pages = -(-len(tokens) // PAGE_SIZE)
     layout = model.kv_layout(PAGE_SIZE)
     layout = in_8_bits(layout, kept) if kept else layout
-    pool = torch.zeros(layout.pool_shape(num_pages), dtype=dtype_of(layout.plane))
+    dtype = dtype_of(layout.plane) if kept else model.dtype
+    pool = torch.zeros(layout.pool_shape(num_pages), dtype=dtype)
     for begin in range(0, len(tokens), CHUNK):
         positions = torch.arange(begin, min(begin + CHUNK, len(tokens)))
         end, count = int(positions[-1]) + 1, len(positions)
@@ -120,5 +88,32 @@ def log_probabilities(model: DecoderOnlyLM, tokens: list[int], kept: str) -> Ite
             yield model.logits(model.forward_all(step, pool)).log_softmax(-1)
 
 
+harness = Harness(__file__, __doc__)
+harness.flag("--texts", type=int, default=4)
+harness.flag("--tokens", type=int, default=8192, help="of each text")
+
+
+@harness.part
+def quality(run: Run) -> None:
+    """All formats."""
+    model_dir = resolve_model(DEMO_NAME)
+    texts = texts_of(model_dir, run.options.texts, run.options.tokens)
+    base = loaded(model_dir, "float32")
+    model = loaded(model_dir, "bfloat16")
+    divergences: dict[str, list[torch.Tensor]] = {name: [] for name in FORMATS}
+    same: dict[str, list[torch.Tensor]] = {name: [] for name in FORMATS}
+    for text in texts:
+        others = [log_probabilities(model, text, kept) for kept in FORMATS.values()]
+        for expected, *found in zip(log_probabilities(base, text, ""), *others, strict=True):
+            for name, own in zip(FORMATS, found, strict=True):
+                divergences[name].append((expected.exp() * (expected - own)).sum(-1))
+                same[name].append(expected.argmax(-1) == own.argmax(-1))
+    for name in FORMATS:
+        by_text = torch.cat(divergences[name]).view(len(texts), -1)
+        quarters = [part.mean().item() for part in by_text.chunk(4, dim=1)]
+        figures = {"kl_nats": by_text.mean().item(), "kl_nats_by_quarter": quarters}
+        run.row(figures, format=name, same_top=torch.cat(same[name]).double().mean().item())
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

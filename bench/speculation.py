@@ -29,27 +29,21 @@ import gc
 import json
 import random
 import shutil
-import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from itertools import chain, cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from harness import Harness, Run, numbers, ratio_of, spread
+from machine import ROOT
 from serving.answers import Answer
 from serving.checking import Checker, Verdict
-from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
-from step_kinds import StepCounts, StepKinds, described_steps, table_of_steps
+from step_kinds import StepKinds
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from weft.checkpoint.adapters.files import DRAFT_FOLDER
@@ -70,9 +64,6 @@ CHAINS = "eagle3"
 ADAPTED = "draft adapter"
 """In the names of engines that draft with the adapter's own."""
 MIXED = "mixed"
-COLUMNS = (
-    *("drafter", "tokens/s", "of none", "of chains", "at first", "a step", "drafts right", "trees"),
-)
 POOL_BYTES = 512 << 20
 ANSWER = Constraint(
     kind="json_schema",
@@ -97,8 +88,6 @@ class ServedModel(NamedTuple):
     params: SamplingParams
 
 
-Row = tuple[str, int]
-"""Kind of text, and number of streams."""
 Answers = dict[tuple[int, ...], dict[tuple[int, ...], set[str]]]
 """By prompt: its answers, and the engines that gave each."""
 
@@ -124,77 +113,11 @@ class Cell:
         """Mean number of tokens of a request in a step with drafts."""
         return 1 + self.accepted / self.verifies if self.verifies else 1.0
 
-    def shares_of(self, base: Cell) -> list[float]:
-        """Ratios to another engine's tokens per second, by turn."""
-        return [rate / other for rate, other in zip(self.rates, base.rates, strict=True)]
-
     def first_share_of(self, base: Cell) -> float:
         """In the first turn of this text; NaN if all are timed."""
         if not self.first_rates:
             return float("nan")
         return self.first_rates[0] / base.first_rates[0]
-
-
-def main() -> int:
-    """Runs the benchmark; 1 if a timed token is wrong."""
-    arguments = parse()
-    model_dir, dtype = resolve_model(arguments.model), resolve_dtype(arguments.dtype)
-    prompts = read_prompts(arguments.prompts, model_dir, arguments.number)
-    setup = describe_setup(dtype, torch.get_num_threads())
-    if arguments.device != "cpu":
-        setup["gpu"] = torch.cuda.get_device_name()
-    report = Report(arguments, setup)
-    answers: Answers = {}
-    kinds = [kind for kind in arguments.kinds.split(",") if kind] or list(prompts)
-    if unknown := set(kinds) - set(prompts):
-        raise SystemExit(f"--kinds: {', '.join(sorted(unknown))}: none of {', '.join(prompts)}")
-    rows = list(product(arguments.streams, kinds))
-    with ExitStack() as stack, Progress(transient=True) as progress:
-        loading = progress.add_task("loading", total=len(arguments.engines))
-        engines = {}
-        for name, settings in arguments.engines.items():
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            llm = stack.enter_context(LLM(model_dir, **settings, dtype=dtype))
-            adapter = load_adapter(llm, name, arguments.adapter, folder)
-            engines[name] = ServedModel(llm, adapter, arguments.params)
-            progress.advance(loading)
-        if arguments.lasting:
-            tokens, all_of = arguments.tokens, list(engines.values())
-            prompts = {kind: lasting(all_of, texts, tokens) for kind, texts in prompts.items()}
-        watched = {n: StepKinds(one.llm.engine) for n, one in engines.items() if arguments.steps}
-        # As in a worker, the collector does not visit long-lived objects while steps run.
-        gc.collect()
-        gc.freeze()
-        num_turns = arguments.warm_turns + arguments.turns
-        total = len(engines) * len(rows) * num_turns
-        timing = progress.add_task("timing", total=total)
-        before = MachineUse.now()
-        for streams, kind in rows:
-            cells = {name: Cell() for name in engines}
-            number = arguments.rounds * max(streams, len(prompts[kind]))
-            chosen = list(islice(cycle(prompts[kind]), number))
-            least = arguments.tokens // 2 if arguments.lasting else arguments.tokens
-            lengths = random.Random(number).choices(range(least, arguments.tokens + 1), k=number)
-            for turn in range(num_turns):
-                is_warm = turn >= arguments.warm_turns
-                if turn == arguments.warm_turns:
-                    for kinds_of_steps in watched.values():
-                        kinds_of_steps.take()
-                for name, served in engines.items():
-                    cell = cells[name]
-                    samples = run(served, chosen, streams, lengths, cell, is_warm=is_warm)
-                    for prompt, sample in zip(chosen, samples, strict=True):
-                        texts = answers.setdefault(tuple(prompt), {})
-                        texts.setdefault(tuple(sample.token_ids), set()).add(name)
-                    progress.advance(timing)
-            gates = {n: one.llm.engine.scheduler.running_plans.gate for n, one in engines.items()}
-            report.depths = {n: {} if gate is None else gate.depths() for n, gate in gates.items()}
-            setup["other_cores"] = MachineUse.now().others_since(before)
-            report.add((kind, streams), cells, {n: one.take() for n, one in watched.items()})
-    if arguments.json_answers:
-        check_json(model_dir, answers)
-        return report.end({})
-    return report.end(judge(model_dir, dtype, answers, arguments.adapter))
 
 
 def load_adapter(llm: LLM, name: str, adapter: Path | None, folder: Path) -> bytes:
@@ -313,142 +236,6 @@ def check_json(model_dir: Path, answers: Answers) -> None:
             json.loads(tokenizer.decode(text[:-1]))["answer"]
 
 
-class Report:
-    """The table and the JSON, which are told as they come: a run that is ended loses nothing."""
-
-    def __init__(self, arguments: argparse.Namespace, setup: dict[str, Any]) -> None:
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        self._path = arguments.json or ROOT / "bench" / "results" / f"speculation-{stamp}.json"
-        self._setup = setup
-        self._console = Console(width=110)
-        self._rows: list[dict[str, Any]] = []
-        self._checked: dict[str, dict[str, float]] | None = None
-        self.depths: dict[str, dict[int, int]] = {}
-        """Drafts that each gate has settled on, by number of requests."""
-        self._console.print(f"Drafts, greedy answers of at most {arguments.tokens} tokens")
-        for line in describe_lines(setup):
-            self._console.print(line, soft_wrap=True, highlight=False)
-
-    def add(self, row: Row, cells: dict[str, Cell], steps: dict[str, StepCounts]) -> None:
-        """Prints and keeps a row of all engines; `steps`: times by kind of step, if asked for."""
-        kind, streams = row
-        table = Table(title=f"{kind}, {streams} at once")
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column == "drafter" else "right")
-        for name, cell in cells.items():
-            right = f"{cell.accepted / cell.drafted:.0%}" if cell.drafted else "-"
-            bases = [base for base in ("none", CHAINS) if base in cells]
-            shares = {base: cell.shares_of(cells[base]) for base in bases}
-            table.add_row(
-                *(name, f"{statistics.median(cell.rates):.1f}"),
-                *(_spread(shares.get("none")), _spread(shares.get(CHAINS))),
-                f"{cell.first_share_of(cells['none']):.2f}" if "none" in cells else "-",
-                *(f"{cell.accepted_length:.2f}", right),
-                f"{cell.trees / cell.verifies:.0%}" if cell.verifies else "-",
-            )
-            described = _described(name, row, cell, shares)
-            if name in steps:
-                described["steps"] = described_steps(steps[name])
-            self._rows.append(described)
-        self._console.print(table)
-        for name, counts in steps.items():
-            self._console.print(table_of_steps(f"steps of {name}", counts))
-        self._write()
-
-    def end(self, verdicts: dict[str, Verdict]) -> int:
-        """Prints what is to be known of all rows; 1 if a token is wrong."""
-        self._checked = {name: asdict(verdict) for name, verdict in verdicts.items()}
-        self._write()
-        for line in [
-            "of none, of chains: medians over turns, and spread; at first: of none, the first turn",
-            "a step: tokens of a request in a step that had drafts; trees: of such steps",
-            f"drafts that the gate settled on, by number of requests: {self.depths}",
-            *(f"{name}: {_described_verdict(found)}" for name, found in verdicts.items()),
-            f"other programs kept {self._setup['other_cores']:.2f} cores busy",
-            f"written to {self._path}",
-        ]:
-            self._console.print(line, soft_wrap=True, highlight=False)
-        return 0 if all(found.is_right for found in verdicts.values()) else 1
-
-    def _write(self) -> None:
-        content = {
-            "command": " ".join(sys.argv),
-            "setup": self._setup,
-            "rows": self._rows,
-            "depths": self.depths,
-            "checked": self._checked,
-        }
-        beside = self._path.with_suffix(".part")
-        beside.write_text(json.dumps(content, indent=1) + "\n")
-        beside.replace(self._path)
-
-
-def _described_verdict(found: Verdict) -> str:
-    return (
-        f"of its different answers {found.exact} tokens are exact, {found.near_ties} near ties, "
-        f"{found.wrong} wrong; the furthest is at {found.furthest:.2f} of a near tie"
-    )
-
-
-def _described(name: str, row: Row, cell: Cell, shares: dict[str, list[float]]) -> dict[str, Any]:
-    kind, streams = row
-    found: dict[str, Any] = {"drafter": name, "text": kind, "streams": streams}
-    found |= {"first_rates": cell.first_rates}
-    found |= {"rates": cell.rates, "accepted_length": cell.accepted_length}
-    for base, values in shares.items():
-        found[f"shares_of_{base}"] = values
-        found[f"share_of_{base}"] = statistics.median(values)
-    counts = {"drafted": cell.drafted, "accepted": cell.accepted, "tokens": cell.tokens}
-    return found | counts | {"verifies": cell.verifies, "trees": cell.trees}
-
-
-def _spread(shares: Sequence[float] | None) -> str:
-    if shares is None:
-        return "-"
-    return f"{statistics.median(shares):.2f} [{min(shares):.2f}-{max(shares):.2f}]"
-
-
-def parse() -> argparse.Namespace:
-    """Parses the flags."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="demo", help="demo or a Hugging Face directory")
-    parser.add_argument("--draft", type=Path, default=DRAFT, help="folder of the EAGLE-3 head")
-    parser.add_argument("--draft-model", type=Path, help="folder of a model that drafts: `model`")
-    parser.add_argument("--drafters", default=",".join(DRAFTERS), help="which, by commas")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="kind and messages of each")
-    parser.add_argument("--number", type=int, default=8, help="prompts of each kind")
-    parser.add_argument("--streams", default="1,4,16", help="requests at once, by commas")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
-    parser.add_argument("--rounds", type=int, default=1, help="prompts of a stream in a turn")
-    parser.add_argument("--turns", type=int, default=5, help="timed turns")
-    parser.add_argument("--warm-turns", type=int, default=1, help="turns of each row before them")
-    parser.add_argument("--kinds", default="", help="of text, by commas; `mixed`: all in turn")
-    parser.add_argument("--max-draft-tokens", type=int, default=5)
-    parser.add_argument(
-        "--draft-width", default="1", help="of eagle3, by commas, an engine each; 1: chains alone"
-    )
-    parser.add_argument("--adapter", type=Path, help="PEFT folder, of all requests")
-    parser.add_argument("--json-answers", action="store_true", help="constrain all answers")
-    parser.add_argument(
-        "--lasting", action="store_true", help="only prompts with answers of --tokens, cut anew"
-    )
-    parser.add_argument("--steps", action="store_true", help="tell the time by kind of step")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")
-    parser.add_argument("--json", type=Path, help="where to write; default: bench/results")
-    arguments = parser.parse_args()
-    arguments.drafters = [name for name in arguments.drafters.split(",") if name]
-    known = (*DRAFTERS, "model") if arguments.draft_model else DRAFTERS
-    if unknown := set(arguments.drafters) - set(known):
-        parser.error(f"--drafters: {', '.join(sorted(unknown))}: none of {', '.join(known)}")
-    constraint = ANSWER if arguments.json_answers else None
-    arguments.params = SamplingParams(temperature=0.0, constraint=constraint)
-    arguments.streams = [int(number) for number in arguments.streams.split(",")]
-    arguments.engines = engines_of(arguments)
-    return arguments
-
-
 def engines_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings of each engine, by its name in the table."""
     common: dict[str, Any] = {"device": arguments.device, "kv_memory_bytes": arguments.pool_bytes}
@@ -470,5 +257,136 @@ def engines_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return engines
 
 
+harness = Harness(__file__, __doc__, repeats=5)
+harness.flag("--model", default="demo", help="demo or a Hugging Face directory")
+harness.flag("--draft", type=Path, default=DRAFT, help="folder of the EAGLE-3 head")
+harness.flag("--draft-model", type=Path, help="folder of a model that drafts: `model`")
+harness.flag("--drafters", default=",".join(DRAFTERS), help="which, by commas")
+harness.flag("--prompts", type=Path, default=PROMPTS, help="kind and messages of each")
+harness.flag("--number", type=int, default=8, help="prompts of each kind")
+harness.flag("--streams", type=numbers, default=[1, 4, 16], help="requests at once, by commas")
+harness.flag("--tokens", type=int, default=128, help="of an answer at most")
+harness.flag("--rounds", type=int, default=1, help="prompts of a stream in a turn")
+harness.flag("--warm-turns", type=int, default=1, help="turns of each row before them")
+harness.flag("--kinds", default="", help="of text, by commas; `mixed`: all in turn")
+harness.flag("--max-draft-tokens", type=int, default=5)
+harness.flag(
+    "--draft-width", default="1", help="of eagle3, by commas, an engine each; 1: chains alone"
+)
+harness.flag("--adapter", type=Path, help="PEFT folder, of all requests")
+harness.flag("--json-answers", action="store_true", help="constrain all answers")
+harness.flag(
+    "--lasting", action="store_true", help="only prompts with answers of --tokens, cut anew"
+)
+harness.flag("--steps", action="store_true", help="tell the time by kind of step")
+harness.flag("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+harness.flag("--device", default="cpu")
+harness.flag("--pool-bytes", type=int, default=POOL_BYTES, help="KV of each engine")
+
+
+@harness.check
+def complete(options: argparse.Namespace) -> None:
+    """The engines, and how their requests draw."""
+    options.drafters = [name for name in options.drafters.split(",") if name]
+    known = (*DRAFTERS, "model") if options.draft_model else DRAFTERS
+    if unknown := set(options.drafters) - set(known):
+        harness.error(f"--drafters: {', '.join(sorted(unknown))}: none of {', '.join(known)}")
+    constraint = ANSWER if options.json_answers else None
+    options.params = SamplingParams(temperature=0.0, constraint=constraint)
+    options.engines = engines_of(options)
+
+
+def open_engines(run: Run, model_dir: Path, dtype: str) -> dict[str, ServedModel]:
+    """The engines by name, with the adapter of their requests."""
+    engines = {}
+    for name, settings in run.options.engines.items():
+        folder = Path(run.stack.enter_context(TemporaryDirectory()))
+        llm = run.stack.enter_context(LLM(model_dir, **settings, dtype=dtype))
+        adapter = load_adapter(llm, name, run.options.adapter, folder)
+        engines[name] = ServedModel(llm, adapter, run.options.params)
+    return engines
+
+
+@harness.part
+def speculation(bench: Run) -> None:
+    """All kinds of text and numbers of streams; then every token is checked."""
+    options = bench.options
+    model_dir, dtype = resolve_model(options.model), resolve_dtype(options.dtype)
+    prompts = read_prompts(options.prompts, model_dir, options.number)
+    kinds = [kind for kind in options.kinds.split(",") if kind] or list(prompts)
+    if unknown := set(kinds) - set(prompts):
+        raise SystemExit(f"--kinds: {', '.join(sorted(unknown))}: none of {', '.join(prompts)}")
+    engines = open_engines(bench, model_dir, dtype)
+    if options.lasting:
+        all_of = list(engines.values())
+        prompts = {kind: lasting(all_of, texts, options.tokens) for kind, texts in prompts.items()}
+    watched = {n: StepKinds(one.llm.engine) for n, one in engines.items() if options.steps}
+    # As in a worker, the collector does not visit long-lived objects while steps run.
+    gc.collect()
+    gc.freeze()
+    answers: Answers = {}
+    for streams, kind in product(options.streams, kinds):
+        number = options.rounds * max(streams, len(prompts[kind]))
+        chosen = list(islice(cycle(prompts[kind]), number))
+        cells = measure(bench, engines, watched, chosen, streams, answers)
+        title = f"{kind}, {streams} at once"
+        for name, cell in cells.items():
+            bench.row(cell_figures(cell, cells), table=title, drafter=name)
+        for name, steps in watched.items():
+            for step_kind, count in steps.take().items():
+                bench.row(
+                    step_kind, table=f"{title}: steps of {name}", steps=count.steps,
+                    seconds=count.seconds, tokens=count.tokens,
+                )  # fmt: skip
+        gates = {n: one.llm.engine.scheduler.running_plans.gate for n, one in engines.items()}
+        bench.keep(depths={n: {} if gate is None else gate.depths() for n, gate in gates.items()})
+    if options.json_answers:
+        check_json(model_dir, answers)
+        return
+    for name, verdict in judge(model_dir, dtype, answers, options.adapter).items():
+        bench.row(verdict, table="tokens of different answers against float32", drafter=name)
+        if not verdict.is_right:
+            bench.fail(f"{name}: wrong tokens")
+
+
+def measure(
+    bench: Run,
+    engines: dict[str, ServedModel],
+    watched: dict[str, StepKinds],
+    chosen: list[list[int]],
+    streams: int,
+    answers: Answers,
+) -> dict[str, Cell]:
+    """One kind of text with one number of streams, the engines in turn; adds to the answers."""
+    options, cells = bench.options, {name: Cell() for name in engines}
+    least = options.tokens // 2 if options.lasting else options.tokens
+    among, number = range(least, options.tokens + 1), len(chosen)
+    lengths = random.Random(number).choices(among, k=number)
+    for turn in range(options.warm_turns + options.repeats):
+        is_warm = turn >= options.warm_turns
+        if turn == options.warm_turns:
+            for kinds_of_steps in watched.values():
+                kinds_of_steps.take()
+        for name, served in engines.items():
+            samples = run(served, chosen, streams, lengths, cells[name], is_warm=is_warm)
+            for prompt, sample in zip(chosen, samples, strict=True):
+                texts = answers.setdefault(tuple(prompt), {})
+                texts.setdefault(tuple(sample.token_ids), set()).add(name)
+    return cells
+
+
+def cell_figures(cell: Cell, cells: dict[str, Cell]) -> dict[str, Any]:
+    """A row: of none, of chains: ratios in the same turn; at first: of none, the first turn."""
+    found: dict[str, Any] = {"tokens_per_s": spread(cell.rates)}
+    for base in (base for base in ("none", CHAINS) if base in cells):
+        found[f"of_{base}"] = ratio_of(cell.rates, cells[base].rates)
+    if "none" in cells:
+        found["at_first"] = cell.first_share_of(cells["none"])
+    found["tokens_a_step"] = cell.accepted_length
+    found["drafts_right"] = cell.accepted / cell.drafted if cell.drafted else None
+    found["trees"] = cell.trees / cell.verifies if cell.verifies else None
+    return found | {"rates": cell.rates, "first_rates": cell.first_rates}
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(harness.main())

@@ -14,25 +14,20 @@ gateway's Session.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import itertools
-import json
 import pstats
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import Harness, Run, numbers, spread
 from weft.common.worker.frames import HEADER, EngineMessages, frame, parse_from_engine
 from weft.contract.layout import CacheLayout, PagedPlane
 from weft.contract.messages import Inbox, Outbox
@@ -282,29 +277,6 @@ def serve(encoded: bytes) -> float:
     return time.perf_counter() - started_s
 
 
-def print_table(all_times: Sequence[StepTimes], prompt_s: Sequence[float], note: str) -> None:
-    """Prints one row per number of running requests."""
-    table = Table(title="Host time of a step, microseconds (medians)", title_justify="left")
-    columns = ("running", "plan + batch", "draw + commit", "encode", "step", "least", "p90")
-    for column in (*columns, "a request", "server"):
-        table.add_column(column, justify="right")
-    for times in all_times:
-        totals = sorted(times.totals())
-        parts = [statistics.median(part) for part in (times.before, times.after, times.encode)]
-        whole = statistics.median(totals)
-        cells = [*parts, whole, totals[0], totals[len(totals) * 9 // 10]]
-        row = [f"{cell * 1e6:.0f}" for cell in cells]
-        row.append(f"{whole * 1e6 / times.num_running:.2f}")
-        table.add_row(str(times.num_running), *row, f"{statistics.median(times.server) * 1e6:.0f}")
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(table)
-    console.print(
-        f"A prompt of {LONG_PROMPT_TOKENS} tokens, submit to first token: "
-        f"{statistics.median(prompt_s) * 1e6:.0f} us (least {min(prompt_s) * 1e6:.0f}). {note}",
-        highlight=False,
-    )
-
-
 def profile(bench: Bench, num_running: int, num_steps: int, num_lines: int) -> None:
     """Prints the functions that take most of the time."""
     profiler = cProfile.Profile()
@@ -314,58 +286,57 @@ def profile(bench: Bench, num_running: int, num_steps: int, num_lines: int) -> N
     pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(num_lines)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the flags."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
-    parser.add_argument("--steps", type=int, default=300, help="timed steps of each")
-    parser.add_argument("--vocab", type=int, default=1024, help="length of a row of logits")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
-    parser.add_argument("--frequency-penalty", type=float, default=0.0)
-    parser.add_argument("--top-logprobs", type=int, help="with log-probabilities, and so many more")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=0, help="of a prompt that begins in each step"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="compute threads")
-    parser.add_argument("--overlap", action="store_true", help="as engines on a GPU run")
-    parser.add_argument("--profile", type=int, metavar="RUNNING", help="profile instead")
-    parser.add_argument("--lines", type=int, default=30, help="lines of the profile")
-    parser.add_argument("--json", type=Path, help="also write all times there")
-    return parser.parse_args(argv)
+harness = Harness(__file__, __doc__)
+harness.flag("--running", type=numbers, default=[1, 16, 64, 256], help="requests, by commas")
+harness.flag("--steps", type=int, default=300, help="timed steps of each")
+harness.flag("--vocab", type=int, default=1024, help="length of a row of logits")
+harness.flag("--temperature", type=float, default=0.0, help="0 = greedy")
+harness.flag("--frequency-penalty", type=float, default=0.0)
+harness.flag("--top-logprobs", type=int, help="with log-probabilities, and so many more")
+harness.flag("--prompt-tokens", type=int, default=0, help="of a prompt that begins in each step")
+harness.flag("--threads", type=int, default=1, help="compute threads")
+harness.flag("--overlap", action="store_true", help="as engines on a GPU run")
+harness.flag("--profile", type=int, metavar="RUNNING", help="profile instead")
+harness.flag("--lines", type=int, default=30, help="lines of the profile")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
-    arguments = parse(argv)
-    counts = [int(text) for text in arguments.running.split(",")]
-    max_running = max([*counts, arguments.profile or 1])
+@harness.part
+def steps(run: Run) -> None:
+    """All numbers of running requests, and the first token of a long prompt."""
+    options = run.options
     sampling = SamplingParams(
-        temperature=arguments.temperature, frequency_penalty=arguments.frequency_penalty
+        temperature=options.temperature, frequency_penalty=options.frequency_penalty
     )
     bench = Bench(
-        max_running,
-        arguments.vocab,
+        max([*options.running, options.profile or 1]),
+        options.vocab,
         sampling,
-        arguments.threads,
-        is_overlapped=arguments.overlap,
-        top_logprobs=arguments.top_logprobs,
-        prompt_tokens=arguments.prompt_tokens,
+        options.threads,
+        is_overlapped=options.overlap,
+        top_logprobs=options.top_logprobs,
+        prompt_tokens=options.prompt_tokens,
     )
-    try:
-        if arguments.profile:
-            profile(bench, arguments.profile, arguments.steps, arguments.lines)
-            return 0
-        all_times = [bench.decode(count, arguments.steps) for count in counts]
-        prompt_s = [bench.prompt() for _ in range(10)]
-    finally:
-        bench.close()
-    note = f"{arguments.steps} steps each, vocabulary {arguments.vocab}, no arithmetic of a model."
-    print_table(all_times, prompt_s, note)
-    if arguments.json:
-        document = {"steps": [asdict(times) for times in all_times], "prompt_s": prompt_s}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    run.stack.callback(bench.close)
+    if options.profile:
+        profile(bench, options.profile, options.steps, options.lines)
+        return
+    for count in options.running:
+        times = bench.decode(count, options.steps)
+        us = {
+            name: spread(part, 1e6)
+            for name, part in (
+                ("plan_batch_us", times.before),
+                ("draw_commit_us", times.after),
+                ("encode_us", times.encode),
+                ("step_us", times.totals()),
+                ("server_us", times.server),
+            )
+        }
+        us_a_request = us["step_us"].median / count
+        run.row(us, table="host time of a step", running=count, us_a_request=us_a_request)
+    first = spread([bench.prompt() for _ in range(10)], 1e6)
+    run.row(table="first token", prompt_tokens=LONG_PROMPT_TOKENS, us=first)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main())

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from rich.table import Table
 from weft.engine.features.speculative.step_times import size_class
 from weft.engine.loop.engine import Engine
 from weft.engine.sampling.draws import SampledTokens
 from weft.engine.scheduler.plan import Plan
-
-MOST_KINDS = 12
-"""Rows of a table: the kinds that took most of the time."""
 
 
 class StepKind(NamedTuple):
@@ -71,25 +67,3 @@ class StepKinds:
         counts = sorted(self._counts.items(), key=lambda entry: -entry[1].seconds)
         self._counts.clear()
         return dict(counts)
-
-
-def table_of_steps(title: str, counts: StepCounts) -> Table:
-    """Formats the kinds of steps that took most of the time."""
-    table = Table(title=title)
-    columns = ("requests", "drafts", "beside", "steps", "of the time", "ms a step", "us a token")
-    for column in columns:
-        table.add_column(column, justify="right")
-    total = sum(count.seconds for count in counts.values())
-    for kind, count in list(counts.items())[:MOST_KINDS]:
-        table.add_row(
-            *(str(kind.size), str(kind.num_drafts), kind.beside, str(count.steps)),
-            f"{count.seconds / total:.0%}",
-            f"{1e3 * count.seconds / count.steps:.3f}",
-            f"{1e6 * count.seconds / count.tokens:.0f}" if count.tokens else "-",
-        )
-    return table
-
-
-def described_steps(counts: StepCounts) -> list[dict[str, Any]]:
-    """Returns the counts of all kinds as values for JSON."""
-    return [kind._asdict() | asdict(count) for kind, count in counts.items()]

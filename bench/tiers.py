@@ -9,7 +9,7 @@ nothing anywhere; that run is the cold one. With `--by-rule` the same follows by
 rule, which computes again where loading would be slower.
 
     python bench/tiers.py                    2,000 tokens, 80 % of them known, the demo model
-    python bench/tiers.py --prompt 400 --turns 1
+    python bench/tiers.py --prompt 400 --repeats 1
     python bench/tiers.py --device cuda --shape llama-3.1-8b --memory-bytes 8589934592 --by-rule
 
 Made-up weights (`--shape`) have near ties, which the rounding of a prompt that is computed in other
@@ -21,27 +21,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
-import os
-import platform
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-import torch
+from harness import Harness, Run, ratio_of, spread
 from model_shapes import MODELS, write_config
-from rich.console import Console
-from rich.table import Table
 from weft.checkpoint.resolve import resolve_model
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_client import FillClient
@@ -99,7 +93,6 @@ class Links:
         self._call(self._open(engine, store))
 
     def send(self, inbox: Inbox) -> None:
-        """See `EngineClient.send`."""
         self.inboxes.put(inbox)
         self._woken.set()
 
@@ -352,89 +345,6 @@ def start_store(folder: Path, memory_bytes: int) -> tuple[subprocess.Popen[bytes
     return process, json.loads(ready.read_text())["address"]
 
 
-def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """A row each: medians over samples, ratios within a sample."""
-    rows: list[dict[str, Any]] = []
-    cold = [sample.cold_s for sample in samples]
-    rows.append({"row": "cold", "median_s": statistics.median(cold), "samples_s": cold})
-    for row in ROWS:
-        of_row = [sample for sample in samples if sample.row == row]
-        if not of_row:
-            continue
-        times = [sample.first_token_s for sample in of_row]
-        speeds = [s.loaded_bytes / s.load_s for s in of_row if s.load_s]
-        entry: dict[str, Any] = {
-            "row": row,
-            "median_s": statistics.median(times),
-            "samples_s": times,
-            "faster": statistics.median(s.cold_s / s.first_token_s for s in of_row),
-            "goal": GOALS[row],
-            "loaded_bytes": of_row[0].loaded_bytes,
-            "bytes_per_s": statistics.median(speeds) if speeds else 0.0,
-        }
-        if row == "device":
-            entry["bound"] = statistics.median(s.cold_s / s.busy_s for s in of_row)
-            # On a small prompt, or a large known share, the bound itself may be lower or higher.
-            entry["goal"] = max(GOALS[row], 0.8 * entry["bound"])
-        rows.append(entry)
-    return rows
-
-
-def by_rule(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """A row each: what the rule loaded, and how long first tokens took then."""
-    rows: list[dict[str, Any]] = []
-    for row in ROWS:
-        of_row = [sample for sample in samples if sample.row == row]
-        if of_row:
-            times = [sample.first_token_s for sample in of_row]
-            rows.append(
-                {
-                    "row": row,
-                    "loaded_tokens": [sample.loaded_tokens for sample in of_row],
-                    "median_s": statistics.median(times),
-                    "samples_s": times,
-                }
-            )
-    return rows
-
-
-def print_rule(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints one line per place."""
-    for row in rows:
-        loaded = ", ".join(f"{tokens:,}" for tokens in row["loaded_tokens"])
-        print(
-            f"by the rule, KV in {row['row']}: first token after {row['median_s']:.3f} s; "
-            f"loaded {loaded} tokens"
-        )
-
-
-def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Prints one line per place."""
-    table = Table(title=title, title_justify="left")
-    for name in ("KV from", "first token, s", "spread", "faster", "goal", "MB", "GB/s"):
-        table.add_column(name, justify="left" if name == "KV from" else "right")
-    for row in rows:
-        samples = row["samples_s"]
-        loaded = row.get("loaded_bytes", 0)
-        table.add_row(
-            row["row"],
-            f"{row['median_s']:.3f}",
-            f"{min(samples):.3f}-{max(samples):.3f}",
-            f"{row['faster']:.2f}x" if "faster" in row else "",
-            f"{row['goal']:.2f}x" if "goal" in row else "",
-            f"{loaded / 1e6:.1f}" if loaded else "",
-            f"{row['bytes_per_s'] / 1e9:.2f}" if loaded else "",
-        )
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    console.print(table)
-    for row in rows:
-        if "bound" in row:
-            console.print(
-                f"Bound of device: {row['bound']:.2f}x, cold over the time that steps took for "
-                "what was not known."
-            )
-
-
 def samples_of(
     bench: Bench, rows: Sequence[Row], num_prompt: int, arguments: argparse.Namespace
 ) -> tuple[list[Sample], list[Sample]]:
@@ -447,7 +357,7 @@ def samples_of(
     loaded: list[Sample] = []
     ruled: list[Sample] = []
     rows = list(rows)
-    for turn in range(arguments.turns + 1):
+    for turn in range(arguments.repeats + 1):
         for row in rows.copy():
             try:
                 sample = sample_of(bench, row, num_known, num_prompt, rng)
@@ -457,7 +367,7 @@ def samples_of(
                 continue
             if turn:  # The first turn warms up.
                 loaded.append(sample)
-    for _ in range(arguments.turns if arguments.by_rule else 0):
+    for _ in range(arguments.repeats if arguments.by_rule else 0):
         for row in rows:
             if row in SOURCES:
                 ruled.append(measure(bench, row, num_known, num_prompt, rng, is_by_rule=True))
@@ -489,72 +399,66 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> EngineConfig:
     )
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="demo", help="demo, or a model directory")
-    parser.add_argument("--shape", choices=MODELS, help="made-up weights of a known model's shape")
-    parser.add_argument("--device", default="cpu", help="torch device")
-    parser.add_argument("--dtype", default="auto", help="of weights and KV")
-    parser.add_argument("--prompt", type=int, nargs="*", default=[2000], help="tokens of a prompt")
-    parser.add_argument("--known", type=float, default=0.8, help="share of them that is known")
-    parser.add_argument("--turns", type=int, default=5, help="samples of each row")
-    parser.add_argument("--rows", default=",".join(ROWS), help="of " + ", ".join(ROWS))
-    parser.add_argument("--by-rule", action="store_true", help="then as many by the engine's rule")
-    parser.add_argument("--memory-bytes", type=int, default=1 << 30, help="of each place")
-    parser.add_argument("--commit", default="", help="for the file")
-    parser.add_argument("--json", type=Path, help="also write everything there")
-    return parser.parse_args(argv)
+harness = Harness(__file__, __doc__, repeats=5)
+harness.flag("--model", default="demo", help="demo, or a model directory")
+harness.flag("--shape", choices=MODELS, help="made-up weights of a known model's shape")
+harness.flag("--device", default="cpu", help="torch device")
+harness.flag("--dtype", default="auto", help="of weights and KV")
+harness.flag("--prompt", type=int, nargs="*", default=[2000], help="tokens of a prompt")
+harness.flag("--known", type=float, default=0.8, help="share of them that is known")
+harness.flag("--rows", default=",".join(ROWS), help="of " + ", ".join(ROWS))
+harness.flag("--by-rule", action="store_true", help="then as many by the engine's rule")
+harness.flag("--memory-bytes", type=int, default=1 << 30, help="of each place")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
-    arguments = parse(argv)
-    rows = [row for row in ROWS if row in arguments.rows.split(",")]
-    parts: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="weft-tiers-") as name:
-        folder = Path(name)
-        process, address = start_store(folder, arguments.memory_bytes)
-        bench = Bench(config_of(arguments, folder), address)
-        try:
-            for num_prompt in arguments.prompt:
-                loaded, ruled = samples_of(bench, rows, num_prompt, arguments)
-                num_known = int(num_prompt * arguments.known)
-                table, rule = summary(loaded), by_rule(ruled)
-                title = f"{num_prompt} tokens, {num_known} of them known; {arguments.turns} turns"
-                print_table(table, title)
-                print_rule(rule)
-                samples = [asdict(sample) for sample in (*loaded, *ruled)]
-                parts.append(
-                    {"prompt_tokens": num_prompt, "known_tokens": num_known}
-                    | {"rows": table, "by_rule": rule, "samples": samples}
-                )
-        finally:
-            bench.close()
-            process.terminate()
-            process.wait(30)
-    if arguments.json:
-        document = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": arguments.commit,
-            "command": " ".join(sys.argv),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "device": device_name(arguments.device),
-            "versions": bench.engine.info.versions,
-            "notices": bench.engine.info.notices,
-            "model": arguments.shape or arguments.model,
-            "dtype": bench.engine.info.dtype,
-            "page_bytes": bench.engine.info.page_bytes,
-            "prompts": parts,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+@harness.part
+def tiers(run: Run) -> None:
+    """All places, in turns."""
+    options = run.options
+    rows = [row for row in ROWS if row in options.rows.split(",")]
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-tiers-")))
+    process, address = start_store(folder, options.memory_bytes)
+    run.stack.callback(process.wait, 30)
+    run.stack.callback(process.terminate)
+    bench = Bench(config_of(options, folder), address)
+    run.stack.callback(bench.close)
+    info = bench.engine.info
+    run.keep(dtype=info.dtype, page_bytes=info.page_bytes, notices=info.notices)
+    for num_prompt in options.prompt:
+        loaded, ruled = samples_of(bench, rows, num_prompt, options)
+        title = f"{num_prompt} tokens, {int(num_prompt * options.known)} of them known"
+        show(run, title, loaded)
+        for row in ROWS:
+            of_row = [sample for sample in ruled if sample.row == row]
+            if of_row:
+                times = spread([sample.first_token_s for sample in of_row])
+                tokens = [sample.loaded_tokens for sample in of_row]
+                run.row(table=f"{title}, by the rule", kv_in=row, s=times, loaded_tokens=tokens)
 
 
-def device_name(device: str) -> str:
-    """Name of the device; of a GPU, its model."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+def show(run: Run, title: str, samples: Sequence[Sample]) -> None:
+    """A row for each place; ratios are within a sample."""
+    run.row(table=title, kv_from="cold", first_token_s=spread([one.cold_s for one in samples]))
+    for row in ROWS:
+        of_row = [sample for sample in samples if sample.row == row]
+        if not of_row:
+            continue
+        cold, first = [one.cold_s for one in of_row], [one.first_token_s for one in of_row]
+        speeds = [one.loaded_bytes / one.load_s / 1e9 for one in of_row if one.load_s]
+        goal = GOALS[row]
+        if row == "device":
+            # On a small prompt, or a large known share, the bound itself may be lower or higher.
+            bound = ratio_of(cold, [one.busy_s for one in of_row])
+            goal = max(goal, 0.8 * bound.median)
+            run.note(f"bound of device: {bound}, cold over what was not known")
+        run.row(
+            {"kv_from": row, "first_token_s": spread(first), "faster": ratio_of(cold, first)},
+            table=title,
+            goal=goal,
+            mb=of_row[0].loaded_bytes / 1e6,
+            gb_per_s=spread(speeds) if speeds else None,
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main())

@@ -1,20 +1,18 @@
 """Bandwidth of page writes between two processes: Weft's send agents beside raw NIXL calls.
 
 Both write the same scattered pages to the same pool in the same run, by turns; digests of the
-arrived pages are compared. Run it as `python bench/transfer.py`, with `--json` for machines.
+arrived pages are compared. Copies and digests of the same pages run beside, with one thread.
 """
 
-import argparse
-import json
 import multiprocessing
 import multiprocessing.connection
-import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
+from harness import Harness, Run, ratio_of, spread, timed
 from numpy.typing import NDArray
 from weft.contract.handle import NixlTargetInfo
 from weft.engine.transfer.digest import digest_pages, native_digest
@@ -31,26 +29,6 @@ from weft.engine.transfer.nixl_wire import strided_row
 PAGE_KIB = (180, 360)
 POLL_S = 2e-4
 NOTIFICATION = encode_notification(1, bytes(16), 0)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One page size; bandwidths in GB/s (10^9 bytes), each a median with least and most."""
-
-    page_kib: int
-    num_pages: int
-    raw: tuple[float, float, float]
-    weft: tuple[float, float, float]
-    ratio: float
-    """Weft's bandwidth over that of raw calls, the median of the turns."""
-    best_ratio: float
-    """Weft's best bandwidth over the best of raw calls, which other programs disturb least."""
-    copy: tuple[float, float, float]
-    """Bandwidth of copying the same pages in one process with one thread."""
-    digest: tuple[float, float, float]
-    """Bandwidth of computing the pages' digests with one thread."""
-    verified: bool
-    """Whether all pages arrived unchanged, by both ways."""
 
 
 def owner(
@@ -118,19 +96,6 @@ def copy_pages(
         destination[page] = source[source_page]
 
 
-def seconds(action: Callable[[], object]) -> float:
-    """Wall time of an action."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def spread(num_bytes: int, durations: list[float]) -> tuple[float, float, float]:
-    """Median, least and most GB/s."""
-    rates = [num_bytes / duration / 1e9 for duration in durations]
-    return statistics.median(rates), min(rates), max(rates)
-
-
 class Owner:
     """The owner's process, as seen from this one."""
 
@@ -159,8 +124,8 @@ class Owner:
         self._process.join()
 
 
-def measure(page_kib: int, chunk_mib: int, repeats: int) -> Row:
-    """Takes turns `repeats` times, in alternating order, each turn with other pages."""
+def measure(page_kib: int, chunk_mib: int, repeats: int) -> dict[str, Any]:
+    """Takes turns, in alternating order, each turn with other pages."""
     page_bytes = page_kib << 10
     num_pages = (chunk_mib << 20) // page_bytes
     rng = np.random.default_rng()
@@ -179,67 +144,48 @@ def measure(page_kib: int, chunk_mib: int, repeats: int) -> Row:
         for name in ("raw", "weft") if turn % 2 else ("weft", "raw"):
             peer.clear()
             if name == "raw":
-                took[name] = seconds(partial(raw.write, local, remote))
+                took[name] = timed(partial(raw.write, local, remote))
             else:
-                took[name] = seconds(partial(weft_write, agents, peer.target, local, remote))
+                took[name] = timed(partial(weft_write, agents, peer.target, local, remote))
             is_verified &= bool((peer.digests(remote) == expected).all())
-        took["copy"] = seconds(partial(copy_pages, pool, local, copied, remote))
-        took["digest"] = seconds(partial(digest_pages, pool, local))
+        took["copy"] = timed(partial(copy_pages, pool, local, copied, remote))
+        took["digest"] = timed(partial(digest_pages, pool, local))
         if turn:  # The first turn connects and touches memory.
             for name, duration in took.items():
                 times[name].append(duration)
     agents.close()
     peer.end()
-    ratios = [a / b for a, b in zip(times["raw"], times["weft"], strict=True)]
-    rates = {name: spread(pool.nbytes, values) for name, values in times.items()}
-    return Row(
-        page_kib,
-        num_pages,
+    rates = {
+        f"{name}_gb_per_s": spread([pool.nbytes / seconds / 1e9 for seconds in values])
+        for name, values in times.items()
+    }
+    return {
+        "page_kib": page_kib,
+        "pages": num_pages,
         **rates,
-        ratio=statistics.median(ratios),
-        best_ratio=min(times["raw"]) / min(times["weft"]),
-        verified=is_verified,
-    )
+        "ratio": ratio_of(times["raw"], times["weft"]),
+        "best_ratio": min(times["raw"]) / min(times["weft"]),
+        "verified": is_verified,
+    }
 
 
-def print_table(rows: list[Row]) -> None:
-    """Prints one line per page size."""
-
-    def cell(rate: tuple[float, float, float]) -> str:
-        return f"{rate[0]:.2f} ({rate[1]:.2f}..{rate[2]:.2f})"
-
-    line = "{:>8} {:>6}  {:<21} {:<21} {:<16} {:<21} {:<21} {}"
-    print("GB/s: median (least..most); Weft/raw: median of the turns (best of each)")
-    heads = ("page", "pages", "raw NIXL", "Weft", "Weft/raw", "copy, 1 thread", "digest, 1 thread")
-    print(line.format(*heads, "verified"))
-    for row in rows:
-        ratios = f"{row.ratio:.3f} ({row.best_ratio:.3f})"
-        rates = [cell(rate) for rate in (row.raw, row.weft, row.copy, row.digest)]
-        verified = "yes" if row.verified else "NO"
-        print(
-            line.format(
-                f"{row.page_kib} KiB", row.num_pages, *rates[:2], ratios, *rates[2:], verified
-            )
-        )
+harness = Harness(__file__, __doc__, repeats=15)
+harness.flag("--chunk-mib", type=int, default=48, help="bytes a write (default 48 MiB)")
 
 
-def main() -> None:
-    """Parses arguments, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chunk-mib", type=int, default=48, help="bytes a write (default 48 MiB)")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+@harness.part
+def transfer(run: Run) -> None:
+    """All sizes of pages."""
     is_available, reason = nixl_available()
     if not is_available:
-        parser.exit(1, f"{reason}\n")
+        raise SystemExit(reason)
     native_digest()
-    rows = [measure(kib, arguments.chunk_mib, arguments.repeats) for kib in PAGE_KIB]
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        print_table(rows)
+    for kib in PAGE_KIB:
+        row = measure(kib, run.options.chunk_mib, run.options.repeats)
+        run.row(row)
+        if not row["verified"]:
+            run.fail(f"pages of {kib} KiB came changed")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

@@ -8,14 +8,15 @@ Several of the first side by side before the second, which so finds all compiled
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import gpu_lora_layers as layers
 import torch
+from clocks import graph_us
+from harness import Harness, Run
 from weft.engine.model.step import Step
 from weft.kernels.gpu import lora_shrink, lora_tiles
 from weft.kernels.gpu.dependent_launch import launch_options
@@ -30,6 +31,8 @@ from weft.kernels.side_stream import rehearsal
 
 MIXES = ((8, 16), (32, 16), (8, 64))
 """Numbers of adapters, and their rank."""
+harness = Harness(__file__, __doc__)
+harness.flag("--warm", help="NUMBER/OF: a share of the shapes")
 FEW, SOME, MANY = 64, 512, 4096
 """Rows: requests that decode, a step of prompts, and a long one."""
 TRIED: dict[str, tuple[int, list[LoraLaunchConfig]]] = {
@@ -268,26 +271,7 @@ def alone(kernel: str, rows: int, lora: LoraStep) -> float:
                 launches.append(partial(expand_tiles_silu, out, ranks, added, options))
             else:
                 launches.append(partial(expand_tiles, out, ranks, added, options))
-    return _replayed(launches) / layers.LAYERS
-
-
-def _replayed(launches: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of all in a graph."""
-    for launch in launches:  # Compiled, and loaded.
-        launch()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    for _ in range(9):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    return graph_us(launches) * len(launches) / layers.LAYERS
 
 
 def tune() -> None:
@@ -331,19 +315,15 @@ def tune_one(
             put(kernel, before)
 
 
-def main() -> None:
-    """Runs the tuning described at the top."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--warm", help="NUMBER/OF: a share of the shapes")
-    arguments = parser.parse_args()
-    if arguments.warm:
-        number, of = arguments.warm.split("/")
+@harness.part
+def lora(run: Run) -> None:
+    """Compiles a share of the shapes, or times all."""
+    if run.options.warm:
+        number, of = run.options.warm.split("/")
         warm(int(number), int(of))
     else:
         tune()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

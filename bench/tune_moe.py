@@ -10,11 +10,9 @@ operation; kernels are compiled by several processes before.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,8 @@ from typing import Any
 
 import torch
 import triton
+from clocks import graph_us
+from harness import Harness, Run
 from weft.kernels.gpu.moe import sorted_moe
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.moe_tiles import Tile, Tiles, as_json, default_tiles
@@ -30,6 +30,11 @@ from weft.kernels.gpu.moe_tiles import Tile, Tiles, as_json, default_tiles
 SHAPES = {"qwen3-30b-a3b": {"top_k": 8, "experts": 128, "hidden": 2048, "width": 768}}
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 COMPILERS = 16
+
+harness = Harness(__file__, __doc__)
+harness.flag("--out", type=Path, required=True, help="the table that the kernels read")
+harness.flag("--rows", type=int, nargs="+", default=ROWS, help="row counts to measure")
+harness.flag("--part", type=int, help=argparse.SUPPRESS)
 
 
 def tiles_of(rows: int, *, is_up: bool) -> list[Tile]:
@@ -82,28 +87,11 @@ class Case:
 
 
 def median_us(call: Callable[[], object]) -> float:
-    """Median time of a graph of ten calls, microseconds; infinite where the tiles do not fit the
-    device.
-    """
+    """Microseconds of a call in a graph; infinite where the tiles do not fit the device."""
     try:
-        call()
-        torch.cuda.synchronize()
+        return graph_us(call, 5)
     except triton.runtime.errors.OutOfResources:
         return float("inf")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 100)
-    return statistics.median(times)
 
 
 def all_tiles(counts: Sequence[int], shape: dict[str, int]) -> Iterator[Tiles]:
@@ -125,8 +113,8 @@ def compile_part(shape: dict[str, int], counts: Sequence[int], part: int) -> Non
     torch.cuda.synchronize()
 
 
-def tune(shape: dict[str, int], counts: Sequence[int]) -> dict[str, Any]:
-    """The best tiles by row count; prints a line each."""
+def tune(run: Run, shape: dict[str, int], counts: Sequence[int]) -> dict[str, Any]:
+    """The best tiles by row count."""
     case = Case(shape, 64)
     found: dict[str, Any] = {}
     for rows in counts:
@@ -149,43 +137,33 @@ def tune(shape: dict[str, int], counts: Sequence[int]) -> dict[str, Any]:
         error = (case.run(best).double() - exact).norm() / exact.norm()
         assert error < 1e-2, f"{best}: off by {error:.3g}"
         flops = 6.0 * rows * shape["top_k"] * shape["hidden"] * shape["width"]
-        print(
-            f"{rows:5} rows: {before:8.1f} us by default, {best_us:8.1f} tuned, "
-            f"{flops / best_us / 1e6:6.1f} TFLOP/s, {best}",
-            flush=True,
-        )
+        figures = {"default_us": before, "us": best_us, "tflop_s": flops / best_us / 1e6}
+        run.row({"rows": rows} | figures, tiles=str(best))
         found[str(rows)] = as_json(best) | {"us": round(best_us, 1)}
     return found
 
 
-def main() -> None:
+@harness.part
+def moe(run: Run) -> None:
     """Compiles, tunes, writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="row counts to measure")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.part is not None:
+    options = run.options
+    if options.part is not None:
         for shape in SHAPES.values():
-            compile_part(shape, arguments.rows, arguments.part)
+            compile_part(shape, options.rows, options.part)
         return
-    rows = [str(count) for count in arguments.rows]
+    rows = [str(count) for count in options.rows]
     command = [sys.executable, __file__, "--out", os.devnull, "--rows", *rows, "--part"]
     compiling = [subprocess.Popen([*command, str(part)]) for part in range(COMPILERS)]
     codes = [process.wait() for process in compiling]
     assert not any(codes), codes
-    content = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "shapes": [
-            {"model": name, **shape, "tiles": tune(shape, arguments.rows)}
-            for name, shape in SHAPES.items()
-        ],
-    }
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    shapes = [
+        {"model": name, **shape, "tiles": tune(run, shape, options.rows)}
+        for name, shape in SHAPES.items()
+    ]
+    about = {"date": run.setup["date"][:10], "device": torch.cuda.get_device_name()}
+    about |= {"torch": torch.__version__, "triton": triton.__version__}
+    options.out.write_text(json.dumps({**about, "shapes": shapes}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main())

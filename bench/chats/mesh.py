@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,16 +62,3 @@ def prompt_tokens(mesh: LocalMesh) -> dict[str, int]:
     """Prompt tokens that each worker has computed since its start, for itself or for others."""
     names = [*mesh.names("prefill"), *mesh.names("decode")]
     return {name: mesh.counters(name)["prompt_tokens"] for name in names}
-
-
-def about() -> dict[str, object]:
-    """Machine, time and commit of the measurements."""
-    root = Path(__file__).resolve().parents[2]
-    git = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": done.stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "command": " ".join(sys.argv),
-    }

@@ -27,7 +27,6 @@ class PageNames(ShortKeys):
         self._keys = names
 
     def upto(self, num_pages: int) -> list[int]:
-        """See `ShortKeys.upto`."""
         return self._keys
 
 

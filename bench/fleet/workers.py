@@ -111,7 +111,6 @@ class PrefillWorker:
         self.num_tokens = 0
 
     def submit(self, now: float, job: Job) -> None:
-        """See `SimulatedWorker`."""
         self.num_requests += 1
         self._look(job)
         self.queued_tokens += job.computed
@@ -185,7 +184,6 @@ class DecodeWorker:
         return len(self._ends)
 
     def submit(self, now: float, job: Job) -> None:
-        """See `SimulatedWorker`."""
         self._advance(now)
         job.started_at = now
         job.matched = PAGE_SIZE * self.cache.match(job.arrival.pages, job.num_pages)

@@ -42,15 +42,12 @@ class Worker:
 
     Args:
         config: Fields of `EngineConfig`.
-        copy_threads: That play the network.
     """
 
-    def __init__(self, config: dict[str, Any], copy_threads: int) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
-        self.process = context.Process(
-            target=run_worker, args=(other, config, copy_threads), daemon=True
-        )
+        self.process = context.Process(target=run_worker, args=(other, config), daemon=True)
         self.process.start()
         other.close()
         self.epoch = 0
@@ -66,17 +63,14 @@ class Mesh:
     Args:
         decode: Fields of the decode worker's `EngineConfig`.
         prefill: Fields of the prefill worker's; None: the decode worker is alone.
-        copy_threads: That play the network.
     """
 
-    def __init__(
-        self, decode: dict[str, Any], prefill: dict[str, Any] | None, copy_threads: int
-    ) -> None:
-        self.decode = Worker(decode | {"role": "decode", "worker_id": "decode"}, copy_threads)
+    def __init__(self, decode: dict[str, Any], prefill: dict[str, Any] | None) -> None:
+        self.decode = Worker(decode | {"role": "decode", "worker_id": "decode"})
         self.prefill: Worker | None = None
         if prefill is not None:
             config = prefill | {"role": "prefill", "worker_id": "prefill"}
-            self.prefill = Worker(config, copy_threads)
+            self.prefill = Worker(config)
         self._workers = [worker for worker in (self.decode, self.prefill) if worker is not None]
         self._streams: dict[int, bytes] = {}
         self._ids = itertools.count()
@@ -160,8 +154,6 @@ class Mesh:
         if worker is self.decode:
             self.transport = message.transport or self.transport
         self._counters = self._counters or message.counters
-        if message.notification:
-            self.decode.tell("notification", message.notification)
         for command in message.fill_commands:
             self._command(command)
         for reply in message.fill_replies:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -14,16 +13,13 @@ from weft.contract.submits import GatewayBatch
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
-from weft.engine.transfer import build as staging_parts
-
-from gpu_mesh.shared import VERSION, CopyReceiver, CopySenders, SharedPages
 
 IDLE_S = 2e-4
 
 
 @dataclass
 class FromWorker:
-    """Results of a turn, or a notification for another worker, or at first the epoch."""
+    """Results of a turn, or at first the epoch."""
 
     at: float = 0.0
     """Seconds of the host's monotonic clock."""
@@ -31,29 +27,19 @@ class FromWorker:
     fill_commands: list[FillCommand] = field(default_factory=list)
     fill_replies: list[FillReply] = field(default_factory=list)
     lease_replies: list[LeaseReply] = field(default_factory=list)
-    notification: bytes = b""
     epoch: int = 0
     transport: str = ""
     counters: dict[str, int] = field(default_factory=dict)
 
 
-def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int) -> None:
+def run_worker(connection: Connection, config: dict[str, Any]) -> None:
     """The process's main function: loads, sends its epoch, then turns until it receives `close`."""
     resolved = EngineConfig(**config)
-    if resolved.transport == "data":
-        staging_parts.PinnedStagingPages = SharedPages  # type: ignore[assignment,misc]
     engine = Engine(resolved, load_parts(resolved))
     engine.leave_steps()
-    lock = threading.Lock()
-
-    def send(message: FromWorker) -> None:
-        with lock:
-            connection.send(message)
-
-    receiver: CopyReceiver | None = None
-    if resolved.transport == "data":
-        receiver = _join(engine, SharedPages.path, copy_threads, send)
-    send(FromWorker(epoch=engine.info.epoch, transport=engine.parts.transport.describe()))
+    connection.send(
+        FromWorker(epoch=engine.info.epoch, transport=engine.parts.transport.describe())
+    )
     is_open = True
     while is_open:
         inbox = Inbox()
@@ -62,16 +48,13 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
             kind, content = connection.recv()
             if kind == "close":
                 is_open = False
-            elif kind == "notification":
-                assert receiver is not None
-                receiver.arrived(content)
             elif kind == "counters":
-                send(FromWorker(counters=engine.counters()))
+                connection.send(FromWorker(counters=engine.counters()))
             else:
                 getattr(inbox, kind).extend(content)
         outbox = engine.turn(inbox)
         if outbox.gateways or outbox.fill_commands or outbox.fill_replies or outbox.lease_replies:
-            send(
+            connection.send(
                 FromWorker(
                     at=time.monotonic(),
                     sessions=outbox.gateways,
@@ -81,22 +64,3 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
                 )
             )
     engine.close()
-
-
-def _join(engine: Engine, path: str, copy_threads: int, send: Any) -> CopyReceiver | None:
-    """Replaces NIXL by plain copies, if this engine exchanges pages."""
-    plane = engine.parts.transport
-    if plane.staging is None:
-        return None
-    if engine.config.role == "decode":
-        receiver = CopyReceiver(plane.staging.pages, path)
-        plane._receiver = receiver  # type: ignore[assignment]
-        return receiver
-
-    def notify(payload: bytes) -> None:
-        send(FromWorker(notification=payload))
-
-    senders = CopySenders(plane.staging.pages, copy_threads, notify)
-    plane._senders = plane.shipper._agents = senders  # type: ignore[assignment]
-    engine.filler._nixl_version = VERSION
-    return None

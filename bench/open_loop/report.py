@@ -6,13 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from open_loop.clients import Outcome
-
-WIDTH = 150
-"""Columns of the table, where the output is no terminal too."""
 
 
 @dataclass(slots=True)
@@ -96,34 +90,3 @@ def summarize(name: str, outcomes: Sequence[Outcome], goal: Goal) -> Row:
         late_p99=percentile(late, 0.99),
         errors=sorted({outcome.error for outcome in outcomes if outcome.error})[:5],
     )
-
-
-def show(rows: Sequence[Row], goal: Goal) -> None:
-    """Prints a table, and failures below it."""
-    table = Table(
-        title=f"goodput: TTFT <= {1e3 * goal.ttft_s:g} ms, gaps p99 <= {1e3 * goal.itl_s:g}"
-    )
-    columns = (
-        "load", "requests", "req/s", "tok/s", "TTFT p50, p90, p99", "ITL p50, p99",
-        "gap p50, p99", "goodput/s", "cached", "late p99",
-    )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column == "load" else "right")
-    for row in rows:
-        table.add_row(
-            row.name,
-            f"{row.requests}" + (f" ({row.failed} failed)" if row.failed else ""),
-            f"{row.requests_per_s:,.1f}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.ttft_p50:,.0f}, {row.ttft_p90:,.0f}, {row.ttft_p99:,.0f}",
-            f"{row.itl_p50:,.1f}, {row.itl_p99:,.1f}",
-            f"{row.gap_p50:,.1f}, {row.gap_p99:,.1f}",
-            f"{row.goodput_per_s:,.2f}",
-            f"{row.cached_share:.0%}",
-            f"{row.late_p99:,.1f}",
-        )
-    console = Console(width=WIDTH)
-    console.print(table)
-    for row in rows:
-        for error in row.errors:
-            console.print(f"{row.name}: {error}", highlight=False, soft_wrap=True)

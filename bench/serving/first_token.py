@@ -42,7 +42,6 @@ class FirstToken:
             self.ledger.row(self.name, self.mesh.name, kind)
 
     def take(self, turn: int) -> None:
-        """See `Section.take`."""
         for index in range(self.num_prompts if turn else 1):
             prompt = self.prompts.long(self.prompt_tokens)
             for kind in self._kinds():
@@ -54,7 +53,6 @@ class FirstToken:
                     self.ledger.judge_later(row, [prompt], outcome.answers, 1)
 
     def finish(self) -> None:
-        """See `Section.finish`."""
         cold = self.ledger.row(self.name, self.mesh.name, COLD)
         for row in self.ledger.of(self.name):
             row.compare(cold, is_time=True)

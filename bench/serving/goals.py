@@ -57,4 +57,4 @@ def _set_goals_over_llama(ledger: Ledger) -> None:
             ours = ledger.find(section, system, row.case)
             if ours is not None and ours.values:
                 value = ours.median / row.median
-                row.goals.append(Goal(f"{system} over it", least, value, is_shown=False))
+                row.goals.append(Goal(f"{system} over it", least, value))

@@ -40,7 +40,6 @@ class GrpcClient:
         self._executor.run(self._channel.close())
 
     def encode(self, prompt: list[int], num_tokens: int) -> bytes:
-        """See `Client.encode`."""
         request = gateway_pb2.CompleteRequest(
             model=self._model,
             token_ids=common_pb2.TokenIds(ids=prompt),
@@ -52,7 +51,6 @@ class GrpcClient:
         return request.SerializeToString()
 
     async def exchange(self, body: bytes, raw: Raw, on_piece: Callable[[], None] | None) -> None:
-        """See `Client.exchange`."""
         raw.sent_s = time.perf_counter()
         try:
             async for piece in self._complete(body):
@@ -64,7 +62,6 @@ class GrpcClient:
             raise LoadError(f"{error.code().name}: {error.details()}") from error
 
     def decode(self, raw: Raw, num_tokens: int) -> Answer:
-        """See `Client.decode`."""
         answer = Answer([], None, raw.sent_s)
         tokens: list[int] = []
         for piece, time_s in zip(raw.pieces, raw.times_s, strict=True):

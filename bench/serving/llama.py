@@ -57,7 +57,6 @@ class Llama:
             self.ledger.row(PROMPTS, LLAMA, str(length))
 
     def take(self, turn: int) -> None:
-        """See `Section.take`."""
         if not turn:  # The programs warm up by themselves.
             return
         generation = [self.ledger.row(THROUGHPUT, LLAMA, str(count)) for count in self._counts]

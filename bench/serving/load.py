@@ -94,7 +94,6 @@ class LoadSystem:
         """Does nothing: nothing is held."""
 
     def run(self, prompts: Sequence[list[int]], num_tokens: int) -> Outcome:
-        """See `System.run`."""
         bodies = [self._client.encode(prompt, num_tokens) for prompt in prompts]
         raws = [Raw() for _ in bodies]
 
@@ -108,7 +107,6 @@ class LoadSystem:
     def run_with_arrivals(
         self, prompts: Sequence[list[int]], num_tokens: int, arrivals: Arrivals
     ) -> tuple[Outcome, list[Answer]]:
-        """See `Streaming`."""
         bodies = [self._client.encode(prompt, num_tokens) for prompt in prompts]
         late_bodies = [self._client.encode(prompt, 1) for prompt in arrivals.prompts]
         raws, late_raws = [Raw() for _ in bodies], [Raw() for _ in late_bodies]

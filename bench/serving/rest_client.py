@@ -68,7 +68,6 @@ class RestClient:
         return head.encode() + body
 
     async def exchange(self, body: bytes, raw: Raw, on_piece: Callable[[], None] | None) -> None:
-        """See `Client.exchange`."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         transport, _ = await loop.create_connection(
@@ -82,7 +81,6 @@ class RestClient:
             transport.close()
 
     def decode(self, raw: Raw, num_tokens: int) -> Answer:
-        """See `Client.decode`."""
         text: list[str] = []
         times_s: list[float] = []
         num_counted = 0

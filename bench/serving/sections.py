@@ -23,6 +23,13 @@ PROMPTS = "prompts"
 MIXED = "mixed"
 FIRST_TOKEN = "first token"
 SHIPPING = "shipping"
+TITLES = {
+    THROUGHPUT: "output tokens/s by streams; ratio: to transformers",
+    PROMPTS: "prompt tokens/s, one prompt at a time, by its tokens; ratio: to transformers",
+    MIXED: "output tokens/s of running streams while long prompts arrive; ratio: to before",
+    FIRST_TOKEN: "time to the first token of a long prompt, s; ratio: to cold",
+    SHIPPING: "pages written to another process, GB/s, by page; ratio: to NIXL",
+}
 
 REST, GRPC = "mesh, REST", "mesh, gRPC"
 PREFILL = "prefill worker"
@@ -89,7 +96,6 @@ class Throughput:
                 self.ledger.row(self.name, system.name, str(count))
 
     def take(self, turn: int) -> None:
-        """See `Section.take`."""
         num_tokens = self.num_tokens if turn else NUM_WARMUP_TOKENS
         for count in self.stream_counts:
             prompts = self.prompts.short(self.num_single if count == 1 else count)
@@ -101,7 +107,6 @@ class Throughput:
                     self._note(row, turn, prompts, outcomes)
 
     def finish(self) -> None:
-        """See `Section.finish`."""
         for row in self.ledger.of(self.name):
             baseline = self.ledger.find(self.name, TransformersSystem.name, row.case)
             if baseline is not None:
@@ -139,7 +144,6 @@ class PromptSpeed:
                     self.ledger.row(self.name, name, str(length))
 
     def take(self, turn: int) -> None:
-        """See `Section.take`."""
         for length in self.lengths:
             prompt = self.prompts.long(length)
             for name, system in rotated(self._systems(), turn):
@@ -157,7 +161,6 @@ class PromptSpeed:
                     self.ledger.judge_later(row, [prompt], outcome.answers, 1)
 
     def finish(self) -> None:
-        """See `Section.finish`."""
         for row in self.ledger.of(self.name):
             baseline = self.ledger.find(self.name, TransformersSystem.name, row.case)
             if baseline is not None:
@@ -217,7 +220,6 @@ class Mixed:
             self.ledger.row(self.name, system.name, str(self.num_streams))
 
     def take(self, turn: int) -> None:
-        """See `Section.take`."""
         prompts = self.prompts.short(self.num_streams)
         arriving = [self.prompts.long(self.arriving_tokens) for _ in range(self.num_arriving)]
         if not turn:

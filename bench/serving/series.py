@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from harness import spread
 
 from serving.answers import Answer
 from serving.checking import Checker, Verdict
@@ -60,30 +62,32 @@ class Series:
                 self.ratios[repeat] = other / value if is_time else value / other
 
     def summary(self) -> dict[str, Any]:
-        """Summarises the row for JSON."""
-        verdict = self.verdict
+        """The row for table and JSON."""
+        goals = (
+            f"{goal.what} {goal.value:.2f}/{goal.least:g} {'met' if goal.is_met else 'NOT met'}"
+            for goal in self.goals
+        )
         return {
             "section": self.section,
             "system": self.system,
             "case": self.case,
+            "value": spread(list(self.values.values())) if self.values else None,
+            "ratio": spread(list(self.ratios.values())) if self.ratios else None,
+            "first ms": _milliseconds(self.first_s),
+            "between ms": _milliseconds(self.gaps_s),
+            "judged": f"{self.verdict.exact}+{self.verdict.near_ties}",
+            "goals": "; ".join(goals),
             "values": list(self.values.values()),
-            "ratios": list(self.ratios.values()),
-            "median": self.median if self.values else None,
-            "ratio": self.ratio if self.ratios else None,
             "first_s": percentiles(self.first_s),
             "gaps_s": percentiles(self.gaps_s),
-            "tokens": {
-                "exact": verdict.exact,
-                "near_ties": verdict.near_ties,
-                "wrong": verdict.wrong,
-                "missing": verdict.missing,
-            },
+            "tokens": asdict(self.verdict),
             "failure": self.failure,
-            "goals": [
-                {"what": goal.what, "least": goal.least, "value": goal.value, "met": goal.is_met}
-                for goal in self.goals
-            ],
         }
+
+
+def _milliseconds(times_s: Sequence[float]) -> str:
+    """Formats p50 / p99 in milliseconds."""
+    return "/".join(f"{1e3 * percentile(times_s, p):.3g}" for p in (50, 99)) if times_s else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,6 @@ class Goal:
     what: str
     least: float
     value: float
-    is_shown: bool = True
-    """The row shows the value in another column."""
 
     @property
     def is_met(self) -> bool:
@@ -140,7 +142,7 @@ class Ledger:
         """Number of answers still to be checked."""
         return len(self._answers)
 
-    def judge(self, checker: Checker, advance: Callable[[], None]) -> None:
+    def judge(self, checker: Checker) -> None:
         """Checks every timed answer."""
         known: dict[tuple[int, ...], list[list[int]]] = {}
         for _, prompt, answer, _ in self._answers:
@@ -149,7 +151,6 @@ class Ledger:
         for row, prompt, answer, num_tokens in self._answers:
             others = known.get(tuple(prompt), [])
             row.verdict.add(checker.check(prompt, answer, num_tokens, others))
-            advance()
         self._answers.clear()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,22 +30,18 @@ class Shipping:
             self.ledger.row(self.name, system, self._case)
 
     def take(self, turn: int) -> None:
-        """See `Section.take`."""
         weft = self.ledger.row(self.name, WEFT, self._case)
         nixl = self.ledger.row(self.name, NIXL, self._case)
         if not turn:  # Each measurement warms up by itself.
             return
         page_kib = self.page_bytes >> 10
-        measure: Callable[[], transfer.Row] = partial(
-            transfer.measure, page_kib, self.chunk_mib, REPEATS
-        )
-        found = attempt(weft, measure)
+        found = attempt(weft, partial(transfer.measure, page_kib, self.chunk_mib, REPEATS))
         if found is None:
             return
-        weft.note(turn, found.weft[0])
-        nixl.note(turn, found.raw[0])
-        weft.ratios[turn] = found.ratio
-        if not found.verified:
+        weft.note(turn, found["weft_gb_per_s"].median)
+        nixl.note(turn, found["raw_gb_per_s"].median)
+        weft.ratios[turn] = found["ratio"].median
+        if not found["verified"]:
             weft.failure = f"{LoadError.__name__}: pages did not arrive as they were sent"
 
     def finish(self) -> None:

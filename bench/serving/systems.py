@@ -50,7 +50,6 @@ class EngineSystem:
     def run_with_arrivals(
         self, prompts: Sequence[list[int]], num_tokens: int, arrivals: Arrivals
     ) -> tuple[Outcome, list[Answer]]:
-        """See `Streaming`."""
         started_s = time.perf_counter()
         answers = self._submit(prompts, num_tokens)
         while min(len(answer.event_times_s) for answer in answers) < arrivals.num_events_before:
