@@ -25,7 +25,7 @@ from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.flash_attention import prompt_rows, takes
+from weft.kernels.gpu.flash_attention import prompt_rows, supports
 from weft.kernels.gpu.moe import routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.replaced import replace_products
@@ -384,7 +384,7 @@ def bench_attention(bench: Bench) -> None:
         work = 2.0 * requests * length * (length + 1) * 32 * 128
         calls = [cold_call(requests, length, 32, 8)]
         bench.row(f"extend {requests}x{length} cold, own K and V", work, calls, "matmul")
-        if takes(BF16, 128, requests * length):
+        if supports(BF16, 128, requests * length):
             calls = [cold_call(requests, length, 32, 8, is_flash=True)]
             bench.row(f"extend {requests}x{length} cold, FlashAttention-3", work, calls, "matmul")
     q, k, v = (torch.randn(1, h, 8192, 128, device="cuda", dtype=BF16) for h in (32, 8, 8))

@@ -158,16 +158,16 @@ class Graph:
 @contextmanager
 def way_of(name: str) -> Iterator[None]:
     """Context in which additions are computed in one of the `WAYS`."""
-    before = moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE
+    before = moe.MAX_PAIRED_ROWS, moe_lora_pairs.LAUNCH_CONFIG
     shape = WAYS[name].shape
     if shape is None:
         moe.MAX_PAIRED_ROWS = 0
     else:
-        moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE = 1 << 20, shape
+        moe.MAX_PAIRED_ROWS, moe_lora_pairs.LAUNCH_CONFIG = 1 << 20, shape
     try:
         yield
     finally:
-        moe.MAX_PAIRED_ROWS, moe_lora_pairs.SHAPE = before
+        moe.MAX_PAIRED_ROWS, moe_lora_pairs.LAUNCH_CONFIG = before
 
 
 def in_float32(
