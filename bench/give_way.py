@@ -63,12 +63,12 @@ def measure(
     if paths:
         thread.start()
     for _ in range(num_steps):
-        host.begin()
+        host.take_cores()
         began = time.perf_counter()
         for _ in range(NUM_CALLS):
             values.add_(1)
         steps.append(1e3 * (time.perf_counter() - began))
-        host.end()
+        host.yield_cores()
         time.sleep(REST_S)
     stop.set()
     if paths:

@@ -30,11 +30,11 @@ class HostPriority:
         self._rests = threading.Event()
         self._rests.set()
 
-    def begin(self) -> None:
+    def take_cores(self) -> None:
         """The engine thread continues to compute."""
         self._rests.clear()
 
-    def end(self) -> None:
+    def yield_cores(self) -> None:
         """The engine thread begins to wait, for the device or for work."""
         self._rests.set()
 

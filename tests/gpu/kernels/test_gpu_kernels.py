@@ -14,7 +14,7 @@ from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu.dense_attention import is_faster
 from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.flash_attention import prompt_rows, takes
+from weft.kernels.gpu.flash_attention import prompt_rows, supports
 from weft.kernels.greedy import greedy_rows, greedy_rows_reference
 from weft.kernels.linear import (
     gate_up_silu,
@@ -250,7 +250,7 @@ def test_flash_attention_of_prompts_with_nothing_before_them(geometry: Geometry)
     for lengths in (prompts, [*prompts, (1, 1), (1, 1300), (0, 12), (1, 65)], [(2100, 2100)]):
         random.shuffle(lengths)
         case = make_case(geometry, lengths, torch.bfloat16, CUDA)
-        assert takes(case.q.dtype, geometry.dim, len(case.q)) == (len(case.q) >= 2048)
+        assert supports(case.q.dtype, geometry.dim, len(case.q)) == (len(case.q) >= 2048)
         pool, (k, v) = hide_own_pages(case).pool, case.own_kv()
         padding = random.choice((1, 77))
         q, k, v = (torch.cat([x, torch.randn_like(x[:padding])]) for x in (case.q, k, v))

@@ -52,19 +52,19 @@ def worker(host: HostPriority) -> Iterator[Worker]:
     thread.give(worker)
     yield worker
     worker.stop.set()
-    host.end()
+    host.yield_cores()
     thread.close()
 
 
 def test_work_stands_still_while_the_host_computes(host: HostPriority, worker: Worker) -> None:
     for _ in range(3):
         assert reaches(lambda begun=worker.num_pieces: worker.num_pieces > begun + 10)
-        host.begin()
+        host.take_cores()
         begun = worker.num_pieces
         time.sleep(0.05)
         # It may have been in the middle of a piece.
         assert worker.num_pieces <= begun + 1
-        host.end()
+        host.yield_cores()
 
 
 def test_work_goes_on_beside_a_host_that_never_rests(
@@ -74,7 +74,7 @@ def test_work_goes_on_beside_a_host_that_never_rests(
     monkeypatch.setattr(host_turn, "MAX_WAIT_S", 0.001)
     worker: Worker = request.getfixturevalue("worker")
     assert reaches(lambda: worker.num_pieces > 10)
-    host.begin()
+    host.take_cores()
     assert reaches(lambda begun=worker.num_pieces: worker.num_pieces > begun + 10)
 
 
@@ -105,11 +105,11 @@ def test_who_has_worked_little_waits_little(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_other_threads_give_way_to_nobody(host: HostPriority) -> None:
-    host.begin()
+    host.take_cores()
     worker = Worker()
     thread = BackgroundThread("test", lambda: None)
     thread.give(worker)
     assert reaches(lambda: worker.num_pieces > 10)
     worker.stop.set()
     thread.close()
-    host.end()
+    host.yield_cores()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from weft.common.worker.store_client import StoreClient
-from weft.common.worker.store_replica import Held, Stored
+from weft.common.worker.store_replica import Stored, StoredRange
 from weft.contract.keys import PageKeys
 from weft.contract.messages import Inbox
 from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
@@ -59,13 +59,13 @@ class FakeReplica:
     def is_away(self) -> bool:
         return self.is_resting
 
-    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
+    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None:
         self.num_calls += 1
         if self.is_lost:
             self.is_resting = True
             return None
         leading = next((i for i, key in enumerate(keys) if key not in self.keys), len(keys))
-        return Held(leading, f"id of {self.address}", 7)
+        return StoredRange(leading, f"id of {self.address}", 7)
 
     async def put(self, put: StorePut, indices: Sequence[int]) -> Stored | None:
         self.num_calls += 1

@@ -191,12 +191,12 @@ class StepPipeline:
     def host_goes_on(self) -> None:
         """Makes background threads yield to this one; not on a CPU, where this one computes."""
         if self._is_asynchronous:
-            self._host.begin()
+            self._host.take_cores()
 
     def host_rests(self) -> None:
         """Lets background threads run."""
         if self._is_asynchronous:
-            self._host.end()
+            self._host.yield_cores()
 
     def turn(self, plan: Plan) -> bool:
         """Starts a step, if there is anything to do, and commits the previous one.
