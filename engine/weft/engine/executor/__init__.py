@@ -1,1 +1,3 @@
-"""One step on the device: inputs, CUDA graphs, forward, drawing. It knows no loop and no lease."""
+"""One step on the device: inputs, CUDA graphs, forward pass, sampling. It knows no loop and no
+lease.
+"""

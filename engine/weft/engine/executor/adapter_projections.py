@@ -1,4 +1,4 @@
-"""What adapters may change under an engine's settings. No torch."""
+"""The projections that adapters may change under an engine's settings. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from weft.engine.base.config import EngineConfig
 
 
 def adapted_projections(config: EngineConfig, model: ModelConfig) -> tuple[Projection, ...]:
-    """The projections of a model that adapters may change under these settings.
-
-    Raises:
-        ConfigError: The model cannot have adapters, or lacks what the settings name.
-    """
+    """Raises ConfigError if the model cannot have adapters, or lacks what the settings name."""
     if not model.takes_adapters:
         raise ConfigError(
             f"enable_lora: not supported for {model.architecture}, whose layers have products of "

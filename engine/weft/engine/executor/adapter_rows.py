@@ -1,7 +1,6 @@
-"""The device's memory for adapters: rows of rank 8 for each kind of projection, and their tables.
-
-All of it is allocated at start, before the KV pool is sized. It never moves, since captured graphs
-read it.
+"""The device's memory for adapters: rows of rank 8 for each kind of projection, and the tables that
+map slots to rows. All of it is allocated at start, before the KV pool is sized, and never moves,
+since captured graphs read it.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ DEFAULT_DRAFT_RANK = 32
 def plan_lora(
     config: EngineConfig, projections: Sequence[Projection], dtype: torch.dtype
 ) -> LoraLimits:
-    """Divides the adapter memory among the kinds of projections, for adapters of one rank on all of
-    them.
+    """Divides the adapter memory among the kinds of projections, in the proportions that an adapter
+    on all of them needs.
 
-    Rows for the draft head are added, an equal part for each of `max_loras` adapters, so that draft
-    adapters never take room from adapters.
+    Rows for the draft head are added on top, an equal part for each of `max_loras` adapters. So
+    draft adapters never take room from adapters.
 
     Raises:
-        ConfigError: Not one row of each fits.
+        ConfigError: The memory holds less than one row of each kind.
     """
     shares: dict[str, tuple[int, int]] = {}
     drafts: dict[str, tuple[int, int]] = {}
@@ -104,32 +103,32 @@ class DraftParts(Protocol):
     """The projections of the draft head that adapters may change."""
 
     projections: tuple[Projection, ...]
-    """Projections of the head's one layer, number 0, grouped as in `LoraStep`."""
+    """Projections of the head's only layer, number 0, grouped as in `LoraStep`."""
 
     def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
         """Reads an adapter's changes to the draft head, scaled, in float32.
 
         Args:
             folder: Folder of the draft adapter; may be missing.
-            max_rank: Largest rank of a change.
 
         Returns:
-            Changes by `Projection.kind`; none if the draft adapter cannot be used, which is logged.
+            Changes by `Projection.kind`; empty if the draft adapter cannot be used, which is
+            logged.
         """
         ...
 
 
 class RankMemory(Protocol):
-    """Memory that the ranks of an engine have for the same purpose."""
+    """Memory that each rank of an engine allocates and rank 0 writes."""
 
     rank: int
-    """This process's."""
+    """Number of this process's rank."""
     size: int
     """Number of ranks."""
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
-        """Makes zeros of [num_bytes] uint8 on each rank, which rank 0 can write; all ranks call it
-        together.
+        """Makes zeros of [num_bytes] uint8 on each rank, all of which rank 0 can write. All ranks
+        must call it together.
         """
         ...
 
@@ -141,12 +140,12 @@ class _Tables(NamedTuple):
     """Weights by `Projection.name`."""
     replaced: dict[str, ReplacedMatrices]
     vocabulary_ends: torch.Tensor
-    """See `LoraStep.vocabulary_ends`."""
+    """[max_slots] int32: the first token id that each slot's adapter does not have."""
 
 
 _NewZeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _ALIGNMENT = 256
-"""Tensors in a rank's memory begin at multiples of so many bytes."""
+"""Each tensor in a rank's memory begins at a multiple of so many bytes."""
 
 
 class _Sizes:
@@ -174,23 +173,20 @@ class _RowComponents:
 
 
 class LoraPool:
-    """Rows and tables of adapters; implements `weft.engine.features.lora.manager.AdapterStore`.
+    """Rows and tables of adapters; the `AdapterStore` of the LoRA manager.
 
-    `read` and `write` are called by one thread each. `write` touches only what no step uses, and on
-    a GPU works on a stream of its own: it waits for no step, and no step for it. Rank 0 writes the
-    rows of all ranks.
+    `read` and `write` are called by one thread each. `write` touches only memory that no step uses.
+    On a GPU it works on a stream of its own, so neither it nor the steps wait for the other. Rank 0
+    writes the rows of all ranks.
 
     Args:
         limits: Rows of each kind.
-        projections: Projections that adapters may change, as one rank has them.
-        model: The model with these projections.
+        projections: Projections that adapters may change, with the sizes that one rank has.
         model_dir: The model's checkpoint.
         max_rank: Largest rank of an adapter.
-        dtype: Dtype of the model.
-        device: Device of the model.
-        drafts: Projections of the draft head that adapters may change, which are among
-            `projections`; None: draft adapters are ignored.
-        ranks: The ranks among which the model is divided; None: there is one.
+        drafts: Those of `projections` that belong to the draft head; None: draft adapters are
+            ignored.
+        ranks: None: the model is not divided.
 
     Raises:
         ConfigError: There is not enough memory.
@@ -216,7 +212,7 @@ class LoraPool:
         self._dtype = dtype
         self._is_cuda = device.type == "cuda"
         self.max_slots = limits.max_loras + 1
-        """Slots of the tables, including the one for no adapter."""
+        """Slots of the tables, slot 0 for no adapter included."""
         try:
             self._of_ranks = self._make(device, ranks)
         except (RuntimeError, OSError) as error:
@@ -226,20 +222,18 @@ class LoraPool:
         own = self._of_ranks[0 if ranks is None else ranks.rank]
         self._weights, self._replaced, self._vocabulary_ends = own
         self._groups: dict[str, Any] = {}
-        """Tuples of LoraWeights by group."""
+        """Tuples of LoraWeights by field of `LoraStep`."""
         self._draft_groups: dict[str, Any] = {}
-        """Tuples of LoraWeights of the draft head by group."""
+        """The same for the draft head."""
         for part in projections:
             groups = self._draft_groups if part.is_draft else self._groups
             groups[part.group] = (*groups.get(part.group, ()), self._weights[part.name])
         self._drafts = drafts
         self.has_drafts = np.zeros(self.max_slots, np.bool_)
-        """Whether the adapter in each slot has a draft adapter, [max_slots]."""
+        """[max_slots]: whether the adapter in each slot brings a draft adapter."""
         self._stream = _new_stream(device) if self._is_cuda else None
 
     def _make(self, device: torch.device, ranks: RankMemory | None) -> list[_Tables]:
-        """Makes the memory of all ranks."""
-
         def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             is_large = not self._is_cuda and dtype == self._dtype
             make = huge_zeros if is_large else partial(torch.zeros, device=device)
@@ -282,9 +276,6 @@ class LoraPool:
         )
 
     def _new_replaced(self, part: Projection, count: int, zeros: _NewZeros) -> ReplacedMatrices:
-        """Makes room for matrices that replace the model's own; on a CPU they are used where they
-        were read.
-        """
         places = zeros((self.max_slots,), torch.int32).fill_(OWN)
         if not self._is_cuda:
             return ReplacedMatrices(places, on_host=[None] * count)
@@ -293,7 +284,7 @@ class LoraPool:
 
     @property
     def projections(self) -> list[str]:
-        """Names of the model's projections that adapters may change."""
+        """Names of the projections that adapters may change, without the draft head's."""
         return [name for name, part in self._projections.items() if not part.is_draft]
 
     @property
@@ -302,7 +293,7 @@ class LoraPool:
         return "lm_head" in self._groups
 
     def step(self, segments: LoraSegments) -> LoraStep:
-        """The LoRA inputs of a step whose tokens are sorted by these segments."""
+        """The LoRA inputs of a step whose rows these segments sort by adapter."""
         return LoraStep(
             segments=segments,
             embeddings=self._replaced.get(EMBED_TOKENS),
@@ -317,7 +308,7 @@ class LoraPool:
         return self._drafts is not None
 
     def draft_step(self, segments: LoraSegments) -> LoraStep:
-        """The LoRA inputs of the draft head's layer, number 0, for these segments."""
+        """The LoRA inputs of the draft head's only layer, number 0, for these segments."""
         return LoraStep(segments=segments, **self._draft_groups)
 
     def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
@@ -352,9 +343,7 @@ class LoraPool:
         )
 
     def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
-        """Adds the adapter's changes to the draft head, if they are small enough to displace no
-        adapter.
-        """
+        """Adds the adapter's changes to the draft head, if they displace no other adapter."""
         if self._drafts is None:
             return weights
         parts = self._drafts.projections
@@ -429,7 +418,6 @@ class LoraPool:
 
 
 def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: LoraMatrix) -> None:
-    """Overwrites whole rows."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Cuts the rows into runs of consecutive ones.
     for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):
         give_way()
@@ -441,7 +429,6 @@ def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Lo
 def _write_whole(
     replaced: ReplacedMatrices, place: DevicePlace, given: WholeMatrix | None, kind: str
 ) -> None:
-    """Gives a slot its adapter's matrix, or the model's own."""
     number = OWN
     if given is not None:
         (number,) = place.rows[kind].tolist()
@@ -464,10 +451,10 @@ def make_lora_pool(
     drafts: DraftParts | None = None,
     ranks: RankMemory | None = None,
 ) -> LoraPool | None:
-    """Makes the memory for adapters of a model; None if none are served.
+    """None if no adapters are served.
 
     Raises:
-        ConfigError: It does not fit, or the model cannot have adapters.
+        ConfigError: The memory does not fit, or the model cannot have adapters.
     """
     if not config.enable_lora:
         return None

@@ -1,4 +1,4 @@
-"""Access to blocks of recurrent layers and to window pages for tiers, as pages of a pool."""
+"""Access of tiers to blocks of recurrent layers and to window pages, as pages of a pool."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from weft.engine.transfer.digest import digest_pages
 
 
 class BlockPool:
-    """Implements `weft.engine.transfer.page_pool.PagePool` for one thread: page i of block b has
-    the number b * num_pages + i. The last page of a block ends with zeros.
+    """`PagePool` for one thread. Page i of block b has the number b * num_pages + i; the last page
+    of a block ends with zeros.
 
-    Copies are complete when their call returns. Steps neither read nor write the blocks that it
-    copies.
+    Copies are complete when their call returns. No step reads or writes the blocks that it copies.
 
     Args:
-        parts: Of all blocks, [num_blocks, ...] each, contiguous.
+        parts: The parts of all blocks, [num_blocks, ...] each, contiguous.
         num_pages: Pages of a block.
-        page_bytes: Bytes of a page.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], num_pages: int, page_bytes: int) -> None:
@@ -65,7 +63,7 @@ class BlockPool:
         row[end:] = 0
 
     def _pieces(self, page: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """The bytes of the parts that lie in a page, and where in the page."""
+        """The parts' bytes that lie in a page, and their offsets in the page."""
         block, index = divmod(page, self._num_pages)
         first, begin = index * self._page_bytes, 0
         for part in self._parts:

@@ -1,4 +1,4 @@
-"""Finds an engine's device, and says what is slower or different on it."""
+"""Finds an engine's device, and describes what is slower or different on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.kernels.latent_attention import LatentSpec
 
 
 def find_device(config: EngineConfig) -> torch.device:
-    """The configured device; checks that it exists."""
+    """The configured device. Raises ConfigError if it does not exist."""
     try:
         device = torch.device(config.device)
     except RuntimeError as error:
@@ -38,7 +38,7 @@ def promise_determinism(
     """Describes what deterministic mode does on this machine.
 
     Raises:
-        ConfigError: The result of some operation of this machine would depend on the step's other
+        ConfigError: On this machine the result of some operation would depend on the step's other
             rows.
     """
     if device.type == "cuda":
@@ -61,7 +61,6 @@ def promise_determinism(
 
 
 def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
-    """Describes deterministic mode on a GPU; see `promise_determinism`."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
         reason = f"tested from compute capability 9.0 on, {device} has {capability}"
@@ -100,7 +99,9 @@ def slower_latents(config: EngineConfig, loaded: LoadedModel, device: torch.devi
 
 
 def wider_experts(loaded: LoadedModel, device: torch.device) -> list[str]:
-    """Describes experts without gates that a GPU keeps in floats beside quantised weights."""
+    """Describes experts without gates, which a GPU keeps in floats while other weights are
+    quantised.
+    """
     moe, made = loaded.config.moe, loaded.quantization
     if device.type != "cuda" or moe is None or moe.is_gated or made is None:
         return []
@@ -109,7 +110,7 @@ def wider_experts(loaded: LoadedModel, device: torch.device) -> list[str]:
 
 
 def sampling_device(vocab_size: int, device: torch.device) -> tuple[torch.device | None, list[str]]:
-    """The device that draws tokens, and the reason if it is not the GPU."""
+    """The GPU that draws tokens; None, and the reason if there is a GPU, if the host draws them."""
     if device.type != "cuda":
         return None, []
     fault = device_sampler_fault(vocab_size, device)

@@ -1,4 +1,4 @@
-"""Tries the device's sampler when an engine starts: compiles it and compares its tokens with the
+"""Checks the device's sampler when an engine starts: compiles it and compares its tokens with the
 host's.
 """
 
@@ -30,14 +30,8 @@ _ROWS_A_TRIAL = 8
 
 
 def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
-    """Draws from the same logits on the device and on the host.
-
-    Args:
-        vocab_size: Vocabulary size of the model.
-        device: Device of its logits.
-
-    Returns:
-        Why the device must not draw, in words; None if all tokens are the host's.
+    """Draws from the same logits on the device and on the host. Returns why the device must not
+    draw; None if all tokens are equal.
     """
     rng = np.random.default_rng(0)
     count = len(_TRIALS) * _ROWS_A_TRIAL
@@ -63,7 +57,7 @@ def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
 
 
 def _draw(logits: torch.Tensor, params: np.ndarray, device: torch.device) -> np.ndarray:
-    """Draws once as from rows without drafts, once as from rows with drafts: [2, L]."""
+    """Draws once as from rows without drafts, and once as from rows with drafts: [2, L]."""
     count, vocab_size = logits.shape
     slots, logits = torch.arange(count, device=device), logits.to(device)
     tables = SlotTables(

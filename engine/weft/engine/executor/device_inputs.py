@@ -1,8 +1,8 @@
-"""A step's inputs on a GPU: one copy from the host per step; the page table is kept there.
+"""Inputs of steps on a GPU, where a copy of the page table lies. The host sends one copy per step.
 
-The device itself fills in what only it knows: the tokens drawn by the step before, and where
-requests begin whose drafts were verified. It does so within the captured step, else right behind
-the copy.
+The device fills in values that only it knows: the tokens that the step before drew, and the start
+positions of requests whose drafts that step verified. It does so within the captured step, or right
+after the copy if the step is not captured.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _CHANGES_BYTES = _MAX_STATIC_CHANGES * (8 + 4) + _ALIGNMENT_BYTES
 
 
 class DeviceInputs:
-    """Builds batches on the device.
+    """Sends steps to the GPU and builds their batches there. Static inputs lie in fixed memory,
+    which captured steps read.
 
     Args:
-        table: the host's page table; its changes are taken with each step.
-        page_size: token positions a page.
-        max_decode_rows: requests of the largest decode step with static inputs.
-        known: last tokens, positions and drafts of each slot, as the device knows them.
-        lora: adapters on the device; None: steps have none.
-        max_tokens: of the largest step with static inputs.
-        windows: page table and pool of each further page group.
-        states: of recurrent layers; None: the model has none.
+        table: The host's page table, whose changes each step takes along.
+        max_decode_rows: Requests of the largest decode step with static inputs.
+        known: Last tokens, positions and drafts of each slot, as the device knows them.
+        lora: None: steps have no adapters.
+        max_tokens: Rows of the largest step with static inputs.
+        windows: Page table and pool of each further page group.
+        states: None: the model has no recurrent layers.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class DeviceInputs:
             self._lora_bytes = torch.zeros(columns.num_bytes, dtype=torch.uint8, device=device)
         self._static_rows = torch.arange(max_decode_rows, device=device)
         self.drawing_slots = self._static_rows[:0]
-        """[L] int64: the slot of each row of the logits of the step sent last."""
+        """[L] int64: the slot of each row of logits of the step that was sent last."""
         self.step: StepRows | None = None
-        """The step sent last, in the memory that it runs from. Values written there by earlier
-        device work, such as the positions and ancestors of trees, are preserved.
+        """The step that was sent last, in the memory that it runs from. Sending preserves what
+        earlier device work wrote there, such as the positions and ancestors of trees.
         """
         self.verify_rows = self._static_rows[:0]
         """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, if it has drafts.
@@ -105,24 +105,23 @@ class DeviceInputs:
 
     @property
     def pages(self) -> torch.Tensor:
-        """[slots + 1, max_pages] int32: the page table on the device; the last row contains only
+        """[slots + 1, max_pages] int32: the page table on the device. The last row contains only
         the null page.
         """
         return self._table
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
-        """Copies arrays to memory of their own on the device; see `DeviceCopies.send`."""
+        """Copies arrays to memory of their own on the device, without waiting."""
         return self._copies.send(arrays)
 
     def send_pages(self) -> None:
-        """Sends the changes of the host's page table; steps do this by themselves."""
+        """Sends changes of the host's page table outside a step. Steps send them by themselves."""
         self._send_windows()
         changes = self._host_table.take_changes()
         if len(changes.indices):
             self._apply(*self._copies.send(changes))
 
     def _send_windows(self) -> None:
-        """Sends the changes of the page tables of further groups."""
         for host, table, _ in self._windows:
             changes = host.take_changes()
             if len(changes.indices):
@@ -132,9 +131,6 @@ class DeviceInputs:
     def _groups(
         self, group: AttentionMetadata, positions: torch.Tensor, rows: torch.Tensor
     ) -> tuple[AttentionMetadata, ...]:
-        """The step as all groups see it, given the first one's, with the requests' `rows` of the
-        page tables.
-        """
         num_columns, size = group.page_table.shape[1], self._page_size
         windows = (
             group_step(group, table[:, :num_columns].index_select(0, rows), pool, positions, size)
@@ -143,7 +139,7 @@ class DeviceInputs:
         return (group, *windows)
 
     def batch(self, arrays: StepArrays) -> Step:
-        """Copies the input of a step to the device."""
+        """Sends a step that is not captured and builds its batch."""
         rows_of = arrays.verify_rows
         columns: tuple[npt.NDArray[np.generic], ...] = (
             arrays.token_ids,
@@ -195,11 +191,10 @@ class DeviceInputs:
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
-        """The adapters of a step without static inputs."""
         return None if arrays.adapter_slots is None else self.lora_of(arrays.adapter_slots)
 
     def lora_of(self, token_slots: Int32Array) -> LoraStep:
-        """Sends the adapters of these tokens ([T]), as `batch` does for a whole step."""
+        """Sends the adapter slots of these tokens, [T], as `batch` does for a whole step."""
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         return self._lora.step(LoraSegments(*self._copies.send(sort_tokens(token_slots))))
 
@@ -209,7 +204,6 @@ class DeviceInputs:
         return self._lora is not None and self._lora.changes_logits
 
     def _send_lora(self, token_slots: Int32Array | None, num_tokens: int) -> None:
-        """Sends the adapters, if any, of a step's tokens ([T]), padded to `num_tokens`."""
         if token_slots is None:
             return
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
@@ -221,7 +215,6 @@ class DeviceInputs:
         self._copies.pinned.sent()
 
     def _static_lora(self, num_tokens: int, *, has_lora: bool) -> LoraStep | None:
-        """The columns that `_send_lora` sent last."""
         if not has_lora:
             return None
         assert self._lora is not None
@@ -231,10 +224,9 @@ class DeviceInputs:
         return replace(step, are_given=True)
 
     def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> Step:
-        """The inputs of a decode step of `num_rows` requests, as `send_decodes` sent them last.
-
-        To be called while a graph is captured. Each replay fills in what the device knows, enters
-        new pages and copies the page table's rows again.
+        """The inputs of a decode step of `num_rows` requests in the memory that `send_decodes`
+        writes. Call it while a graph is captured: each replay then fills in what the device knows,
+        enters new pages and copies the page table's rows.
         """
         given, step = self._decodes.views(num_rows)
         expand_decodes(given, step, self._known, self._table, self._page_size)
@@ -257,7 +249,7 @@ class DeviceInputs:
         )
 
     def send_decodes(self, decodes: StepDecodes, num_rows: int) -> None:
-        """Sends a decode step padded to `num_rows`; padding rows write to the null page."""
+        """Sends a decode step padded to `num_rows`. Padding rows write to the null page."""
         self._send_lora(decodes.adapter_slots, num_rows)
         changes = self._few_changes()
         memory = self._decodes
@@ -267,7 +259,9 @@ class DeviceInputs:
         (self.drawing_slots, *_), self.step = memory.views(len(decodes.slots))
 
     def send_states(self, rows: StateRows | None, num_requests: int) -> None:
-        """Sends the blocks of a captured step, padded to `num_requests`, if the model has any."""
+        """Sends the blocks of a captured step, padded to `num_requests`. Does nothing if the model
+        has no recurrent layers.
+        """
         if self._states is not None:
             self._states.send(rows, num_requests)
 
@@ -284,8 +278,8 @@ class DeviceInputs:
         self.verify_rows = sent.view(rows.shape)
 
     def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> Step:
-        """The inputs of a step of that size, as `send_ragged` sent them last with the same
-        `columns`; see `decode_batch`.
+        """The inputs of a ragged step in the memory that `send_ragged` writes for the same
+        `columns`. Call it while a graph is captured, as `decode_batch`.
         """
         views = self.ragged_views(columns)
         if views.requests is not None:
@@ -311,19 +305,19 @@ class DeviceInputs:
         )
 
     def drawing_step(self, num_rows: int) -> tuple[StepRows, torch.Tensor]:
-        """The fixed memory of a decode step of `num_rows`, and the slots that its rows draw for."""
+        """The fixed memory of a decode step of `num_rows`, and the slot that each row draws for."""
         given, step = self._decodes.views(num_rows)
         return step, given.slots
 
     def ragged_step(self, columns: RaggedColumns) -> tuple[StepRows, Verified, torch.Tensor]:
-        """The fixed memory of a step of that size, its requests with drafts, and the slots of its
-        rows that draw.
+        """The fixed memory of a ragged step, its requests with drafts, and the numbers of its rows
+        that draw.
         """
         views = self.ragged_views(columns)
         return _step_of(views), Verified(views.verify_rows, views.drawing_slots), views.logits_rows
 
     def send_ragged(self, arrays: StepArrays, columns: RaggedColumns) -> None:
-        """Sends a step padded to the size of `columns`: padding rows write to the null page, and
+        """Sends a step padded to the size of `columns`. Padding rows write to the null page, and
         padding requests have no rows.
         """
         self._send_lora(arrays.adapter_slots, columns.num_tokens)
@@ -338,7 +332,9 @@ class DeviceInputs:
         self.step = _step_of(views)
 
     def send_requests(self, requests: StepInput, columns: RaggedColumns) -> None:
-        """Sends a step given by its requests, as `send_ragged` does."""
+        """Sends a step by its requests. The device expands them to the rows that `send_ragged`
+        would send.
+        """
         self._send_lora(requests.row_adapters(), columns.num_tokens)
         views = self.ragged_views(columns)
         self.send_drafting(requests, columns.max_requests)
@@ -347,11 +343,8 @@ class DeviceInputs:
         self.step = _step_of(views)
 
     def send_drafting(self, requests: StepInput, num_requests: int) -> None:
-        """Sends only requests to draft for. The next step that is sent overwrites them.
-
-        Args:
-            requests: The requests.
-            num_requests: Number of requests that they are padded to.
+        """Sends only the requests to draft for, padded to `num_requests`. The next step that is
+        sent overwrites them.
         """
         changes, size = self._few_changes(), 8 * requests_size(num_requests)
         buffer = self._copies.pinned.take(size + _CHANGES_BYTES)
@@ -362,8 +355,8 @@ class DeviceInputs:
         self._send_static(self._ragged, buffer, used, changes)
 
     def request_rows(self, num_requests: int) -> tuple[torch.Tensor, ...]:
-        """Slots, starts, counts and limits ([num_requests] int64 each) of the step or requests sent
-        last, which must have been padded to this number.
+        """Slots, starts, counts and draft limits, [num_requests] int64 each, of what was sent last.
+        It must have been padded to this number of requests.
         """
         self.keep_ragged(0)
         assert self._ragged is not None
@@ -371,7 +364,9 @@ class DeviceInputs:
         return given[1:].view(4, num_requests).unbind()
 
     def _few_changes(self) -> PageChanges:
-        """New pages that fit into static inputs; more are sent by themselves."""
+        """Takes the page table's changes. It sends them at once if they are too many for static
+        inputs.
+        """
         self._send_windows()
         changes = self._host_table.take_changes()
         if len(changes.indices) <= _MAX_STATIC_CHANGES:
@@ -382,8 +377,8 @@ class DeviceInputs:
     def _send_static(
         self, device_bytes: torch.Tensor, buffer: PinnedBuffer, used: int, changes: PageChanges
     ) -> None:
-        """Copies the first `used` bytes of the pinned buffer taken last, and new pages behind them,
-        to fixed memory. Enters the pages into the table.
+        """Copies the first `used` bytes of the pinned buffer that was taken last, followed by new
+        pages, to fixed memory. Enters the pages into the table.
         """
         if not len(changes.indices):
             device_bytes[:used].copy_(buffer.tensor[:used], non_blocking=True)
@@ -400,12 +395,11 @@ class DeviceInputs:
         self._apply(indices, device_bytes[middle:end].view(torch.int32))
 
     def _resolve(self, step: StepRows, sources: torch.Tensor, owners: torch.Tensor) -> None:
-        """Fills in the values of a step that only the device knows."""
         resolve_rows(step, sources, owners, self._known, self._table, self._page_size)
 
     def drawing_rows(self, arrays: StepArrays, *, has_slots: bool) -> RowsOnDevice:
-        """Slots, if they are wanted, and positions of the tokens drawn in the step sent last. Needs
-        no copy from the host if all rows of the step draw.
+        """Slots (if wanted) and positions of the tokens drawn in the step that was sent last.
+        Copies nothing from the host if all rows of the step draw.
         """
         if not arrays.is_decode:
             return RowsOnDevice(None, self.drawing_positions(arrays))
@@ -420,9 +414,9 @@ class DeviceInputs:
         return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
 
     def drawing_positions(self, arrays: StepArrays) -> torch.Tensor:
-        """[L] int64: positions of the tokens drawn in the step sent last.
-
-        All rows of its first requests draw; the requests behind these start where the host says.
+        """[L] int64: positions of the tokens drawn in the step that was sent last. All rows of its
+        first requests draw, and only the device knows their positions; the later requests start
+        where the host says.
         """
         assert self.step is not None
         count = len(arrays.sources)
@@ -430,8 +424,8 @@ class DeviceInputs:
         return torch.cat([self.step.positions[:count] + 1, others])
 
     def keep_ragged(self, num_bytes: int) -> None:
-        """Allocates fixed memory of this size for ragged steps, unless it exists; the first call
-        must ask for the largest size.
+        """Allocates fixed memory for ragged steps if there is none yet. The first call must ask for
+        the largest size.
         """
         num_bytes = max(num_bytes, 8 * requests_size(self._max_requests)) + _CHANGES_BYTES
         if self._ragged is None:
@@ -440,7 +434,6 @@ class DeviceInputs:
             raise ValueError(f"{num_bytes} bytes of a ragged step, {self._ragged.numel()} are kept")
 
     def ragged_views(self, columns: RaggedColumns) -> StepColumns:
-        """The columns of a ragged step in fixed memory."""
         views = self._ragged_views.get(columns)
         if views is None:
             self.keep_ragged(columns.num_bytes)
@@ -463,22 +456,20 @@ def group_step(
     """A step as a further page group sees it.
 
     Args:
-        first: As the first group does.
-        page_table: [R, max_pages] int32: the group's, of the step's requests.
-        pool: The group's.
-        positions: [T] int64 of the rows, complete.
-        page_size: Token positions a page.
+        first: The step as the first group sees it.
+        page_table: [R, max_pages] int32: the further group's, one row per request of the step.
+        pool: The further group's.
+        positions: [T] int64, with the values that only the device knows filled in.
     """
     places = group_places(positions, first.cu_q_lens, page_table, page_size, first.places)
     return first._replace(page_table=page_table, places=places, pool=pool)
 
 
 class _DecodeMemory:
-    """Fixed memory on the device that captured decode steps read, and the rows that they make of
-    it.
+    """Fixed memory on the device that captured decode steps read, and the rows that they compute
+    from it.
 
     Args:
-        max_rows: Rows of the largest step.
         one_row_each: [max_rows + 1] int32: 0, 1, 2 and so on.
     """
 
@@ -486,7 +477,7 @@ class _DecodeMemory:
         self._max_rows = max_rows
         self._one_row_each, device = one_row_each, one_row_each.device
         self.used = max_rows * 8 * len(DecodeColumns._fields)
-        """Bytes of the columns; the step's new pages lie behind them."""
+        """Bytes of the columns. The step's new pages follow them."""
         self.num_bytes = self.used + _CHANGES_BYTES
         self.device_bytes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         self._given = self.device_bytes[: self.used].view(torch.int64).view(-1, max_rows)
@@ -495,7 +486,9 @@ class _DecodeMemory:
         self._views: dict[int, tuple[DecodeColumns, StepRows]] = {}
 
     def views(self, num_rows: int) -> tuple[DecodeColumns, StepRows]:
-        """The columns that a step of `num_rows` sends, and the rows that they expand to."""
+        """The columns that a step of `num_rows` sends, and the rows that the device expands them
+        to.
+        """
         views = self._views.get(num_rows)
         if views is None:
             given = DecodeColumns._make(self._given[:, :num_rows].unbind())
@@ -508,7 +501,6 @@ class _DecodeMemory:
     def write(
         self, host: npt.NDArray[np.uint8], decodes: StepDecodes, num_rows: int, null_row: int
     ) -> None:
-        """Writes the columns of a step, padded to `num_rows`, into `host`."""
         columns = host[: self.used].view(np.int64).reshape(-1, self._max_rows)
         count = len(decodes.slots)
         given = decodes.slots, decodes.starts, decodes.tokens, decodes.pages

@@ -1,4 +1,4 @@
-"""Token masks by slot in the memory of the device that draws."""
+"""Token masks by slot, in the memory of the device that draws."""
 
 from __future__ import annotations
 
@@ -10,49 +10,41 @@ import torch
 from weft.engine.base.device_copies import Mark, Marks
 
 _MAX_GAP = 8
-"""Longest gap of unchanged slots that is sent along with the changed ones: a second copy would take
+"""Longest gap of unchanged slots that is sent along with the changed ones. A second copy would take
 the host longer.
 """
 
 
 class DeviceMasks:
-    """Masks by slot, sent without waiting from host memory of the same layout.
+    """Masks by slot. The host writes them to memory of the same layout and sends them without
+    waiting.
 
     Args:
-        num_slots: Slots are 0..num_slots - 1.
-        num_words: Words of 32 tokens in a mask.
-        device: Where they are read.
+        num_words: 32-bit words of a mask, one bit per token.
     """
 
     def __init__(self, num_slots: int, num_words: int, device: torch.device) -> None:
         shape, is_cuda = (num_slots, num_words), device.type == "cuda"
         self.tensor = torch.zeros(shape, dtype=torch.int32, device=device)
-        """[num_slots, num_words], which stays where it is."""
+        """[num_slots, num_words]; it never moves."""
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
         self._words: npt.NDArray[np.uint32] = self._host.numpy().view(np.uint32)
         self._changed: set[int] = set()
-        """Slots whose masks are to be sent."""
         self._marks = Marks(device, number=1)
         self._sent: Mark | None = None
-        """Mark behind the last copies; None: the copies have ended."""
+        """The device passes it after the last copies; None: the copies have ended."""
 
     @property
     def has_changes(self) -> bool:
-        """Whether any mask has to be sent."""
         return bool(self._changed)
 
     def set(self, slot: int, words: npt.NDArray[np.uint32]) -> None:
-        """Sets a slot's mask.
-
-        Args:
-            slot: The slot.
-            words: [num_words], copied.
-        """
+        """Sets a slot's mask: `words`, [num_words], is copied."""
         self.memory()[slot] = words
         self._changed.add(slot)
 
     def memory(self) -> npt.NDArray[np.uint32]:
-        """[num_slots, num_words]: masks on the host; who writes here calls `changed`."""
+        """[num_slots, num_words]: the masks on the host. Call `changed` after writing here."""
         if self._sent is not None:
             # The tokens drawn after those copies are known to the host, so the copies have ended.
             self._sent.wait()
@@ -60,11 +52,11 @@ class DeviceMasks:
         return self._words
 
     def changed(self, slots: Sequence[int]) -> None:
-        """Notes that masks of these slots were written to `memory`; `send` sends them."""
+        """Notes that the masks of these slots were written in `memory`, so that `send` sends them."""
         self._changed.update(slots)
 
     def send(self) -> None:
-        """Sends the masks changed since the last call, and perhaps some unchanged ones between
+        """Sends the masks that have changed since the last call, and perhaps unchanged ones between
         them.
         """
         if not self._changed:
@@ -76,7 +68,6 @@ class DeviceMasks:
 
 
 def _ranges(slots: Sequence[int]) -> Iterator[slice]:
-    """Ascending ranges that contain all of these slots; a small gap does not end a range."""
     first = last = slots[0]
     for slot in slots:
         if slot - last > 1 + _MAX_GAP:

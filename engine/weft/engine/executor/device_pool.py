@@ -1,4 +1,4 @@
-"""Access to a pool in device memory for tiers: pages travel through pinned host memory."""
+"""Access of tiers to a pool in device memory: pages are copied through pinned host memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _NULL_PAGE = 0
 class PinnedRows:
     """Host memory that a pool's device copies from and to directly, until `close`.
 
-    CUDA remembers pinned addresses, so memory is unpinned before it is given back.
+    CUDA remembers pinned addresses, so memory must be unpinned before it is given back.
 
     Args:
-        rows: `[num_rows, page_bytes]`.
-        pool: `[num_pages, ...]`, contiguous, or its pages; nobody uses it yet.
+        rows: [num_rows, page_bytes].
+        pool: [num_pages, ...], contiguous, or its pages; unused until now, since a trial writes the
+            null page.
 
     Raises:
-        ConfigError: CUDA refuses, or a trial gave other bytes or digests than the host finds.
+        ConfigError: CUDA refuses, or a trial gave other bytes or digests than the host computes.
     """
 
     def __init__(self, rows: NDArray[np.uint8], pool: torch.Tensor | DevicePages) -> None:
@@ -49,17 +50,15 @@ class PinnedRows:
             )
 
     def close(self) -> None:
-        """Unpins the memory; no copy may be under way."""
+        """Unpins the memory. No copy may be under way."""
         self._release()
 
 
 class CopyRows:
-    """Rows of host memory through which pages travel, and the stream of their copies.
+    """Rows of host memory through which pages are copied, and the stream of these copies.
 
     Args:
-        device: Where the pages are.
-        page_bytes: Bytes of a page.
-        priority: Of the stream, below 0 before steps.
+        priority: Of the stream; below 0 it precedes steps.
     """
 
     def __init__(self, device: torch.device, page_bytes: int, priority: int = 0) -> None:
@@ -68,10 +67,10 @@ class CopyRows:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         self.rows = self._new_rows(1)
-        """[rows, page_bytes] uint8, pinned for a GPU."""
+        """[rows, page_bytes] uint8; pinned for a GPU."""
 
     def row(self, index: int) -> NDArray[np.uint8]:
-        """A row as an array, created if need be; the earlier rows keep their content."""
+        """A row as an array, created if need be. The earlier rows keep their content."""
         if index >= len(self.rows):
             larger = self._new_rows(max(index + 1, 2 * len(self.rows)))
             larger[: len(self.rows)] = self.rows
@@ -80,11 +79,10 @@ class CopyRows:
         return row
 
     def on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        """A block whose copies go to the stream."""
+        """A context whose copies go to the stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Waits for the copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -94,14 +92,15 @@ class CopyRows:
 
 
 class DevicePool:
-    """Implements `weft.engine.transfer.page_pool.PagePool` for one thread, on a stream of its own.
+    """`PagePool` for one thread, on a stream of its own. Copies are complete when their call
+    returns.
 
-    It waits for no step: pages that are copied out were computed by steps that have ended, and
-    pages that are copied in belong to their load alone, since pages that a step still uses are not
-    free, and the engine waits until pages are zeroed. Copies are complete when their call returns.
+    It waits for no step. Pages that are copied out were computed by steps that have ended. Pages
+    that are copied in belong to their load alone: a page that a step still uses is not free, and
+    the engine waits until pages are zeroed.
 
     Args:
-        pool: `[num_pages, ...]`, contiguous, or its pages.
+        pool: [num_pages, ...], contiguous, or its pages.
     """
 
     def __init__(self, pool: torch.Tensor | DevicePages) -> None:
@@ -137,14 +136,13 @@ class DevicePool:
             return digest
 
     def _digests(self, pages: Sequence[int]) -> list[int]:
-        """Waits for the earlier work of the stream and returns the digests."""
         numbers = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
         found: list[int] = self._pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
         return found
 
 
 def _is_right(pool: DevicePool, rows: NDArray[np.uint8]) -> bool:
-    """Sends random bytes into the null page and back, and compares bytes and digests."""
+    """Copies random bytes into the null page and back, and compares bytes and digests."""
     first, last = rows[0], rows[-1]
     sent = np.random.default_rng().integers(0, 256, first.size, dtype=np.uint8)
     first[:] = sent

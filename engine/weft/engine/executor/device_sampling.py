@@ -1,4 +1,5 @@
-"""Sampling on the device that has the logits. It keeps parameters by slot; only tokens are fetched.
+"""Sampling on the device that computes the logits. The device keeps sampling parameters by slot, so
+that only tokens are fetched.
 
 Tokens are drawn and counted in the order of the calls. No call waits for the device.
 """
@@ -33,68 +34,71 @@ from weft.kernels.sampling_reference import SlotParams
 Float64Array = npt.NDArray[np.float64]
 
 Way = Literal["greedy", "any"]
-"""How the tokens of a step are drawn: as the most likely ones, or each by its slot's parameters."""
+"""How the tokens of a step are drawn: all as the most likely ones, or each by its slot's
+parameters.
+"""
 WAYS: tuple[Way, ...] = ("greedy", "any")
 
 
 class RowsOnDevice(NamedTuple):
-    """Data about the rows to draw from that is on the device already."""
+    """Slots and positions of the rows of logits, where the device has them already."""
 
     slots: torch.Tensor | None
-    """[L] int64; None: they have to be sent."""
+    """[L] int64; None: the host must send them."""
     positions: torch.Tensor
-    """[L] int64, of the tokens to be drawn."""
+    """[L] int64: positions of the tokens to be drawn."""
 
 
 class RowsBehindDrafts(NamedTuple):
-    """Rows of a step that verifies drafts, some of whose requests count their tokens."""
+    """Rows of a step that verifies drafts, some of whose requests have penalties and so count their
+    tokens.
+    """
 
     firsts: Int64Array
     """[L]: the first row of each row's request."""
     rows: torch.Tensor
-    """[2, T] int64 on the device: the rows' tokens, and where they form trees their words."""
+    """[2, T] int64 on the device: the rows' tokens, and their ancestor masks if they form trees."""
     are_trees: bool
 
 
 class CapturedDraws(NamedTuple):
-    """Tokens being drawn by a graph."""
+    """Tokens that a graph is drawing."""
 
     tokens: torch.Tensor
-    """[L] int64 on the device, valid until the next step; negative: errors."""
+    """[L] int64 on the device, valid until the next step; negative values are errors."""
     host: Int64Array
-    """[3, L], valid from the mark until the next draws: the tokens drawn; in steps with drafts also
-    the rows' own tokens, and with trees the rows' words (`StepRows.ancestors`).
+    """[3, L], valid from the mark until the next draws: the drawn tokens; in steps with drafts also
+    the rows' own tokens, and with trees the rows' ancestor masks (`StepRows.ancestors`).
     """
     mark: Mark
-    """Mark behind the copy to the host."""
+    """The device passes it after the copy to the host."""
 
     def wait(self) -> Int64Array:
-        """Waits for the tokens; must be called before the next draws begin."""
+        """Waits for the tokens. Call it before the next draws begin, which overwrite them."""
         self.mark.wait()
         tokens: Int64Array = self.host[0].copy()
         return tokens
 
     def wait_for_rows(self) -> Int64Array:
-        """[2, L]: waits for the tokens and the words of the rows, as `wait` does."""
+        """[2, L]: waits for the rows' tokens and ancestor masks; the same rule as for `wait`."""
         self.mark.wait()
         rows: Int64Array = self.host[1:]
         return rows
 
 
 CapturedDraw = Callable[[Way, Int64Array | None], CapturedDraws]
-"""Draws by a graph, in the given way. Takes slots by row ([L]) if some rows draw with other slots
-than their requests'.
+"""Draws by a graph, in the given way. The second argument has slots by row, [L], if some rows draw
+with other slots than their requests'.
 """
 
 
 class DeviceSampler:
-    """A sampler on a device. Changes since the last step are sent in one copy; masks are sent
-    apart.
+    """A sampler on a device. It sends changes since the last step in one copy, and masks
+    separately.
 
     Args:
-        vocab_size: length of a row of logits.
-        max_slots: slots are 0..max_slots - 1; one that was not added is greedy.
-        device: device of the logits.
+        vocab_size: Length of a row of logits.
+        max_slots: Slots are 0..max_slots - 1. A slot that was not added draws greedily.
         max_masked_rows: Most rows of a step for `mask_rows`.
     """
 
@@ -118,12 +122,10 @@ class DeviceSampler:
         self._changed = set(range(max_slots))
 
     def add(self, slot: int, params: SlotParams, edits: LogitEdits | None) -> None:
-        """Assigns `slot` to a sample.
+        """Assigns a free slot to a sample.
 
         Args:
-            slot: Must be free.
-            params: Sampling parameters of the sample.
-            edits: Bias and tokens so far of the sample; `set_mask` masks stop tokens.
+            edits: Bias and tokens so far of the sample. Stop tokens are masked by `set_mask`.
         """
         bias_row = count_row = -1
         if edits is not None and len(edits.bias_ids):
@@ -134,8 +136,8 @@ class DeviceSampler:
         self._changed.add(slot)
 
     def remove(self, slot: int) -> None:
-        """Frees `slot`. Its parameters are still sent, because one of its rows may still be drawn,
-        and the device may have the parameters of an earlier sample.
+        """Frees `slot`. Its parameters are still sent, because one of its rows may still be drawn
+        while the device has the parameters of an earlier sample.
         """
         self._biases.give_back(slot)
         self._counts.give_back(slot)
@@ -143,11 +145,10 @@ class DeviceSampler:
     def set_mask(
         self, slot: int, words: npt.NDArray[np.uint32] | None, end: int = ALWAYS_MASKED
     ) -> None:
-        """Sets the tokens that the slot may draw from now on; see `SlotTables.masks`.
+        """Sets the tokens that the slot may draw from now on.
 
         Args:
-            slot: Slot of a sample.
-            words: [ceil(vocab_size / 32)], copied; None = all tokens.
+            words: [ceil(vocab_size / 32)], one bit per token, copied; None: all tokens.
             end: Position from which on the slot may draw all tokens.
         """
         mask_end = 0 if words is None else end
@@ -158,11 +159,11 @@ class DeviceSampler:
             self._masks.set(slot, words)
 
     def mask_memory(self) -> npt.NDArray[np.uint32]:
-        """[num_slots, ceil(vocab_size / 32)]: the masks, which may be written now."""
+        """[num_slots, ceil(vocab_size / 32)]: the masks, which the caller may write now."""
         return self._masks.memory()
 
     def have_masks(self, slots: Int64Array) -> None:
-        """Puts the masks in these slots' rows of `mask_memory` into effect."""
+        """Applies the masks that the caller wrote to these slots' rows of `mask_memory`."""
         ends = self._host_params[slots, Field.MASK_END]
         self._changed.update(slots[ends != ALWAYS_MASKED].tolist())
         self._host_params[slots, Field.MASK_END] = ALWAYS_MASKED
@@ -174,8 +175,8 @@ class DeviceSampler:
         """Gives rows masks of their own, for steps with several rows of one slot.
 
         Args:
-            slots: [M], slots of the rows; their parameters must not change until the step draws.
-            masks: Masks by row as in `set_mask`, without an `end`.
+            slots: [M]: slots of the rows. Their parameters must not change until the step draws.
+            masks: Masks by row, as in `set_mask`, but without an `end`.
 
         Returns:
             [M]: slots that draw like the given ones except for the mask, valid until the next call.
@@ -194,11 +195,11 @@ class DeviceSampler:
 
     @property
     def plain_tables(self) -> SlotTables:
-        """Tables of slots without biases and counts, which stay where they are."""
+        """Tables of slots without biases and counts. They never move."""
         return SlotTables(self._params, self._masks.tensor, self._no_biases, self._no_counts)
 
     def send_changes(self) -> None:
-        """Sends and applies all changes made so far, as `draw` does."""
+        """Sends and applies all changes so far, as `draw` does."""
         nothing = np.zeros(0, np.int64)
         self._send(nothing)
 
@@ -212,18 +213,18 @@ class DeviceSampler:
         drafted: RowsBehindDrafts | None = None,
     ) -> DeviceDraw:
         """Draws one token per row and counts it. In steps with drafts only tokens of accepted rows
-        count.
+        are counted.
 
         Args:
             logits: [L, vocab_size] float32 on the device; unchanged.
             slots: [L]. A slot may occur twice if it was not added, or if its tokens do not depend
                 on the ones before.
-            positions: [L], absolute position of the token to be drawn.
-            num_tops: By row: how many most likely tokens are wanted beside the log-probability of
-                the drawn one.
+            positions: [L]: absolute positions of the tokens to be drawn.
+            num_tops: By row: number of most likely tokens wanted beside the log-probability of the
+                drawn one.
             on_device: Positions, and perhaps slots, that are on the device already and replace
                 these.
-            drafted: Rows of a step with drafts, if any slot counts its tokens; else None.
+            drafted: Rows of a step with drafts, if some slot counts its tokens; else None.
         """
         rows, nothing = np.fromiter(num_tops, np.int64), slots[:0]
         firsts = nothing if drafted is None else drafted.firsts
@@ -249,7 +250,6 @@ class DeviceSampler:
         return DeviceDraw(tokens, Fetched(torch.cat([tokens, *_as_int64(top)])), dict(num_tops))
 
     def _send(self, *columns: Int64Array) -> list[torch.Tensor]:
-        """Sends a step's columns together with all changes, and applies the changes."""
         self._masks.send()
         has_rows = self._biases.has_changes or self._counts.has_changes
         if not (self._changed or has_rows):
@@ -275,8 +275,8 @@ class DeviceSampler:
 
 
 class _Rows:
-    """Rows of the vocabulary's length for the slots that need one. Grows to the most that were
-    needed at once.
+    """Rows of the vocabulary's length for the slots that need one. Their number grows with the most
+    that were needed at once.
     """
 
     def __init__(
@@ -301,7 +301,6 @@ class _Rows:
         return row
 
     def give_back(self, slot: int) -> None:
-        """Releases the slot's row, if it had one."""
         row = self._row_of.pop(slot, None)
         if row is not None:
             self._new.pop(row, None)
@@ -309,11 +308,10 @@ class _Rows:
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` would return anything."""
         return bool(self._new)
 
     def take_changes(self) -> tuple[Int64Array, npt.NDArray[np.generic]]:
-        """Indices and values of the changed entries; new rows are zeroed."""
+        """Indices and values of the changed entries. Zeroes new rows."""
         changes, self._new = self._new, {}
         for row in changes:
             self.tensor[row].zero_()
@@ -322,27 +320,23 @@ class _Rows:
         return np.concatenate(indices), np.concatenate(values)
 
     def apply(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes changes from `take_changes` on the device."""
         if len(indices):
             self.tensor.view(-1).index_copy_(0, indices, values)
 
 
 class DeviceDraw(NamedTuple):
-    """Tokens being drawn on a device."""
+    """Tokens that a device is drawing."""
 
     tokens: torch.Tensor
-    """Tokens on the device, [L] int64; negative: errors."""
+    """[L] int64 on the device; negative values are errors."""
     fetched: Fetched
-    """The tokens, and the inputs of their log-probabilities."""
+    """The tokens, followed by the inputs of their log-probabilities."""
     num_tops: Mapping[int, int]
-    """Numbers of alternatives, as in `draw`."""
+    """Numbers of alternatives by row, as in `draw`."""
 
     def wait(self) -> tuple[Int64Array, dict[int, TokenLogprob]]:
-        """Waits for the tokens.
-
-        Returns:
-            [L] tokens or errors, and the log-probabilities of the rows of `num_tops` that have a
-            token.
+        """Waits for [L] tokens or errors, and for the log-probabilities of those rows of `num_tops`
+        that have a token.
         """
         fetched, count = self.fetched.wait().numpy(), len(self.tokens)
         drawn, rest = fetched[:count], fetched[count:]
@@ -352,7 +346,9 @@ class DeviceDraw(NamedTuple):
 
 
 def _as_int64(top: TopLogits) -> list[torch.Tensor]:
-    """Packs all results as int64 bits, to be fetched with the tokens; see `_logprobs`."""
+    """Packs all results as int64 bits, so that one copy fetches them with the tokens. `_logprobs`
+    unpacks them.
+    """
     return [
         top.log_sums.view(torch.int64),
         top.drawn.double().view(torch.int64),
@@ -364,7 +360,6 @@ def _as_int64(top: TopLogits) -> list[torch.Tensor]:
 def _logprobs(
     tokens: Int64Array, num_tops: Mapping[int, int], bits: Int64Array, num_top: int
 ) -> dict[int, TokenLogprob]:
-    """Log-probabilities by row, unpacked from `_as_int64` for the rows of `num_tops`."""
     count = len(num_tops)
     log_sums, drawn = bits[: 2 * count].view(np.float64).reshape(2, count)
     ids, logits = bits[2 * count :].reshape(2, count, num_top)

@@ -1,7 +1,8 @@
-"""Drawing behind captured steps, as CUDA graphs. The LM head, the choice of tokens, their storage
+"""Sampling after captured steps, as CUDA graphs. The LM head, the choice of tokens, their storage
 on the device and their copy to the host take one launch instead of about ten.
 
-Drawing has graphs of its own, since masks of constraints may have to be sent after the step.
+Sampling has graphs apart from the step's, because masks of constraints may have to be sent after
+the step has started.
 """
 
 from __future__ import annotations
@@ -26,49 +27,45 @@ if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
 
 FREE_ROWS = 64
-"""Number of rows for which an LM head takes little more time than for one. Steps with prompts and
-fewer drawing rows are padded to it.
+"""Rows for which an LM head takes little more time than for one. Steps with prompts and fewer
+drawing rows are padded to it.
 """
 CHEAP_ROWS = 384
-"""Number of rows up to which padding costs little: about as many are multiplied while the weights
-are read.
+"""Rows up to which padding costs little: about as many are multiplied while the weights are read.
 """
 MAX_PADDING = 1.5
-"""Beyond `CHEAP_ROWS`, largest ratio of rows drawn to a step's own rows."""
+"""Largest ratio of drawn rows to a step's own rows, beyond `CHEAP_ROWS`."""
 
 
 _OWN = -1
-"""Entry of a row that draws with its request's own slot."""
+"""Marks a row that draws with its request's own slot."""
 
 
 class DrawKey(NamedTuple):
-    """Identity of a graph: the step that it draws from, its rows, and the way of drawing."""
+    """Identity of a graph: the step that it follows, the number of drawn rows, and the way of
+    drawing.
+    """
 
     bucket: GraphBucket
-    """Bucket of the step."""
     rows: int
-    """Number of its rows of logits."""
+    """Rows of logits."""
     way: Way
 
 
 class DrawGraphs:
-    """The drawing from steps other than single long prompts, captured for each bucket.
-
-    Rows beyond a step's own are drawn too, for the dummy slot.
+    """Sampling after all captured steps but single long prompts, captured for each bucket. Rows
+    beyond a step's own are drawn too, for the dummy slot.
 
     Args:
-        model: Loaded model.
-        graphs: The captured steps.
-        inputs: Inputs of the steps.
-        keeper: Keeps drawn tokens.
-        tables: Sampling tables of slots whose requests have no penalties or biases; None: greedy
-            tokens alone are drawn, or another rank draws.
+        keeper: Keeps drawn tokens on the device.
+        tables: Sampling tables of slots without penalties or biases; None: graphs draw greedy
+            tokens only, or another rank draws.
         ways: Ways of drawing to capture.
-        peers: Ranks, of which the first draws for all; None: there are none.
-        on_capture: Called after each bucket with (captured graphs, all graphs, what in words).
+        peers: Ranks, of which rank 0 draws for all; None: the model is on one device.
+        on_capture: Called after each bucket with (captured, total, description).
 
     Raises:
-        ConfigError: There is not enough memory for them.
+        ConfigError: There is not enough memory for the graphs.
     """
 
     def __init__(
@@ -99,9 +96,9 @@ class DrawGraphs:
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
         self._marks = Marks(device, number=4)
         self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
-        """[most]: the slot with which each row behind drafts draws."""
+        """[most]: the slot with which each row of a step with drafts draws."""
         self._sent_as = np.zeros(0, np.int64)
-        """The first entries of `_drawn_as` as sent last; the others are `_OWN`."""
+        """The first entries of `_drawn_as` as they were sent last; the others are `_OWN`."""
         self._copies = DeviceCopies(device)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
@@ -121,9 +118,7 @@ class DrawGraphs:
                 on_capture(len(self._graphs), total, "capturing graphs of drawing")
 
     def has(self, bucket: GraphBucket, count: int) -> bool:
-        """Whether there is a graph that draws from `count` rows of such a step, and not from many
-        more.
-        """
+        """Whether there is a graph for `count` rows of such a step that draws few rows more."""
         rows = next(size for size in _sizes(bucket) if size >= count)
         is_near = rows <= max(CHEAP_ROWS, MAX_PADDING * count)
         return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
@@ -131,14 +126,14 @@ class DrawGraphs:
     def begin(
         self, bucket: GraphBucket, count: int, way: Way, slot_override: Int64Array | None = None
     ) -> CapturedDraws:
-        """Draws from the step that ran last, and keeps the tokens.
+        """Draws from the step that ran last, and keeps the tokens on the device.
 
         Args:
-            bucket: Bucket of the step, which has drafts if `slot_override` is given.
-            count: L, its rows of logits.
-            way: Way of drawing; "any" if `slot_override` is given.
-            slot_override: [L], slots by row, if some rows draw with other slots than
-                their requests'; else None.
+            bucket: Bucket of the step; it has drafts if `slot_override` is given.
+            count: L, the step's rows of logits.
+            way: "any" if `slot_override` is given.
+            slot_override: [L]: slots by row, if some rows draw with other slots than their
+                requests'; else None.
         """
         if bucket.drafts:
             self._send_slots(slot_override)
@@ -162,7 +157,6 @@ class DrawGraphs:
         self._sent_as = wanted.copy()
 
     def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
-        """The captured work: [rows] int64."""
         bucket, rows, verified = key.bucket, key.rows, None
         if bucket.kind == "decode":
             step, slots = self._inputs.drawing_step(rows)
@@ -191,7 +185,9 @@ class DrawGraphs:
         return tokens
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[rows, vocab] float32; None on the other ranks, which may compute a part of it."""
+        """[rows, vocab] float32 on rank 0. None on the other ranks, which may compute a part of the
+        logits for rank 0.
+        """
         peers = self._peers
         if peers is None:
             return self._model.logits(hidden)
@@ -206,7 +202,6 @@ class DrawGraphs:
     def _tokens(
         self, key: DrawKey, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[rows] int64: the tokens drawn, of which all ranks get to know."""
         if key.way == "greedy":
             tokens = greedy_rows(logits)
         else:
@@ -220,9 +215,9 @@ class DrawGraphs:
 
 
 def _sizes(bucket: GraphBucket) -> list[int]:
-    """Numbers of rows that drawing from such steps is captured for, ascending. Beside prompts there
-    may be few requests or many, all with drafts or all without. The first step after drafts ended
-    has none either, but takes the smallest graph for steps that have drafts.
+    """Numbers of rows that sampling after such steps is captured for, ascending. Beside prompts
+    there may be few requests or many, all with drafts or all without. The first step after drafts
+    ended has no drafts either, but takes the smallest graph for steps that have them.
     """
     if bucket.kind == "ragged":
         most = bucket.columns.max_logits

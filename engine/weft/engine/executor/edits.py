@@ -1,7 +1,7 @@
-"""Request-dependent changes of a row's logits: bias, penalties, masked stop tokens.
+"""Changes of a row's logits that depend on the request: bias, penalties, masked stop tokens.
 
-Each change concerns a short list of token ids. So `LogitEdits` changes the row itself, and reverts
-the changes once the row's token is drawn.
+Each change concerns a short list of token ids. So `LogitEdits` changes the row in place, and
+reverts the changes once the row's token is drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class TokenCounts:
         self._prompt_ids = prompt_ids
 
     def add_output(self, token_id: int) -> None:
-        """Counts one generated token."""
         i = self._index.get(token_id)
         if i is None:
             i = self._index[token_id] = len(self._index)
@@ -46,12 +45,14 @@ class TokenCounts:
 
     @property
     def output_counts(self) -> Float32Array:
-        """Number of occurrences in the output, for each of `ids`."""
+        """Number of occurrences of each of `ids` in the output."""
         return self._counts[: len(self._index)]
 
     @property
     def words(self) -> Int64Array:
-        """The count word of each of `ids`: see `weft.kernels.device_sampling.SlotTables.counts`."""
+        """The packed count of each of `ids`, as in
+        `weft.kernels.device_sampling.SlotTables.counts`.
+        """
         in_prompt = np.isin(self.ids, np.asarray(self._prompt_ids, np.int64))
         return 2 * self.output_counts.astype(np.int64) + in_prompt
 
@@ -69,7 +70,6 @@ class LogitEdits:
         """Prepares a sample that has `output_ids` already.
 
         Args:
-            params: Bias and penalties.
             stop_ids: Tokens that `apply` masks with `is_masking`.
             prompt_ids: Prompt tokens, which count for the repetition penalty only.
             output_ids: Generated tokens, which count for all penalties.
@@ -82,11 +82,8 @@ class LogitEdits:
         self._undo: list[tuple[Float32Array, Int64Array, Float32Array]] = []
 
     def apply(self, row: Float32Array, *, is_masking: bool) -> None:
-        """Changes `row` [vocab_size] in place: bias, then penalties, then the mask.
-
-        Args:
-            row: Logits of the next token.
-            is_masking: Whether stop tokens are excluded.
+        """Changes `row`, [vocab_size], in place: bias, then penalties, then the mask of stop tokens
+        if `is_masking`.
         """
         if len(self.bias_ids):
             self._remember(row, self.bias_ids)
@@ -108,7 +105,6 @@ class LogitEdits:
         self._undo.append((row, ids, row[ids]))
 
     def _penalised(self, logits: Float32Array, counts: TokenCounts) -> Float32Array:
-        """Applies penalties: repetition divides or multiplies; frequency and presence subtract."""
         params = self.params
         if params.repetition_penalty != 1.0:
             penalty = np.float32(params.repetition_penalty)

@@ -1,7 +1,8 @@
-"""Encodings of a step: what its `StepInput` becomes before it is copied to the device.
+"""Encodings of a step: the host arrays that a `StepInput` becomes before it is copied to the
+device.
 
-The step's bucket decides which one it takes: decodes go by column, requests of few rows by request
-(`ragged_columns.write_requests`), all other steps by row.
+The step's bucket decides which encoding it takes. Decodes are encoded by column, requests of few
+rows by request (`ragged_columns.write_requests`), and all other steps by row.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.memory.page_table import PageTable
 
 DRAWN = -1
-"""Placeholder for the slot's token that the previous step draws and that the host does not know
-yet.
-"""
+"""Placeholder for a token that the previous step draws, which the host does not know yet."""
 
 _MIN_ROWS_OF_HEADS = 512
-"""Rows for each position before a step from which on it pays to compute its heads' keys and values.
-At DeepSeek-V3's sizes those take 262,144 operations a head, and a row's attention 2,176 by latent
-and 640 by head: 171 rows, by measured rates of these operations 230.
+"""From this many rows per earlier position on, it pays to compute the keys and values of all heads
+for positions before the step.
+
+At DeepSeek-V3's sizes computing them takes 262,144 operations a head and position. A row's
+attention takes 2,176 operations by latent and 640 by head. So it pays from 171 rows on, and from
+230 on by measured rates of these operations.
 """
 ALL_BEFORE = -1
-"""Word of `ancestors` for a row that sees all earlier rows of its request, as outside trees."""
+"""Value of `ancestors` for a row that sees all earlier rows of its request, as outside trees."""
 
 
 def _nothing() -> Int64Array:
@@ -39,44 +41,44 @@ class StepArrays:
     """The input of a step on the host, by row. T, R and L are as in `Step`."""
 
     token_ids: Int64Array
-    """Token ids, [T]; DRAWN where only the device knows them (see `sources`)."""
+    """[T]; DRAWN where only the device knows the token, whose location is then in `sources`."""
     positions: Int64Array
-    """Absolute positions, [T]."""
+    """[T]: absolute positions."""
     places: Int64Array
     """[T]: page * page_size + offset."""
     slots: Int64Array
     """[R]: each request's row of the page table."""
     cu_q_lens: Int32Array
-    """Start of each request's rows, [R + 1]."""
+    """[R + 1]: start of each request's rows."""
     kv_lens: Int32Array
-    """Length of each request's context, [R]."""
+    """[R]: length of each request's context."""
     logits_rows: Int64Array
-    """Indices of the rows whose logits are wanted, [L]; all rows of a request with drafts."""
+    """[L]: numbers of the rows whose logits are wanted; all rows of a request with drafts."""
     max_q_len: int
     max_kv_len: int
     num_decodes: int = 0
     drawing_slots: Int64Array = field(default_factory=_nothing)
-    """Slot of each row of the logits, [L]; empty if no token is drawn."""
+    """[L]: slot of each row of the logits; empty if no token is drawn."""
     drawing_positions: Int64Array = field(default_factory=_nothing)
-    """Positions of the tokens to be drawn, [L]."""
+    """[L]: positions of the tokens to be drawn."""
     verify_rows: Int64Array | None = None
-    """[V, 1 + most drafts]: the rows of each request that is no prompt, decodes first; -1 behind a
-    request's last row. None: no request has drafts.
+    """[V, 1 + most drafts]: the row numbers of each request that is no prompt, decodes first; -1
+    after a request's last row. None: no request has drafts.
     """
     sources: Int64Array = field(default_factory=_nothing)
-    """[N]: location on the device of the token of each of the first rows: decodes, and drafts made
+    """[N]: where on the device the token of each of the first N rows lies: decodes, and drafts made
     on the device (`weft.kernels.step_rows.resolve_rows`).
     """
     owners: Int64Array = field(default_factory=_nothing)
-    """[N]: index of the row's request if only the device knows where it starts, else -1."""
+    """[N]: number of the row's request if only the device knows where it starts, else -1."""
     adapter_slots: Int32Array | None = None
-    """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
+    """[T]: each row's slot of the LoRA tables; None: no row has an adapter."""
     ancestors: Int64Array | None = None
     """[T]: `AttentionMetadata.ancestors`; None: there are no trees. If only the device knows the
-    trees, it writes this column itself before the step runs.
+    trees, it writes this column before the step runs.
     """
     states: StateRows | None = None
-    """See `StepInput.states`."""
+    """Blocks of recurrent layers; None: the model has none."""
 
     @property
     def is_decode(self) -> bool:
@@ -89,12 +91,12 @@ class StepArrays:
 
     @property
     def _q_lens(self) -> Int32Array:
-        """Rows of each request, [R]."""
+        """[R]: rows of each request."""
         return self.cu_q_lens[1:] - self.cu_q_lens[:-1]
 
     @property
     def is_cold(self) -> bool:
-        """Whether all requests of several rows begin with this step."""
+        """Whether every request of several rows has no positions before this step."""
         q_lens = self._q_lens
         return bool(((q_lens <= 1) | (q_lens == self.kv_lens)).all())
 
@@ -116,7 +118,7 @@ class StepArrays:
 
     @classmethod
     def of_step(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
-        """Flattens a step from requests to rows."""
+        """Encodes a step by rows."""
         if step.is_decodes:
             return cls._of_decodes(step, table, page_size)
         num_decodes, num_requests = step.num_decodes, len(step.slots)
@@ -182,7 +184,6 @@ class StepArrays:
 
     @classmethod
     def _of_decodes(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
-        """`of_step` for requests of one row each."""
         num_rows, drawing_positions = len(step.slots), step.max_starts + 1
         return cls(
             token_ids=np.full(num_rows, DRAWN, np.int64),
@@ -212,23 +213,23 @@ class StepDecodes(NamedTuple):
     starts: Int64Array
     """[R]: positions of the tokens."""
     tokens: Int64Array | int
-    """[R], or one value for all: see `StepArrays.token_ids`."""
+    """[R], or one value for all; DRAWN where only the device knows the token."""
     pages: Int64Array | int
-    """[R], or one value for all: the page of each position that the device's page table lacks;
-    elsewhere -1.
+    """[R], or one value for all: the page of each position that the device's page table lacks; -1
+    where it lacks none.
     """
     adapter_slots: Int32Array | None
     """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
 
     @classmethod
     def of_step(cls, step: StepInput) -> StepDecodes:
-        """Takes a step for which `StepInput.is_decodes`."""
+        """Takes a step for which `StepInput.is_decodes` holds."""
         pages = -1 if step.pages is None else step.pages
         return cls(step.slots, step.max_starts, DRAWN, pages, step.adapters)
 
     @classmethod
     def of_arrays(cls, arrays: StepArrays) -> StepDecodes:
-        """Takes a step for which `StepArrays.is_decode`; its pages are in the table."""
+        """Takes a step for which `StepArrays.is_decode` holds; its pages are in the table."""
         return cls(arrays.slots, arrays.positions, arrays.token_ids, -1, arrays.adapter_slots)
 
 
@@ -241,12 +242,8 @@ def _places(
 
 
 def _kept_rows(step: StepInput, num_kept: int, num_slots: int) -> tuple[Int64Array, Int64Array]:
-    """`StepArrays.sources` and `owners` for the first requests, whose tokens the device has.
-
-    Args:
-        step: The step.
-        num_kept: Number of these requests.
-        num_slots: Rows of the page table.
+    """`StepArrays.sources` and `owners` for the first `num_kept` requests, whose tokens the device
+    has. The page table has `num_slots` rows.
     """
     slots, counts = step.slots[:num_kept], step.counts[:num_kept]
     owners = np.where(step.starts[:num_kept] == ON_DEVICE, np.arange(num_kept), -1)
@@ -258,7 +255,6 @@ def _kept_rows(step: StepInput, num_kept: int, num_slots: int) -> tuple[Int64Arr
 
 
 def _verify_rows(cu_q_lens: Int32Array, end: int) -> Int64Array:
-    """`StepArrays.verify_rows` of the first `end` requests."""
     firsts, ends = cu_q_lens[:end, None], cu_q_lens[1 : end + 1, None]
     rows = firsts + np.arange(int((ends - firsts).max()))
     return np.where(rows < ends, rows, -1).astype(np.int64)

@@ -1,11 +1,10 @@
 """Steps captured as CUDA graphs: one launch instead of several hundred.
 
-A graph is captured for fixed numbers of rows and requests, and steps are padded to the next larger
-one. There are graphs for decode steps, in which each request brings one token; for steps that
-verify drafts, in which each request brings a few tokens or a tree; and for ragged steps, which
-bring prompts too. Where a faster attention takes long prompts with nothing before them, there are
-further graphs for these: for any number of prompts beside decodes ("prompts"), or for one prompt
-alone ("cold").
+A graph is captured for fixed numbers of rows and requests, and a step is padded to the next larger
+graph. There are three kinds of graphs. Decode steps bring one token per request. Steps that verify
+drafts bring a few tokens or a tree per request. Ragged steps also bring prompts. Where another
+attention kernel is faster for long prompts with nothing before them, further graphs use it: for any
+number of prompts beside decodes ("prompts"), or for one prompt alone ("cold").
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ logger = logging.getLogger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _LARGE_STEP = 64
 MAX_RAGGED_TOKENS = 8192 + MAX_DECODES_BESIDE
-"""Most tokens in a captured step. Longer steps keep the device busy for longer than their launches
-take.
+"""Most rows of a captured step. A longer step keeps the device busy for longer than its launches
+take, so a graph would gain nothing.
 """
 _RAGGED_SIZES = (
     *(16, 24, 32, 48, 64, 96, 128, 192),
@@ -58,19 +57,19 @@ _RAGGED_SIZES = (
 MAX_VERIFY_ROWS = 8
 """Most rows per request in a step that verifies chains, whatever the number of requests."""
 TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
-"""Numbers of requests for which steps that verify trees are captured; with more requests, trees
-cost more than they bring.
+"""Numbers of requests for which steps that verify trees are captured. With more requests, trees
+cost more than they gain.
 """
 FEW_REQUESTS = 8
-"""Most requests that the smaller ragged graphs take: prompts without a large batch beside them."""
+"""Most requests of the smaller ragged graphs, for prompts without a large batch of decodes."""
 MAX_LONE_ROWS = MAX_TREE_ROWS
-"""Most rows of the ragged graphs for one request. Attention runs so few rows, such as the last rows
-of a shipped prompt, as decodes. In a graph for one request it divides a long context among more
-programs than in a graph for eight.
+"""Most rows of the ragged graphs for one request. Attention computes so few rows, such as the last
+rows of a shipped prompt, like decodes. A graph for one request divides a long context among more
+programs than a graph for eight does.
 """
 
 Progress = Callable[[int, int, str], None]
-"""Called with (done, in all, what in words) while a worker loads and captures."""
+"""Called with (done, total, description) while a worker loads and captures."""
 
 _ONE_TOKEN = StepArrays(
     token_ids=np.zeros(1, np.int64),
@@ -83,34 +82,32 @@ _ONE_TOKEN = StepArrays(
     max_q_len=1,
     max_kv_len=1,
 )
-"""The smallest step to capture with: it writes to the null page."""
+"""The smallest step to capture with. It writes to the null page."""
 
 _ONE_LORA_TOKEN = replace(_ONE_TOKEN, adapter_slots=np.zeros(1, np.int32))
-"""The smallest step with adapters to capture with."""
 
 
 class GraphBucket(NamedTuple):
-    """The shape that a graph is captured for."""
+    """The shape of the steps that one graph runs."""
 
     tokens: int
-    """Number of rows."""
+    """Rows of the step, padding included."""
     requests: int
     """Most requests; equal to `tokens` in decode steps."""
     kind: Literal["decode", "verify", "tree", "ragged", "prompts", "cold"]
     has_lora: bool = False
-    """Whether its tokens may have adapters."""
+    """Whether rows may have adapters."""
     drafts: int = 0
     """Most drafts that each request may bring."""
 
     @property
     def columns(self) -> RaggedColumns:
-        """Layout of the arrays of such a step, unless it is a decode step."""
+        """Layout of the step's arrays; decode steps have none."""
         return _columns_of(self)
 
 
 @cache
 def _columns_of(bucket: GraphBucket) -> RaggedColumns:
-    """`GraphBucket.columns`, the same object each time."""
     num_logits = min(bucket.tokens, bucket.requests * (1 + bucket.drafts))
     is_tree, is_verify = bucket.kind == "tree", bucket.kind == "verify"
     return RaggedColumns(
@@ -137,15 +134,12 @@ def step_buckets(
     """Lists the steps to capture, up to the given numbers of requests and tokens.
 
     Args:
-        config: Configuration of the model.
         dtype: Dtype of the model's activations.
-        max_requests: Most requests of a step.
-        max_tokens: Most tokens of a step.
-        has_lora: Whether each step is captured with adapters too.
-        max_drafts: Most drafts of a request in a step; ragged steps have room for drafts too.
-        tree_rows: Sizes of trees, the first row included.
-        has_states: Whether the model has recurrent layers. Of these only steps without prompts are
-            captured, since the host cuts prompts where states are kept.
+        has_lora: Whether each step is also captured with adapters.
+        max_drafts: Most drafts of a request in a step; ragged steps have room for them too.
+        tree_rows: Rows of each tree, the root included.
+        has_states: Whether the model has recurrent layers. Such a model captures only steps without
+            prompts, because the host cuts prompts where states are kept.
     """
     if has_states:
         short = verify_buckets(max_requests, max_tokens, max_drafts)
@@ -173,12 +167,10 @@ def step_buckets(
 
 
 def _with_adapters(buckets: Sequence[GraphBucket], *, has_lora: bool) -> list[GraphBucket]:
-    """The same steps with adapters, if there can be any."""
     return [bucket._replace(has_lora=True) for bucket in buckets] if has_lora else []
 
 
 def _bucket_for(bucket: GraphBucket | None, adapters: Int32Array | None) -> GraphBucket | None:
-    """The bucket with adapters, if the step has any."""
     if bucket is None or adapters is None:
         return bucket
     return bucket._replace(has_lora=True)
@@ -192,9 +184,7 @@ def decode_buckets(max_requests: int) -> list[GraphBucket]:
 
 
 def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[GraphBucket]:
-    """Lists the verifying steps without prompts to capture: all numbers of drafts, powers of two of
-    requests.
-    """
+    """Verifying steps without prompts: every number of drafts, with powers of two of requests."""
     sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
     most = min(max_drafts, MAX_VERIFY_ROWS - 1)
     return [
@@ -206,7 +196,7 @@ def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[
 
 
 def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -> list[GraphBucket]:
-    """Lists the steps that verify trees, without prompts: each size, for one request or a few."""
+    """Steps that verify trees, without prompts: every tree size, for one request or a few."""
     if max(tree_rows, default=0) > MAX_TREE_ROWS:
         raise ValueError(f"trees of {max(tree_rows)} rows; at most {MAX_TREE_ROWS} are taken")
     return [
@@ -219,7 +209,7 @@ def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -
 
 def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> list[GraphBucket]:
     """Lists the ragged steps to capture, by rows and then by requests: for one request (up to
-    MAX_LONE_ROWS rows), for a few, and for any number.
+    MAX_LONE_ROWS rows), for a few, and for `max_requests`.
     """
     max_tokens = min(max_tokens, MAX_RAGGED_TOKENS)
     sizes = [*(size for size in _RAGGED_SIZES if size < max_tokens), max_tokens]
@@ -232,11 +222,7 @@ def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> l
 
 
 class _ShortBuckets:
-    """Buckets for requests of a few rows each.
-
-    Args:
-        buckets: The buckets, smallest first.
-    """
+    """Buckets for requests of a few rows each, smallest first."""
 
     def __init__(self, buckets: Sequence[GraphBucket]) -> None:
         self._buckets = buckets
@@ -244,7 +230,6 @@ class _ShortBuckets:
         self._found: dict[tuple[int, int], GraphBucket | None] = {}
 
     def with_room(self, num_requests: int, max_q_len: int) -> GraphBucket | None:
-        """The smallest bucket for so many requests of at most so many rows, if any."""
         if max_q_len > 1 + self._max_drafts:
             return None
         key = (num_requests, max_q_len)
@@ -261,12 +246,7 @@ class _ShortBuckets:
 
 
 class GraphBuckets:
-    """Finds the bucket of a step among the captured ones.
-
-    Args:
-        config: Configuration of the model.
-        buckets: All.
-    """
+    """Finds the captured bucket of a step."""
 
     def __init__(self, config: ModelConfig, buckets: Sequence[GraphBucket]) -> None:
         self._config = config
@@ -283,27 +263,27 @@ class GraphBuckets:
         """Token counts that steps with prompts are padded to, ascending."""
 
     def of(self, arrays: StepArrays) -> GraphBucket | None:
-        """The bucket that runs a step; None: it runs without a graph."""
+        """None: the step runs without a graph."""
         return _bucket_for(self._size_of(arrays), arrays.adapter_slots)
 
     def of_decodes(self, step: StepInput) -> GraphBucket | None:
-        """The bucket that runs a step of decodes alone, at positions that the host knows; None if
-        no bucket does.
+        """The bucket of a step of decodes alone at positions that the host knows; None: another
+        path runs the step.
         """
         if not step.is_decodes or step.num_decodes > len(self._decode):
             return None
         return _bucket_for(self._decode[step.num_decodes - 1], step.adapters)
 
     def of_requests(self, step: StepInput) -> GraphBucket | None:
-        """The bucket that runs a step given by its requests; None: it must be given by rows."""
+        """The bucket of a step that is sent by its requests; None: it must be sent by rows."""
         if not step.is_by_requests:
             return None
         sizes = self._tree if step.has_trees else self._verify
         return _bucket_for(sizes.with_room(len(step.slots), step.max_count), step.adapters)
 
     def _takes_earlier_heads(self, arrays: StepArrays) -> bool:
-        """Whether attention to latents takes heads of positions before the step, whose number a
-        graph does not know.
+        """Whether attention to latents computes heads of positions before the step. Their number is
+        unknown to a graph, so such a step has none.
         """
         if self._config.latent is None or not self._prompts:
             return False
@@ -338,17 +318,15 @@ class GraphBuckets:
 
 
 class StepGraphs:
-    """Forward passes captured once for each bucket.
+    """Forward passes, each captured for one bucket.
 
     Args:
-        model: loaded model, on a CUDA device.
-        pool: its KV pool, which must stay where it is.
-        inputs: inputs of the steps.
-        buckets: what to capture.
-        on_capture: called after each with (captured, in all, time and memory in words).
+        model: On a CUDA device.
+        pool: Its KV pool, which must not move.
+        on_capture: Called after each capture with (captured, total, time and memory in words).
 
     Raises:
-        ConfigError: there is not enough memory for them.
+        ConfigError: There is not enough memory for the graphs.
     """
 
     def __init__(
@@ -367,9 +345,8 @@ class StepGraphs:
         self._types = self.new_types(buckets, pool.device)
         self.buckets = GraphBuckets(model.config, buckets)
         self.bytes_of_each: list[int] = []
-        """Device memory of each capture, the largest step first."""
+        """Device memory of each graph, the largest step first."""
         self.capture_s = 0.0
-        """Seconds that capturing took."""
         inputs.keep_ragged(max(b.columns.num_bytes for b in buckets))
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
         # The largest graph is captured first, so that the smaller ones fit into its memory.
@@ -393,26 +370,22 @@ class StepGraphs:
     def new_types(
         self, buckets: Sequence[GraphBucket], device: torch.device
     ) -> torch.Tensor | None:
-        """Fixed memory for `Step.token_types`; None: the model has none."""
+        """Fixed memory for `Step.token_types`; None: the model has no token types."""
         if not tells_texts_apart(self._model.config):
             return None
         most = max(bucket.tokens for bucket in buckets)
         return torch.zeros(most, dtype=torch.int64, device=device)
 
     def bucket_of(self, arrays: StepArrays) -> GraphBucket | None:
-        """The bucket that runs a step; None: it runs without a graph."""
+        """None: the step runs without a graph."""
         return self.buckets.of(arrays)
 
     def results(self) -> Iterator[tuple[GraphBucket, torch.Tensor]]:
-        """Each bucket, and the tensor [L, hidden] that has its result after a step."""
+        """Each bucket, and the tensor [L, hidden] that holds its result after a step."""
         return ((bucket, hidden) for bucket, (_, hidden) in self._graphs.items())
 
     def forward(self, arrays: StepArrays, bucket: GraphBucket) -> torch.Tensor:
-        """Runs a step with the graph of its bucket.
-
-        Returns:
-            [L, hidden], valid until the next step.
-        """
+        """Runs a step with its bucket's graph. Returns [L, hidden], valid until the next step."""
         self._inputs.send_states(arrays.states, bucket.requests)
         if bucket.kind == "decode":
             self._inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
@@ -425,7 +398,7 @@ class StepGraphs:
     def forward_decodes(
         self, decodes: StepDecodes, bucket: GraphBucket, states: StateRows | None = None
     ) -> torch.Tensor:
-        """`forward` of a step of one row a request."""
+        """`forward` of a step of one row per request."""
         self._inputs.send_states(states, bucket.requests)
         self._inputs.send_decodes(decodes, bucket.tokens)
         return self._replay(bucket)[: len(decodes.slots)]
@@ -437,13 +410,12 @@ class StepGraphs:
         bucket: GraphBucket,
         types: Int64Array | None,
     ) -> torch.Tensor:
-        """`forward` of a step from which nothing is drawn.
+        """`forward` of a step from which no token is drawn.
 
         Args:
             arrays: The step; its `logits_rows` are empty.
-            rows: [P]: the rows that are wanted, at most the bucket's rows of logits unless the
-                model is an encoder.
-            bucket: The bucket.
+            rows: [P]: rows whose hidden states are wanted; unless the model is an encoder, at most
+                as many as the bucket has rows of logits.
             types: `Step.token_types`.
 
         Returns:
@@ -462,8 +434,8 @@ class StepGraphs:
         return self._replay(bucket).index_select(0, wanted)
 
     def forward_requests(self, step: StepInput, bucket: GraphBucket) -> torch.Tensor:
-        """`forward` of a step given by its requests. Starts the drafts that the step verifies
-        before it, if there are any.
+        """`forward` of a step that is sent by its requests. If the step verifies drafts made on the
+        device, it starts these drafts first.
         """
         self._inputs.send_states(step.states, bucket.requests)
         self._inputs.send_requests(step, bucket.columns)
@@ -477,13 +449,14 @@ class StepGraphs:
         return hidden
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Captures device work in the memory that all graphs share: only one runs at a time.
+        """Captures device work in the memory that all graphs share. They can share it because only
+        one runs at a time.
 
         Args:
-            run: The work, which reads inputs at fixed addresses; called twice.
+            run: The work, which reads inputs at fixed addresses. It is called twice.
 
         Returns:
-            The graph, and the tensor that has its result after each replay.
+            The graph, and the tensor that holds its result after each replay.
         """
         with torch.inference_mode():
             # The rehearsal compiles kernels and lets libraries choose algorithms, which a capture
@@ -500,8 +473,8 @@ class StepGraphs:
         return graph, result
 
     def send_nothing(self, bucket: GraphBucket) -> None:
-        """Sends the smallest step in the layout of a bucket, to capture with. Otherwise the input
-        memory would hold the step of another layout.
+        """Sends the smallest step in a bucket's layout, to capture with. Without it the input
+        memory would hold a step of another layout.
         """
         step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
         self._inputs.send_states(None, bucket.requests)
@@ -540,8 +513,8 @@ class StepGraphs:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disables garbage collection: freeing the graphs of a discarded engine would abort another
-    engine's capture.
+    """Disables garbage collection. If a collection freed the graphs of a discarded engine, it would
+    abort the capture of another engine.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -554,7 +527,9 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def capturing(what: str) -> Iterator[None]:
-    """Logs the cost of a capture on the current device. Raises ConfigError if it does not fit."""
+    """Logs time and memory of a capture on the current device. Turns out-of-memory into
+    ConfigError.
+    """
     logger.info("capturing the CUDA graphs of %s; a first start also compiles their kernels", what)
     began, free = time.perf_counter(), _free_bytes()
     try:
@@ -580,7 +555,6 @@ def _is_faster_when_cold(config: ModelConfig, dtype: torch.dtype, tokens: int) -
 
 
 def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
-    """Whether a prompt is long enough for the faster attention."""
     return _is_faster_by_lengths(config, (tokens, 1, tokens, tokens))
 
 
@@ -592,14 +566,12 @@ def _is_faster_by_lengths(config: ModelConfig, lengths: tuple[int, int, int, int
 
 
 def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
-    """The smallest bucket that fits, by number of tokens less one."""
     ordered = sorted(buckets)
     most = ordered[-1].tokens if ordered else 0
     return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]
 
 
 def _with_bounds(group: AttentionMetadata, bucket: GraphBucket) -> AttentionMetadata:
-    """Adds the bounds of lengths that hold for all steps of a bucket."""
     if bucket.kind in ("verify", "tree"):
         return group._replace(max_q_len=1 + bucket.drafts)
     if bucket.kind == "cold":

@@ -1,4 +1,4 @@
-"""Inputs of steps on a CPU, which reads the host's arrays where they are."""
+"""Inputs of steps on a CPU, which reads the host's arrays where they lie."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class HostInputs:
 
     Args:
         table: The first page group's page table.
-        page_size: Token positions a page.
         known: Last tokens and positions of each slot.
-        lora: Adapters; None: steps have none.
+        lora: None: steps have no adapters.
         windows: Page table and pool of each further page group.
-        states: Of recurrent layers; None: the model has none.
+        states: None: the model has no recurrent layers.
     """
 
     def __init__(
@@ -46,13 +45,15 @@ class HostInputs:
         self._windows = windows
         self._states = states
         self._segments: LoraSegments | None = None
-        """Segments of the last step that had adapters: steps of decodes follow with the same."""
+        """Segments of the last step that had adapters. Steps of decodes that follow often have the
+        same.
+        """
         self.drawing_slots = known.starts[:0]
-        """See `DeviceInputs.drawing_slots`."""
+        """[L] int64: the slot of each row of logits of the last step."""
         self.step: StepRows | None = None
-        """See `DeviceInputs.step`."""
         self.verify_rows = known.starts[:0]
-        """See `DeviceInputs.verify_rows`."""
+        """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of the last step, if it has drafts.
+        """
 
     def send(self, arrays: Sequence[Int64Array]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]

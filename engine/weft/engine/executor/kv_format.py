@@ -1,4 +1,6 @@
-"""The number format of K and V in pages: what the settings ask for, where a device has it."""
+"""The number format of K and V in pages: the one that the settings ask for, if the device supports
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _DTYPES = {FP8: torch.uint8, INT8: torch.int8}
 
 
 def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
-    """How the model's KV lies, in the number format that is asked for.
+    """Layout of the model's pages in the configured number format.
 
     Raises:
         ConfigError: The device lacks the format.

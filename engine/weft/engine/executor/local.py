@@ -1,4 +1,6 @@
-"""Runs steps on the device: holds the model and its pool, and builds the batch of a step."""
+"""The executor of one process: it holds the model and the KV pool, and turns each `StepInput` into
+a forward pass.
+"""
 
 from __future__ import annotations
 
@@ -50,52 +52,49 @@ if TYPE_CHECKING:
 
 
 class Verifying(NamedTuple):
-    """The first rows of a step, which verify drafts."""
+    """Rows of the last step that verify drafts. They come first in the step."""
 
     step: StepRows
     rows: torch.Tensor
-    """See `StepArrays.verify_rows`."""
+    """[V, 1 + most drafts]: row numbers of each request with drafts, as in
+    `StepArrays.verify_rows`.
+    """
     num_rows: int
-    """Number of rows."""
 
 
 class RankPool(NamedTuple):
-    """A pool that the ranks of an engine have together."""
+    """One KV pool that all ranks of an engine use."""
 
     whole: torch.Tensor
     """The pages with the heads of all ranks."""
     own: torch.Tensor
-    """This rank's heads of them."""
+    """This rank's heads, a view of `whole`."""
     pages: DevicePages | None = None
-    """Pages of all ranks, where each rank has a pool of its own, which rank 0 maps."""
+    """Pages over all ranks, mapped by rank 0, where each rank allocates a pool of its own."""
 
 
 class LocalExecutor:
-    """Owns the KV pool and runs plans as forward passes.
+    """Owns the KV pool and runs steps on one device.
 
     Args:
-        model: loaded model.
-        layout: shape of a page.
-        num_pages: pages of the pool, the null page included.
-        window_pages: the same of each further page group.
-        num_blocks: blocks of recurrent layers, if the layout has any, the null block included.
-        max_requests: rows of the page table.
-        max_context_tokens: longest request.
-        device: device of the model.
-        max_step_tokens: largest step.
-        cuda_graphs: whether to capture steps, on a CUDA device.
-        lora: adapters on the device; None: there are none.
-        states: hidden states by slot, for draft heads; None: there is no head.
-        max_drafts: most drafts of a request in a step.
-        tree_rows: sizes of trees whose steps are captured, the first row included; none: drafts
-            form no trees.
-        heads: What makes vectors of hidden states; None: nothing but pooling.
-        is_fixed: A prompt's vectors do not depend on what else a step holds.
-        on_capture: see `StepGraphs`.
-        pool: of all ranks, `layout.pool_shape(num_pages)`; None: one of its own is allocated.
-        blocks: of all ranks, like `pool`.
-        num_ranks: ranks among which the model is divided.
-        peers: Ranks with a GPU each, of which the first draws for all; None: there are none.
+        num_pages: Pages of the first page group, the null page included.
+        window_pages: Pages of each further page group, the null page included.
+        num_blocks: Blocks of recurrent layers, the null block included; unused without such layers.
+        max_requests: Rows of the page table.
+        max_step_tokens: Most rows of a step.
+        cuda_graphs: Whether to capture steps; only a CUDA device does.
+        lora: Adapters on the device; None: none are served.
+        states: Hidden states by slot, which a draft head reads; None: there is no head.
+        max_drafts: Most drafts of a request in a step.
+        tree_rows: Rows of each tree whose steps are captured, the root included; empty: drafts form
+            chains.
+        heads: Turns hidden states into vectors; None: hidden states are only pooled.
+        is_fixed: Whether a prompt's vectors must not depend on the other rows of its step.
+        pool: Pool of all ranks, `layout.pool_shape(num_pages)`; None: the executor allocates its
+            own.
+        blocks: Blocks of all ranks; None: the executor allocates its own.
+        peers: Ranks with a GPU each, of which rank 0 draws for all; None: the model is on one
+            device.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class LocalExecutor:
     ) -> None:
         self.num_ranks = num_ranks
         self._verifying: Verifying | None = None
-        """The verification of the last step, if it has drafts."""
+        """None if the last step verified no drafts."""
         self._model = model
         self._peers = peers
         self._on_capture = on_capture
@@ -139,15 +138,15 @@ class LocalExecutor:
             whole = _new_pool(layout, 0, num_pages, device)
             pool = RankPool(whole, whole)
         self.pool, self._own_pool, pages = pool
-        """The first page group's, all heads, and this rank's heads of it."""
+        """Pool of the first page group: the heads of all ranks, and this rank's."""
         self.device_pages = pages or DevicePages.of(self.pool)
-        """Whole pages on a device."""
+        """Whole pages, with the heads of all ranks."""
         further = (
             _new_pool(layout, group, count, device) for group, count in enumerate(window_pages, 1)
         )
         self._pools = (self.pool, *further)
         self.states: StateMemory | None = None
-        """Memory of recurrent layers; None: the model has none."""
+        """None: the model has no recurrent layers."""
         if layout.states is not None:
             ring_rows = num_ring_rows(layout.page_size, 1 + max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
@@ -161,7 +160,7 @@ class LocalExecutor:
         nothing = torch.zeros((num_rows + 1, max_requests + 1), dtype=torch.int64, device=device)
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
         self.known = SlotTokens(nothing[:-1], nothing[-1], words)
-        """Lengths and last tokens of the slots on the device, ahead of the host."""
+        """Lengths and last tokens of the slots as the device knows them, ahead of the host."""
         self._keeper = DraftKeeper(self.known, self._own_pool, states)
         self._draws: DrawGraphs | None = None
         self.page_table, *self.window_tables = (
@@ -172,10 +171,9 @@ class LocalExecutor:
         self._batches: HostInputs | DeviceInputs = HostInputs(
             self.page_table, self.page_size, self.known, lora, windows, self.states
         )
-        """Makes the inputs of steps."""
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
-        """The captured steps; None if there are none."""
+        """None: steps are not captured."""
         if is_cuda:
             self._inputs = self._batches = DeviceInputs(
                 self.page_table,
@@ -202,7 +200,6 @@ class LocalExecutor:
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
 
     def _device_states(self, max_requests: int) -> DeviceStates | None:
-        """Makes the states of recurrent layers ready for steps on a GPU; None: there are none."""
         if self.states is None:
             return None
         return DeviceStates(self.states, self.page_size, max_requests, self.device)
@@ -213,22 +210,20 @@ class LocalExecutor:
         return self._own_pool
 
     def chains(self, model: DraftedModel) -> Chains:
-        """Makes chains of a head's drafts, without graphs."""
+        """Makes chains of a draft head's drafts, without graphs."""
         return EagerChains(model, self._own_pool, self.page_table, self.page_size)
 
     @property
     def step_sizes(self) -> Sequence[int]:
-        """Token counts that steps with prompts are padded to; empty without graphs."""
         return () if self.graphs is None else self.graphs.buckets.ragged_sizes
 
     @property
     def inputs(self) -> DeviceInputs | None:
-        """Device inputs of steps on a GPU; None on a CPU."""
+        """None on a CPU."""
         return self._inputs
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the device works while the host continues."""
         return self._is_asynchronous
 
     @property
@@ -237,12 +232,11 @@ class LocalExecutor:
 
     @property
     def pool_bytes(self) -> np.ndarray:
-        """The pool as [num_pages, page_bytes] uint8; without pages if it is not on the host."""
+        """The pool as [num_pages, page_bytes] uint8; on a GPU it has no pages."""
         flat = self.pool.view(torch.uint8).reshape(self.pool.shape[0], -1)
         return flat.numpy() if self._inputs is None else flat[:0].cpu().numpy()
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:
-        """Digests of pages as they are in the pool now; waits for them."""
         if self._inputs is None:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
@@ -251,25 +245,23 @@ class LocalExecutor:
         return found
 
     def page_pool(self) -> PagePool:
-        """Access to the pool's pages for one thread besides the one that runs steps."""
+        """Access to the pool's pages for one thread other than the one that runs steps."""
         return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.device_pages)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
-        """Pins host memory, so that the pool's device can copy from and to it; see `load_tiers`."""
+        """Pins host memory, so that the GPU can copy from and to it; None on a CPU."""
         return None if self._inputs is None else PinnedRows(rows, self.device_pages)
 
     def check(self) -> None:
-        """See `Executor.check`: there is nothing that could be lost."""
+        """Does nothing: no other process takes part in the steps."""
 
     def close(self) -> None:
-        """See `Executor.close`."""
+        """Does nothing: there is no other process to end."""
 
     def reset_slot(self, slot: int) -> None:
-        """Clears the slot's page table row for its next request."""
         self.page_table.clear(slot)
 
     def launch(self, step: StepInput) -> Launched:
-        """Starts one step; on a GPU without waiting for it."""
         if self.graphs is not None:
             if bucket := self.graphs.buckets.of_decodes(step):
                 return Launched(self._launch_decodes(step, bucket))
@@ -311,7 +303,6 @@ class LocalExecutor:
         return Launched(drawable, scores, vectors)
 
     def _launch_decodes(self, step: StepInput, bucket: GraphBucket) -> Logits:
-        """`launch` of a step of decodes alone."""
         assert self.graphs is not None
         assert self._inputs is not None
         with torch.inference_mode():
@@ -326,7 +317,6 @@ class LocalExecutor:
         return Logits(logits, step.slots, step.max_starts + 1, on_device, captured)
 
     def _launch_requests(self, step: StepInput, bucket: GraphBucket) -> Logits:
-        """`launch` of a step given by its requests."""
         assert self.graphs is not None
         assert self._inputs is not None
         with torch.inference_mode():
@@ -354,15 +344,14 @@ class LocalExecutor:
         return partial(self._draws.begin, bucket, count)
 
     def capture_draws(self, tables: SlotTables | None, ways: Sequence[Way] = WAYS) -> None:
-        """Captures the drawing from steps that have graphs.
+        """Captures sampling for the steps that have graphs.
 
         Args:
-            tables: The sampler's tables for requests without penalties or biases; None: only greedy
-                tokens are drawn by graphs, or another rank draws.
-            ways: Ways of drawing.
+            tables: The sampler's tables for requests without penalties or biases; None: graphs draw
+                greedy tokens only, or another rank draws.
 
         Raises:
-            ConfigError: There is not enough memory for it.
+            ConfigError: There is not enough memory.
         """
         if self._model.config.head != "tokens":
             return
@@ -371,22 +360,12 @@ class LocalExecutor:
             self._draws = DrawGraphs(*parts, tables, ways, self._peers, self._on_capture)
 
     def keep_shared(self, count: int) -> None:
-        """`keep` of tokens that another rank has drawn.
-
-        Args:
-            count: L, rows of the logits.
-        """
+        """Keeps tokens that rank 0 has drawn, one for each of `count` rows of logits."""
         assert self._peers is not None
         tokens = torch.empty(count, dtype=torch.int64, device=self.device)
         self.keep(self._peers.share_tokens(tokens))
 
     def keep(self, tokens: torch.Tensor) -> None:
-        """Keeps the drawn tokens on the device as input of later steps.
-
-        Args:
-            tokens: [L] int64, by row of the logits; negative where there is none. For a request
-                with drafts, tokens count up to the first one that differs from its draft.
-        """
         slots = self._batches.drawing_slots
         with torch.inference_mode():
             tokens = tokens.to(self.device, non_blocking=True)
@@ -398,17 +377,16 @@ class LocalExecutor:
                 keep_tokens(tokens, slots, self.known)
 
     def meet(self) -> None:
-        """Lets the devices of all ranks wait for one another."""
+        """Makes the devices of all ranks wait for one another."""
         assert self._peers is not None
         self._peers.meet()
 
     def mark(self) -> Mark:
-        """A mark of the device's work so far."""
         return Mark(self.device)
 
     def run(self, arrays: StepArrays) -> torch.Tensor | None:
-        """Runs a step given as arrays: [L, vocab] float32, or [L, hidden] of a model without an LM
-        head; None without rows to draw from.
+        """Runs a step given as arrays. Returns logits, [L, vocab] float32, or hidden states, [L,
+        hidden], of a model without an LM head; None if no row draws.
         """
         hidden, _ = self._hidden(arrays)
         if self._model.config.head != "tokens":
@@ -426,7 +404,6 @@ class LocalExecutor:
     def _with_more_rows(
         self, step: StepInput, arrays: StepArrays
     ) -> tuple[torch.Tensor, PromptScores | None, PooledStates | None]:
-        """`_hidden`, and what is made of further rows, begun: log-probabilities and vectors."""
         count, num_scored = len(arrays.logits_rows), sum(len(one.tokens) for one in step.scores)
         wanted = [
             *(
@@ -489,7 +466,6 @@ class LocalExecutor:
         return self._logits_of(hidden, token_slots)
 
     def _logits_of(self, hidden: torch.Tensor, token_slots: Int32Array | None) -> torch.Tensor:
-        """[L, hidden], [L] or None -> [L, vocab] float32."""
         with torch.inference_mode():
             lora = None
             if token_slots is not None and self._batches.changes_logits and token_slots.any():
@@ -497,40 +473,34 @@ class LocalExecutor:
             return self._model.logits(hidden, lora)
 
     def capture(self, buckets: Sequence[GraphBucket]) -> list[int]:
-        """Captures steps on a CUDA device and discards them.
-
-        Args:
-            buckets: The steps to capture.
+        """Captures steps on a CUDA device and discards the graphs, to measure them.
 
         Returns:
-            Bytes of device memory that each took, in the order of capture, the largest step first.
+            Bytes of device memory that each graph took, in the order of capture: the largest step
+                first.
 
         Raises:
-            ConfigError: There is not enough memory for them.
+            ConfigError: There is not enough memory.
         """
         assert self._inputs is not None
         return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each
 
     def poison(self, pages: Sequence[int], group: int = 0) -> None:
-        """Fills free pages of a group with NaN, so that reading one is noticed."""
         if pages:
             pool = self._pools[group]
-            # Scales whose bits are all set are none.
+            # In a pool with scales, a scale whose bits are all set is NaN.
             nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else float("nan")
             pool.index_fill_(0, page_index(pages, self.device), nothing)
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:
-        """Fills free blocks of recurrent layers with NaN, so that reading one is noticed."""
         assert self.states is not None
         self.states.poison(blocks)
 
     def pack_block(self, block: int, pages: Sequence[int]) -> None:
-        """Copies a block of recurrent layers into pages of the first group."""
         assert self.states is not None
         self.states.to_pages(block, pages, self._page_rows)
 
     def unpack_block(self, block: int, pages: Sequence[int]) -> None:
-        """Copies a block of recurrent layers out of pages of the first group."""
         assert self.states is not None
         self.states.from_pages(block, pages, self._page_rows)
 
@@ -555,23 +525,20 @@ class LocalExecutor:
 
     @property
     def _page_rows(self) -> torch.Tensor:
-        """The first group's pool as [num_pages, page_bytes] uint8."""
         return _rows(self.pool)
 
     def zero(self, pages: Sequence[int], group: int = 0) -> None:
-        """Zeroes pages of a group."""
         if pages:
             self._pools[group].index_fill_(0, page_index(pages, self.device), 0)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages, none of which may be both source and destination."""
         if copies:
             sources, destinations = zip(*copies, strict=True)
             copy_pages(self.pool, sources, destinations)
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:
-    """A pool as [num_pages, page_bytes] uint8."""
+    """"""
     return pool.view(torch.uint8).view(pool.shape[0], -1)
 
 
@@ -582,7 +549,7 @@ def _rows_of(verifying: Verifying) -> torch.Tensor:
 
 
 def activations_dtype(model: Model) -> torch.dtype:
-    """The dtype that a model computes in: its own layout's, whatever pages keep."""
+    """The dtype that a model computes in, which may differ from the pages'."""
     dtype: torch.dtype = getattr(torch, model.kv_layout(1).plane.dtype)
     return dtype
 
@@ -590,7 +557,6 @@ def activations_dtype(model: Model) -> torch.dtype:
 def _new_pool(
     layout: CacheLayout, group: int, num_pages: int, device: torch.device
 ) -> torch.Tensor:
-    """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
     shape, of_group = layout.pool_shape(num_pages, group), layout.groups[group]
     dtype = dtype_of(of_group.plane)
     try:

@@ -13,7 +13,7 @@ from weft.kernels.lora import NO_SLOT, LoraSegments, sort_tokens
 
 @dataclass(frozen=True, slots=True)
 class LoraColumns:
-    """The layout for steps padded to this many tokens and segments: int32 columns."""
+    """The layout of steps padded to so many tokens and segments: int32 columns."""
 
     num_tokens: int
     num_segments: int
@@ -25,7 +25,6 @@ class LoraColumns:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all columns."""
         return 4 * sum(self._sizes)
 
     @property
@@ -37,11 +36,8 @@ class LoraColumns:
         return LoraSegments(*torch.split(flat[: self.num_bytes].view(torch.int32), self._sizes))
 
     def write(self, host: npt.NDArray[np.uint8], token_slots: Int32Array) -> None:
-        """Writes a step; padding rows have no adapter.
-
-        Args:
-            host: At least [num_bytes].
-            token_slots: [T], at most `num_tokens`.
+        """Writes the adapter slots of a step, [T], into at least [num_bytes] bytes. Padding rows
+        have no adapter.
         """
         padded = np.full(self.num_tokens, NO_SLOT, np.int32)
         padded[: len(token_slots)] = token_slots

@@ -20,7 +20,7 @@ from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.model.interface import Model
 
 MIN_PAGES = 4
-"""Fewest pages: the null page and a minimum to run with."""
+"""Fewest pages of a pool, the null page included."""
 MARGIN_SHARE = 0.02
 MIN_MARGIN_BYTES = 256 << 20
 """Least margin for fragmentation and library allocations beyond what was measured."""
@@ -28,43 +28,41 @@ _CONTEXT_BYTES = 768 << 20
 """Bytes of a GPU that a process takes beside its tensors: context, loaded kernels, libraries."""
 _PROBE_PAGES = 2
 MOST_WINDOWS = 0.75
-"""Most pages of a window group beside one that each group has if all have as many, unless the
-longest requests need more.
+"""Largest share of pages that a window group gets, relative to an equal division of pages among all
+groups. Long requests may raise it.
 """
 CACHED_WINDOWS = 16
-"""One page in so many of the first group has room for one that is cached behind a window."""
+"""For each so many pages of the first group, a window group has one page for cached windows."""
 TOKENS_OF_CACHED_BLOCK = 256
 """Tokens of the KV pool for each block of recurrent layers that is kept for later requests."""
 TRIED_TOKENS = 32
-"""Tokens of the small step that is timed at start."""
+"""Rows of the small step that is timed at start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """A device's memory and the engine's needs beside the pool, all in bytes."""
+    """A device's memory and the engine's needs besides the pool, in bytes."""
 
     total: int
-    """Total memory of the device."""
     free: int
-    """Free memory after the weights were loaded, of this engine's share."""
+    """Free memory of this engine's share after the weights were loaded."""
     weights: int
     """Weights of the model and, if any, of adapters."""
     step: int
     """Activations and logits of the largest step."""
     graphs: int
-    """Memory of the captured graphs."""
     sampling: int
-    """Penalties, biases and masks if all requests use them, and logits of captured drawing."""
+    """Penalties, biases and masks if all requests use them, and the logits of captured sampling."""
     drafts: int = 0
     """KV pool of a separate draft model."""
     states: int = 0
     """Blocks and rings of recurrent layers."""
     share: float = 1.0
-    """Largest share of the memory that this engine may take, all in all."""
+    """Largest share of the device's memory that this engine may use in total."""
 
     @property
     def margin(self) -> int:
-        """Memory kept free."""
+        """Bytes that stay free."""
         return max(MIN_MARGIN_BYTES, int(MARGIN_SHARE * self.total))
 
     @property
@@ -74,7 +72,6 @@ class MemoryNeeds:
         return self.free - others - self.margin
 
     def describe(self) -> str:
-        """The calculation, in words."""
         share = f" ({self.share:.0%} for this worker)" if self.share < 1 else ""
         drafts = f"KV of the draft model {_gib(self.drafts)}, " if self.drafts else ""
         drafts += f"states of recurrent layers {_gib(self.states)}, " if self.states else ""
@@ -95,22 +92,20 @@ def divide_pages(
     *,
     is_fixed: bool = False,
 ) -> tuple[int, ...]:
-    """Divides memory among the page groups. A window group gets what as many requests as may run
-    have at most, and pages that are cached behind windows; the first group gets the rest. But it
-    has no more than `MOST_WINDOWS` of an equal division, or than as many of the longest requests
-    need as fit; that number is whole, so a little more memory may change the division much.
+    """Divides memory among the page groups.
+
+    A window group gets the most pages that `max_requests` requests can hold, and pages for windows
+    in the prefix cache. It gets at most the larger of two bounds: `MOST_WINDOWS` of an equal
+    division, and the need of as many longest requests as fit. The number of these requests is
+    whole, so a little more memory may change the division a lot. The first group gets the rest.
 
     Args:
-        layout: The groups.
-        num_pages: Pages that fit if every group has as many; the null page included.
-        max_requests: Most running requests.
-        max_step_tokens: Most new tokens of a step.
-        max_context_tokens: Longest request.
+        num_pages: Pages that fit if every group has as many, the null page included.
         max_drafts: Most drafts of a request in a step.
         is_fixed: The first group has `num_pages`, whatever the others need.
 
     Returns:
-        The pages of each group, of none but the first more than `num_pages`.
+        The pages of each group. Only the first may have more than `num_pages`.
     """
     first, *others = layout.groups
     size, counts = layout.page_size, []
@@ -142,23 +137,22 @@ def divide_states(
     is_fixed: bool = False,
     on_gpu: bool = False,
 ) -> tuple[int, int]:
-    """Divides memory between pages and the blocks and rings of recurrent layers, which get what all
-    running requests need, but at most three quarters, and blocks for the prefix cache, but all in
-    all at most two thirds.
+    """Divides memory between pages and the blocks and rings of recurrent layers.
+
+    Recurrent layers get what all running requests need, up to three quarters of the memory. They
+    also get blocks for the prefix cache, as long as the total is at most two thirds.
 
     Args:
-        layout: Of pages and blocks.
-        pool_bytes: Bytes of both.
-        max_requests: Most running requests.
+        pool_bytes: Bytes to divide.
         max_drafts: Most drafts of a request in a step.
         is_fixed: Pages get all of `pool_bytes`, whatever blocks need.
-        on_gpu: Whether rings have what steps on a GPU find.
+        on_gpu: Whether rings also hold what steps on a GPU keep.
 
     Returns:
         Number of blocks, the null block included, and the bytes that pages get.
 
     Raises:
-        ConfigError: That is too little for one request.
+        ConfigError: The memory is too small for one request.
     """
     plane = layout.states
     if plane is None:
@@ -188,10 +182,6 @@ def divide_states(
 def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
     """Number of pages that fit.
 
-    Args:
-        needs: Needs of the engine.
-        page_bytes: Bytes of one page.
-
     Raises:
         ConfigError: Not even `MIN_PAGES` fit; the message has the calculation.
     """
@@ -206,7 +196,7 @@ def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
 
 
 def describe_windows(layout: CacheLayout, counts: Sequence[int]) -> list[str]:
-    """One line on how many positions each page group keeps; none where there is one group."""
+    """One line on how many positions each page group keeps; no line if there is one group."""
     if len(counts) == 1:
         return []
     told = [
@@ -230,11 +220,7 @@ def describe_pool(needs: MemoryNeeds, num_pages: int, layout: CacheLayout) -> st
 
 
 def check_pool_fits(pool_bytes: int, device: torch.device) -> None:
-    """Refuses a pool larger than the device's free memory.
-
-    Raises:
-        ConfigError: The pool does not fit; the message has the calculation.
-    """
+    """Raises ConfigError, whose message has the calculation, if the device has less free memory."""
     free, total = torch.cuda.mem_get_info(device)
     if pool_bytes > free:
         raise ConfigError(
@@ -262,21 +248,13 @@ def measure_needs(
     """Runs the largest step once and captures the largest graphs, with a pool of two pages.
 
     Args:
-        model: Loaded, on the device.
-        layout: Shape of a page.
-        vocab_size: Vocabulary size of the model.
-        max_requests: Requests of a step.
-        max_step_tokens: New tokens of a step.
-        max_context_tokens: Longest request.
-        device: A CUDA device.
-        cuda_graphs: Steps are captured.
         share: Largest share of the device's memory for this process.
-        lora: Adapters on the device, which are there already; steps are measured with them.
-        max_drafts: Most drafts of a request in a step, whose logits are all wanted.
-        tree_rows: See `LocalExecutor`.
+        lora: Adapters, already on the device; the step is measured with them.
+        max_drafts: Most drafts of a request in a step. Each of their rows has logits.
+        tree_rows: Rows of each tree, the root included.
 
     Raises:
-        ConfigError: The step or the graphs do not fit, even without a pool.
+        ConfigError: The step or the graphs do not fit even without a pool.
     """
     weights = torch.cuda.memory_allocated(device)
     executor = LocalExecutor(
@@ -340,15 +318,14 @@ def free_of_share(free: int, total: int, own: int, share: float) -> int:
 
     Args:
         free: Bytes that no tensor uses.
-        total: Bytes of the device.
         own: Bytes that this engine's process uses.
-        share: Largest share of the total that this engine may use; 1: no other program is expected.
+        share: Largest share of `total` that this engine may use; 1: no other program is expected on
+            the device.
     """
     return free if share == 1 else min(free, int(share * total) - own)
 
 
 def _measure_step(executor: LocalExecutor, step: StepArrays, device: torch.device) -> int:
-    """Runs a step; returns the largest number of bytes that it used."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -366,8 +343,9 @@ def _measure_step(executor: LocalExecutor, step: StepArrays, device: torch.devic
 
 
 def _measure_graphs(executor: LocalExecutor, buckets: Sequence[GraphBucket]) -> int:
-    """Estimates the bytes of all graphs from the largest two of each kind. The first graph includes
-    the memory that all share, and each further one adds about as much as the second.
+    """Estimates the bytes of all graphs from the largest two of each kind. The first graph of all
+    includes the memory that all share. Each further graph adds about as much as the second of its
+    kind.
     """
     by_kind: dict[tuple[str, int, bool], list[GraphBucket]] = {}
     for bucket in sorted(buckets, reverse=True):
@@ -392,9 +370,11 @@ def largest_step(
     *,
     is_behind: bool = False,
 ) -> StepArrays:
-    """Makes a step with the most tokens and logits possible, all in the null page. With `is_behind`
-    each request has as many positions before the step and, where contexts are long enough, the
-    first one more, so that together these are more than the rows.
+    """Makes a step with the most rows and logits possible, all in the null page.
+
+    With `is_behind` each request also has as many positions before the step as rows in it. Where
+    contexts are long enough the first request has one position more, so that earlier positions
+    outnumber the rows.
     """
     most = max(1, (max_context_tokens - 1) // 2) if is_behind else max_context_tokens
     num_pieces = -(-max_step_tokens // most)
@@ -426,15 +406,8 @@ def time_token(
     max_step_tokens: int,
     max_context_tokens: int,
 ) -> float:
-    """Seconds for each token of a small step, the faster of two tries. In larger steps a token
-    takes no longer.
-
-    Args:
-        executor: The executor, while no step is under way.
-        layout: Shape of a page.
-        max_requests: Requests of a step.
-        max_step_tokens: New tokens of a step.
-        max_context_tokens: Longest request.
+    """Seconds per token of a small step, the faster of two tries. A token of a larger step takes no
+    longer. Call it while no step is under way.
     """
     num_tokens = min(TRIED_TOKENS, max_step_tokens)
     step = largest_step(max_requests, num_tokens, max_context_tokens, layout, 1)
@@ -450,8 +423,8 @@ def time_token(
 
 def sampling_bytes(vocab_size: int, max_requests: int, max_captured: int) -> int:
     """Upper bound of the device sampler's memory. Each request has a bias and a count for each
-    token of the vocabulary (half as much again while these tables grow) and eight bits for masks of
-    its rows; each row in a graph has logits.
+    token of the vocabulary (half as much again while these tables grow) and eight bits for the
+    masks of its rows. Each row in a graph has logits.
     """
     return vocab_size * (max_requests * (3 * 4 + 1) + max_captured * 4)
 

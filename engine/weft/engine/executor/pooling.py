@@ -1,4 +1,4 @@
-"""Makes vectors of the hidden states of prompts, as the steps that compute them go by."""
+"""Pools the hidden states of prompts into vectors, step by step as the prompts are computed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ ROWS_AT_ONCE = 64
 
 
 class Pooler:
-    """Sums up hidden states of prompts by slot, and turns what is complete into vectors.
+    """Sums the hidden states of unfinished prompts by slot, and turns finished prompts into
+    vectors.
 
     Args:
-        heads: The model's.
-        max_requests: Slots.
-        hidden_size: Width of hidden states.
-        device: Where these are.
-        is_fixed: Vectors are made one by one, so that none depends on the others.
+        max_requests: Number of slots.
+        is_fixed: Whether vectors are computed one by one, so that none depends on the others.
     """
 
     def __init__(
@@ -52,10 +50,10 @@ class Pooler:
         """Takes in the wanted rows of a step.
 
         Args:
-            pieces: Whose rows they are, at least one.
-            hidden: [S, hidden]: their rows after the final norm, one piece's behind another's.
-            logits_of: Computes logits [n, vocab] float32 of n of these rows, and of the pieces that
-                they belong to.
+            pieces: At least one piece of a prompt.
+            hidden: [S, hidden]: the pieces' wanted rows after the final norm, piece after piece.
+            logits_of: Computes logits, [n, vocab] float32, of n of these rows, given the numbers of
+                the pieces that they belong to.
         """
         output = pieces[0].pool.output
         if (pooled := self._of_whole_prompts(pieces, hidden)) is not None:
@@ -82,8 +80,8 @@ class Pooler:
     def _of_whole_prompts(
         self, pieces: Sequence[PooledRows], hidden: torch.Tensor
     ) -> torch.Tensor | None:
-        """[P, hidden] float32 of P pieces, in a few operations; None: not all of them are whole
-        prompts of which one vector each is wanted.
+        """[P, hidden] float32 of P pieces in a few operations, if each piece is a whole prompt that
+        wants one vector; else None.
         """
         pool = pieces[0].pool
         for piece in pieces:
@@ -109,9 +107,6 @@ class Pooler:
         dtype: torch.dtype,
         logits_of: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
     ) -> Sequence[torch.Tensor] | torch.Tensor:
-        """What is wanted of prompts: of the pieces with these `numbers`, whose vectors are the rows
-        of `pooled`.
-        """
         if output == "embedding":
             return self._apply(self._heads.embedding, pooled)
         if output == "classes":
@@ -125,7 +120,9 @@ class Pooler:
         return torch.cat([layers(row) for row in torch.split(rows, 1)])
 
     def _pooled(self, piece: PooledRows, rows: torch.Tensor) -> torch.Tensor | None:
-        """[hidden] float32 of a prompt that ends with these rows; None: more are to come."""
+        """[hidden] float32 of a prompt that ends with these rows; None: later steps bring more
+        rows.
+        """
         pooling = piece.pool.pooling
         if pooling == "last":
             return rows[-1].float() if piece.is_last else None
@@ -166,11 +163,12 @@ def _given(vector: torch.Tensor | None) -> torch.Tensor:
 
 
 class PooledStates:
-    """Vectors of a step, which may still be computed.
+    """Vectors of a step, which the device may still be computing.
 
     Args:
-        found: Each piece that has some, and its vectors: [width], or [rows, width] of its tokens.
-        flat: All of them, one behind another; None: it is made of `found`.
+        found: Pieces that have vectors, with their vectors: [width], or [rows, width] for one per
+            token.
+        flat: All vectors in one tensor, piece after piece; None: they are joined here.
     """
 
     def __init__(
@@ -191,7 +189,9 @@ class PooledStates:
         return cls(list(zip(pieces, rows, strict=True)), flat)
 
     def wait(self) -> list[tuple[PooledRows, Float32Array]]:
-        """Waits for them: [n, width] of each prompt or piece, normalised and cut as wanted."""
+        """Waits for the vectors: [n, width] of each piece, normalised and cut to the wanted
+        dimensions.
+        """
         if self._fetched is None:
             return []
         values = self._fetched.wait().numpy()

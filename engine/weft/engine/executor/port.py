@@ -18,23 +18,23 @@ from weft.engine.transfer.page_pool import PagePool
 
 
 class Logits(NamedTuple):
-    """Logits to draw tokens from, and the slots and positions of their rows."""
+    """Logits to draw tokens from, with the slots and positions of their rows."""
 
     logits: Callable[[], torch.Tensor]
     """Computes [L, vocab] float32 on the model's device; not called where `captured` draws."""
     slots: Int64Array
-    """The slot of each row that draws, [L]."""
+    """[L]: the slot of each row."""
     positions: Int64Array
-    """Positions of the tokens to be drawn, [L]; for requests that start late the largest possible
-    ones.
+    """[L]: positions of the tokens to be drawn. For a request whose start only the device knows:
+    the largest possible ones.
     """
     on_device: Callable[..., RowsOnDevice] | None = None
     """`DeviceInputs.drawing_rows` of the step; None: slots and positions are not on the device."""
     captured: CapturedDraw | None = None
-    """Draws by a graph and keeps the tokens; None: this step has no such graph."""
+    """Draws by a graph and keeps the tokens; None: the step has no such graph."""
     rows: Callable[[], torch.Tensor] | None = None
-    """Returns [2, T] int64 on the device: the rows' tokens, and their ancestor words if they form
-    trees. None: the step verifies none.
+    """Returns [2, T] int64 on the device: the rows' tokens, and their ancestor masks if they form
+    trees. None: the step verifies no drafts.
     """
 
 
@@ -42,8 +42,8 @@ class Launched(NamedTuple):
     """Results of a step that has begun."""
 
     drawable: Logits | None
-    """Logits to draw from: a row for each decode, then one for each row of the requests to
-    verify, then one for each piece of a prompt that draws; None: no row draws.
+    """Rows of logits: one for each decode, then one for each row of the verified requests, then one
+    for each chunk of a prompt that draws. None: no row draws.
     """
     scores: PromptScores | None = None
     """Log-probabilities of prompts; None: none are wanted."""
@@ -52,9 +52,8 @@ class Launched(NamedTuple):
 
 
 class Executor(Protocol):
-    """Computes the steps of one engine, in the order in which they are launched.
-
-    No call waits for the device unless it says so.
+    """Computes the steps of one engine, in the order in which they are launched. No call waits for
+    the device unless its docstring says so.
     """
 
     @property
@@ -69,7 +68,7 @@ class Executor(Protocol):
 
     @property
     def page_size(self) -> int:
-        """Token positions a page."""
+        """Token positions per page."""
         ...
 
     @property
@@ -84,12 +83,10 @@ class Executor(Protocol):
 
     @property
     def works_behind_draws(self) -> bool:
-        """Whether some device may still write to pages when a step's tokens have come."""
+        """Whether some device may still write to pages after a step's tokens have arrived."""
         ...
 
-    def launch(self, step: StepInput) -> Launched:
-        """Starts one step."""
-        ...
+    def launch(self, step: StepInput) -> Launched: ...
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Keeps the drawn tokens on the device as input of later steps.
@@ -101,16 +98,14 @@ class Executor(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """A mark of the device's work so far."""
+        """A mark that the device passes after all work so far."""
         ...
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies pages, none of which may be both source and destination."""
         ...
 
-    def zero(self, pages: Sequence[int], group: int = 0) -> None:
-        """Zeroes pages of a group."""
-        ...
+    def zero(self, pages: Sequence[int], group: int = 0) -> None: ...
 
     def poison(self, pages: Sequence[int], group: int = 0) -> None:
         """Fills free pages of a group with NaN, so that reading one is noticed."""
@@ -131,34 +126,36 @@ class Executor(Protocol):
     def pack_pages(
         self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
     ) -> None:
-        """Copies pages of a further group, one behind the other, into pages of the first group.
+        """Copies pages of a further group, one after another, into pages of the first group.
 
         Args:
-            pages: Of the further group.
-            group: Its number.
-            into: Of the first group.
-            is_each: Each page has an equal share of `into` to itself.
+            pages: Pages of the further group.
+            group: Number of the further group.
+            into: Pages of the first group.
+            is_each: Each page gets an equal share of `into` to itself.
         """
         ...
 
     def unpack_pages(
         self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
     ) -> None:
-        """Copies as many pages of a further group as these out of pages of the first group, into
-        which `pack_pages` put them.
+        """Copies pages of a further group out of pages of the first group, where `pack_pages` put
+        them.
         """
         ...
 
     def block_pool(self, num_pages: int, page_bytes: int) -> PagePool:
-        """Access for one thread to blocks of recurrent layers, as so many pages each."""
+        """Access for one thread to blocks of recurrent layers, each as `num_pages` pages."""
         ...
 
     def window_pool(self, num_pages: int, page_bytes: int) -> PagePool:
-        """Access for one thread to pages of the window group, as so many pages each."""
+        """Access for one thread to pages of the window group, each as `num_pages` pages of the
+        first.
+        """
         ...
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:
-        """Digests of pages as they are in the pool now; waits for them."""
+        """Digests of pages as they are in the pool now. Waits for the device."""
         ...
 
     def reset_slot(self, slot: int) -> None:

@@ -12,17 +12,17 @@ from weft.engine.executor.logprobs import token_logprobs
 from weft.engine.executor.step_input import ScoredRows
 
 ROWS_AT_ONCE = 64
-"""Rows whose logits are computed at a time. A whole chunk's logits would be larger than all its
-other tensors.
+"""Rows whose logits are computed at a time. The logits of a whole chunk would be larger than all
+its other tensors.
 """
 
 
 class PromptScores:
-    """Log-probabilities of a step's prompt tokens, which may still be computed.
+    """Log-probabilities of a step's prompt tokens, which the device may still be computing.
 
     Args:
-        chunks: The scored rows, at least one.
-        hidden: [S, hidden]: hidden states of these rows, chunk by chunk.
+        chunks: At least one.
+        hidden: [S, hidden]: hidden states of the scored rows, chunk by chunk.
         logits_of: Computes the logits of rows [first, end) of `hidden`: [end - first, vocab]
             float32.
     """
@@ -45,7 +45,7 @@ class PromptScores:
             self._fetched = Fetched(torch.cat(parts))
 
     def wait(self) -> list[tuple[ScoredRows, list[TokenLogprob]]]:
-        """Waits for the log-probabilities: a list for each chunk, with one entry for each token."""
+        """Waits for the log-probabilities: one list per chunk, one entry per token."""
         columns = self._fetched.wait().double().numpy()
         most = (columns.shape[1] - 1) // 2
         found, begin = [], 0

@@ -19,8 +19,8 @@ NOTHING = -1
 
 
 def requests_size(num_requests: int) -> int:
-    """Length of the int64 column that describes a step by so many requests: a flag whether it does,
-    and four values for each request.
+    """Length of the int64 column that describes a step by its requests: a flag whether it does, and
+    four values per request.
     """
     return 1 + 4 * num_requests
 
@@ -28,13 +28,12 @@ def requests_size(num_requests: int) -> int:
 def write_requests(
     host: npt.NDArray[np.uint8], requests: StepInput, num_requests: int, null_row: int
 ) -> int:
-    """Writes that column, padded to so many requests; returns the bytes used.
+    """Writes the column that describes a step by its requests; returns the bytes used.
 
     Args:
-        host: Buffer of at least 8 * `requests_size` bytes.
-        requests: The requests, no more than `num_requests`.
-        num_requests: Number of requests in the layout.
-        null_row: See `RaggedColumns.write`.
+        host: At least 8 * `requests_size` bytes.
+        num_requests: Number of requests that the column is padded to.
+        null_row: The dummy slot: a row of the page table that names only the null page.
     """
     used, count = 8 * requests_size(num_requests), len(requests.slots)
     given = host[:used].view(np.int64)
@@ -51,21 +50,20 @@ def write_requests(
 
 @dataclass(frozen=True)
 class RaggedColumns:
-    """The layout of steps padded to this many rows, requests and rows of logits."""
+    """The layout of steps padded to so many rows, requests and rows of logits."""
 
     num_tokens: int
     max_requests: int
     max_logits: int
     max_rows: int = 1
-    """Most rows of a request that the step verifies; 1: it verifies none."""
+    """Most rows of a request whose drafts the step verifies; 1: it verifies none."""
     has_trees: bool = False
     """Whether rows may form trees, which adds a column for `AttentionMetadata.ancestors`."""
     has_requests: bool = False
-    """Whether a step may also be given by its requests alone, in a column before all others."""
+    """Whether a step may also be sent by its requests alone, in a column before all others."""
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all columns."""
         return 8 * sum(self._wide) + 4 * (2 * self.max_requests + 1)
 
     @cached_property
@@ -93,14 +91,12 @@ class RaggedColumns:
     ) -> None:
         """Writes a step's arrays into the buffer.
 
-        Rows of no request write to the null page at position 0; requests that do not exist bring
-        no row; padding rows of the logits are the first row's, drawn for the dummy slot.
+        Padding rows write to the null page at position 0. Padding requests have no rows. Padding
+        rows of logits repeat the first row and draw for the dummy slot.
 
         Args:
             host: At least [num_bytes].
-            arrays: The step, which fits the layout.
-            null_row: The dummy slot: a row of the page table that names the null page only.
-            page_size: Token positions a page.
+            null_row: The dummy slot: a row of the page table that names only the null page.
         """
         assert self.has_trees or arrays.ancestors is None
         sizes, requests = self._wide, self.max_requests

@@ -1,4 +1,4 @@
-"""Memory of recurrent layers, and what a step does there."""
+"""Memory of recurrent layers, and the reads and writes of a step there."""
 
 from __future__ import annotations
 
@@ -23,31 +23,28 @@ from weft.kernels.slot_states import plan_slots
 _NOTHING = np.zeros(0, np.int64)
 _NO_ROWS = slice(0, 0)
 _HostRows = Int64Array | slice
-"""`Rows` on the host."""
+"""`Rows` on the host: a range or row numbers."""
 
 
 class RankBlocks(NamedTuple):
-    """Memory of the blocks where several ranks share it."""
+    """Memory of the blocks that several ranks share."""
 
     whole: tuple[torch.Tensor, ...]
-    """For each part of the plane over all ranks, [num_blocks, layers, *shape]."""
+    """For each part of the plane over all ranks: [num_blocks, layers, *shape]."""
     own: tuple[torch.Tensor, ...]
-    """This rank's heads or channels of them."""
+    """This rank's heads or channels, views of `whole`."""
 
 
 class StateMemory:
     """Blocks and rings of a model.
 
     Args:
-        plane: What they contain.
-        num_blocks: Number of blocks, the null block included.
-        num_slots: Number of slots.
-        ring_rows: Positions of a ring.
-        device: Device of the model.
-        blocks: The blocks of all ranks; None: this process has all of them.
+        num_blocks: The null block included.
+        ring_rows: Positions of one ring.
+        blocks: Blocks of all ranks; None: this process allocates its own.
 
     Raises:
-        ConfigError: They do not fit into memory.
+        ConfigError: The memory does not fit.
     """
 
     def __init__(
@@ -83,14 +80,16 @@ class StateMemory:
 
     @property
     def of_blocks(self) -> tuple[torch.Tensor, ...]:
-        """All parts of blocks over all ranks, [num_blocks, ...] each, as they are exchanged."""
+        """All parts of blocks over all ranks, [num_blocks, ...] each, in the order in which they
+        are packed into pages.
+        """
         return (*self._whole, *self.pools.row_blocks)
 
     def with_found(self) -> StatePools:
-        """The memory, and what steps on a GPU keep in addition.
+        """The memory with the additional rings that steps on a GPU keep.
 
         Raises:
-            ConfigError: It does not fit into memory.
+            ConfigError: The memory does not fit.
         """
         parts, *sizes = self._found
         device = self.pools.rings[0].device
@@ -104,10 +103,9 @@ class StateMemory:
         return replace(self.pools, found=tuple(found))
 
     def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
-        """Copies a block into pages of a pool, which have room for it.
+        """Copies a block into pages, which together have room for it.
 
         Args:
-            block: Number of the block.
             pages: Numbers of the pages, in order.
             pool: [num_pages, page_bytes] uint8.
         """
@@ -117,7 +115,7 @@ class StateMemory:
         pool.index_copy_(0, page_index(pages, pool.device), room.view(len(pages), -1))
 
     def from_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
-        """Copies a block out of pages; see `to_pages`."""
+        """Copies a block out of the pages that `to_pages` has filled."""
         room, at = pool.index_select(0, page_index(pages, pool.device)).view(-1), 0
         for part in self.of_blocks:
             size = part[block].numel() * part.element_size()
@@ -133,13 +131,13 @@ class StateMemory:
     def step(
         self, slots: Int64Array, starts: Int64Array, counts: Int64Array, rows: StateRows | None
     ) -> StateStep:
-        """What recurrent layers do in a step.
+        """The reads and writes of recurrent layers in a step.
 
         Args:
-            slots: [R], of the requests.
-            starts: [R]: positions of their first rows.
-            counts: [R]: numbers of their rows.
-            rows: Their blocks; None: they all begin at position 0, and nothing is kept of them.
+            slots: [R].
+            starts: [R]: position of each request's first row.
+            counts: [R]: rows of each request.
+            rows: Blocks of the requests; None: all begin at position 0 and keep nothing.
         """
         numbers = self.numbers(slots, starts, counts, rows)
         return _made(self.pools, numbers, [torch.from_numpy(each) for each in numbers.flat])
@@ -152,8 +150,8 @@ class StateMemory:
         rows: StateRows | None,
         num_before: int = 0,
     ) -> _Numbers:
-        """Where each request begins and what it writes; arguments as `step` takes them, and the
-        number of the step's rows before those of these requests.
+        """Where each request begins and what it writes. `num_before` counts the rows of the step
+        that precede those of these requests.
         """
         ends, is_kept = starts + counts, rows is not None
         if rows is None:
@@ -190,14 +188,8 @@ class StateMemory:
 
 
 class DeviceStates:
-    """What steps on a GPU do with a model's blocks and rings. Requests of few rows go by what the
-    device knows of them; the others begin where the host says.
-
-    Args:
-        memory: Blocks and rings.
-        page_size: Token positions a page.
-        max_requests: Number of slots.
-        device: The GPU.
+    """The work of GPU steps on blocks and rings. Requests of few rows use positions that the device
+    knows; the others begin where the host says.
     """
 
     def __init__(
@@ -208,15 +200,19 @@ class DeviceStates:
         self._page_size = page_size
         self._copies = DeviceCopies(device)
         self._borders = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
-        """For each slot, the border of the newest block. Steps change it as they run."""
+        """[slots + 1]: for each slot, the border of its newest block. Steps change it as they run.
+        """
         self._ends = torch.zeros_like(self._borders)
-        """For each slot, an end (see `plan_slots`). The host sets it to the newest block's border.
+        """[slots + 1]: for each slot, an end as `plan_slots` defines it. The host sets it to the
+        newest block's border.
         """
         self._table = torch.zeros((max_requests, 3), dtype=torch.int64, device=device)
         """`StateRows.table` of the captured step that was sent last."""
 
     def send(self, rows: StateRows | None, num_requests: int) -> None:
-        """Sends the blocks of a captured step, padded to `num_requests`; None: nothing is kept."""
+        """Sends the blocks of a captured step, padded to `num_requests`; None: the step keeps
+        nothing.
+        """
         buffer, host = self._copies.pinned.take(used := 24 * num_requests)
         table = host[:used].view(np.int64).reshape(num_requests, 3)
         table[:] = NULL_PAGE
@@ -229,13 +225,13 @@ class DeviceStates:
     def captured(
         self, slots: torch.Tensor, cu_q_lens: torch.Tensor, positions: torch.Tensor
     ) -> StateStep:
-        """A step of requests of few rows alone, whose blocks `send` sends; to be called while a
+        """A step of requests of few rows alone, with the blocks that `send` sends. Call it while a
         graph is captured.
 
         Args:
             slots: [R] int64.
             cu_q_lens: [R + 1] int32.
-            positions: [T] int64, complete.
+            positions: [T] int64, with the values that only the device knows filled in.
         """
         return self._few(slots, cu_q_lens, positions, self._table[: len(slots)])
 
@@ -246,13 +242,13 @@ class DeviceStates:
         cu_q_lens: torch.Tensor,
         positions: torch.Tensor,
     ) -> StateStep:
-        """A step of any requests.
+        """A step of any requests, not captured.
 
         Args:
             arrays: The step on the host.
             slots: [R] int64.
             cu_q_lens: [R + 1] int32.
-            positions: [T] int64, complete.
+            positions: [T] int64, with the values that only the device knows filled in.
         """
         rows, few = arrays.states, 0 if arrays.states is None else arrays.states.num_few
         if rows is not None and few == len(arrays.slots):
@@ -323,11 +319,11 @@ class _Numbers:
     new_slots: Int64Array
     new_ring_rows: Int64Array
     lasts: Int64Array
-    """[R]: border of each request's newest block behind the step."""
+    """[R]: border of each request's newest block after the step."""
 
     @property
     def flat(self) -> list[Int64Array]:
-        """All arrays that the step needs, in the order in which `_made` asks for them."""
+        """All arrays that the step needs, in the order in which `_made` takes them."""
         rows = [self.order, self.back, self.new_rows]
         arrays = [self.ring_slots, self.ring_rows, self.new_slots, self.new_ring_rows]
         for part in self.rounds:
@@ -337,7 +333,7 @@ class _Numbers:
 
 
 def _made(pools: StatePools, numbers: _Numbers, sent: Sequence[torch.Tensor]) -> StateStep:
-    """The step of these numbers, of which `_Numbers.flat` was sent to the device."""
+    """The step of these numbers. `sent` has `_Numbers.flat` on the device."""
     left = iter(sent)
     ring_slots, ring_rows, new_slots, new_ring_rows = (next(left) for _ in range(4))
     of_rounds = [
@@ -368,8 +364,8 @@ def _made(pools: StatePools, numbers: _Numbers, sent: Sequence[torch.Tensor]) ->
 def _rounds(
     borders: Int64Array, starts: Int64Array, ends: Int64Array, rows: StateRows
 ) -> tuple[Int64Array, tuple[_Round, ...]]:
-    """Cuts each request's positions where states are written. The first pieces are one round, the
-    second ones another, and so on. Returns also `StateStep.order`.
+    """Cuts each request's positions where states are written. The first pieces of all requests are
+    one round, the second ones another, and so on. Also returns `StateStep.order`.
     """
     num_old, counts = starts - borders, ends - starts
     first_old = np.cumsum(num_old) - num_old
@@ -408,7 +404,6 @@ def _rounds(
 
 
 def _as_range(numbers: Int64Array) -> _HostRows:
-    """The numbers as a range if they follow one another."""
     if not len(numbers):
         return _NO_ROWS
     first, end = int(numbers[0]), int(numbers[-1]) + 1
@@ -417,7 +412,7 @@ def _as_range(numbers: Int64Array) -> _HostRows:
 
 
 def _behind(firsts: Int64Array, counts: Int64Array) -> Int64Array:
-    """So many consecutive numbers from each of `firsts` on, one range after another."""
+    """Concatenates ranges: `counts` consecutive numbers from each of `firsts` on."""
     if not counts.any():
         return _NOTHING
     ends = np.cumsum(counts)

@@ -13,7 +13,9 @@ from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.state_rows import StateRows
 
 ON_DEVICE = -1
-"""Start position that only the device knows: the end of the step under way."""
+"""Start position that only the device knows, because it depends on how many drafts the step under
+way accepts.
+"""
 
 
 def _nothing() -> Int64Array:
@@ -21,38 +23,37 @@ def _nothing() -> Int64Array:
 
 
 class ScoredRows(NamedTuple):
-    """Rows of a request that are scored: the prompt's next token is known behind each of them."""
+    """Rows of a prompt whose next tokens are to be scored."""
 
     request: int
-    """Number of the request in the step."""
+    """Index of the request in the step."""
     num_top: int
     """Alternatives wanted for each token."""
     first_row: int
-    """The first of these rows, counted from the request's own first one."""
+    """The first of these rows, counted from the request's own first row."""
     tokens: list[int]
-    """The prompt's token behind each of them."""
+    """The prompt's token after each of these rows, whose log-probability is wanted."""
 
 
 class PooledRows(NamedTuple):
-    """Rows of a request of whose hidden states vectors are made."""
+    """Rows of a request whose hidden states are pooled into vectors."""
 
     request: int
-    """Number of the request in the step."""
+    """Index of the request in the step."""
     slot: int
-    """Slot of the request."""
     pool: Pool
     prompt_length: int
     """Tokens of the whole prompt."""
     start: int
-    """Position in the prompt of the first token that the request brings."""
+    """Position in the prompt of the first token in this step."""
     num_tokens: int
-    """Tokens that it brings."""
+    """Tokens of the prompt in this step."""
     lead: int = 0
-    """Rows ahead of these, which are run again."""
+    """Rows ahead of these that the step computes again."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt ends here."""
+        """Whether the prompt ends in this step."""
         return self.start + self.num_tokens == self.prompt_length
 
     @property
@@ -62,13 +63,15 @@ class PooledRows(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether the first of these rows, all of the prompt, is the only one that is needed."""
+        """Whether only the first row is needed, since the step has the whole prompt and takes its
+        vector there.
+        """
         is_of_prompt = self.pool.output not in TOKEN_OUTPUTS
         return self.is_whole and is_of_prompt and self.pool.pooling == "first"
 
     @property
     def wanted(self) -> range:
-        """The rows that are needed, counted from the request's own first one."""
+        """The rows that are needed, counted from the request's own first row."""
         if self.is_first:
             return range(self.lead, self.lead + 1)
         if self.pool.wants_all_rows:
@@ -79,64 +82,62 @@ class PooledRows(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepInput:
-    """The requests of a step: decodes first, then requests whose drafts are verified, then pieces
+    """The requests of a step: decodes first, then requests whose drafts are verified, then chunks
     of prompts.
 
-    R = requests. A request brings rows at consecutive positions, or its last token and a tree of
-    drafts behind it. Its pages are in the page table.
+    R is the number of requests. A request brings rows at consecutive positions, or its last token
+    followed by a tree of drafts. Its pages are in the page table.
     """
 
     slots: Int64Array
-    """Slot of each request, [R]."""
+    """[R]."""
     starts: Int64Array
-    """Position of each request's first row, [R]; LATE: only the device knows it."""
+    """[R]: position of each request's first row; ON_DEVICE: only the device knows it."""
     max_starts: Int64Array
-    """The largest value that `starts` can have, [R]; equal to `starts` where that is known."""
+    """[R]: the largest value that `starts` can have; equal to `starts` where that is known."""
     counts: Int64Array
-    """Rows of each request, [R]."""
+    """[R]: rows of each request."""
     num_decodes: int = 0
-    """Number of requests that bring only the token that they drew last, which the device keeps."""
+    """Requests that bring only their last token, which the device has kept."""
     num_verified: int = 0
-    """Number of requests that bring their last token and drafts; all of their rows draw."""
+    """Requests that bring their last token and drafts. All of their rows draw."""
     draws: Int64Array = field(default_factory=_nothing)
-    """[R - decodes - verified]: whether the last row of each piece of a prompt draws, 0 or 1."""
+    """[R - decodes - verified]: 1 if the last row of the chunk draws, else 0."""
     recomputed_rows: Int64Array = field(default_factory=_nothing)
-    """[R - decodes - verified]: number of each piece's first rows that are computed again because
-    only their K and V are known. They write no K and V.
+    """[R - decodes - verified]: rows at each chunk's start whose K and V earlier steps have
+    written. The step computes them again and discards their K and V.
     """
     tokens: Int64Array = field(default_factory=_nothing)
-    """Tokens of the rows that the host knows, in order: those of verified requests (unless the
-    drafts are on the device), then those of pieces.
+    """Tokens of the rows that the host knows, in order: first those of verified requests (unless
+    the drafts are on the device), then those of chunks.
     """
     ancestor_masks: Int64Array | None = None
-    """For each row of a verified request, the rows of the request that it sees, where the host
-    knows the trees
-    (`weft.kernels.attention.paged_attention`). None: chains, or the device knows the trees.
+    """For each row of a verified request, a mask of the rows of the request that it sees, where the
+    host knows the trees (`weft.kernels.attention.paged_attention`). None: drafts form chains, or
+    the device knows the trees.
     """
     has_trees: bool = False
-    """Whether drafts form trees."""
     draft_limits: Int64Array | None = None
     """[R]: first position at which a chain of drafts has no page; 1 for a request without drafts.
-    None: no drafts are made on the device.
+    None: the device makes no drafts.
     """
     pages: Int64Array | None = None
-    """[R], in a step of decodes alone: the page of each position that the device's page table may
-    lack, else -1. None: the table lacks no page.
+    """[R], only in a step of decodes alone: the page of each position that the device's page table
+    may lack, else -1. None: the table lacks no page.
     """
     adapters: Int32Array | None = None
-    """Each request's slot of the LoRA tables, [R]; None: no request has an adapter."""
+    """[R]: each request's slot of the LoRA tables; None: no request has an adapter."""
     drafts: LaterDrafts | None = None
     """Drafts of the verified requests on the device; None: the drafts are in `tokens`."""
     scores: Sequence[ScoredRows] = ()
-    """Pieces of prompts whose log-probabilities are wanted."""
+    """Chunks of prompts whose log-probabilities are wanted."""
     pooled: Sequence[PooledRows] = ()
-    """Pieces of prompts of which vectors are wanted."""
+    """Chunks of prompts whose vectors are wanted."""
     states: StateRows | None = None
     """Blocks of recurrent layers; None: the model has none."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return int(self.counts.sum())
 
     @property
@@ -165,11 +166,11 @@ class StepInput:
         return self.draft_limits is not None
 
     def row_adapters(self) -> Int32Array | None:
-        """The adapter slot of each row, [T]."""
+        """[T]: the adapter slot of each row."""
         return None if self.adapters is None else np.repeat(self.adapters, self.counts)
 
     def rows(self) -> tuple[Int64Array, Int64Array]:
-        """The slot of each row, [T], and its largest possible position, [T]; for chains only."""
+        """The slot and the largest possible position of each row, [T] each. Not for trees."""
         behind = np.arange(self.num_rows)
         firsts = np.cumsum(self.counts) - self.counts
         positions = behind + np.repeat(self.max_starts - firsts, self.counts)

@@ -1,1 +1,1 @@
-"""Drafts of heads on the device: chains and trees, eager and as graphs."""
+"""Drafts of heads on the device: chains and trees, with and without graphs."""

@@ -1,4 +1,4 @@
-"""Creates the drafter that a worker's settings ask for."""
+"""Makes the drafter on the device that a worker's settings ask for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
 
 
 def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
-    """Describes the drafter, and the head whose KV the pages hold."""
+    """Lines for the log: the drafter, and the head whose KV the pages hold."""
     draft = layout.plane.draft
     kind = "MTP" if config.reads_mtp else "EAGLE"
     head = f"pages hold KV of the {kind} head {draft[:12]}" if draft else ""
@@ -52,7 +52,7 @@ def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
 def head_graphs(
     config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> tuple[ChainGraphs | None, TreeGraphs | None]:
-    """Captures a head's chains and trees, if steps are captured.
+    """Captures a head's chains and trees; None for what is not captured.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -111,15 +111,15 @@ def max_drafts_of_a_step(config: EngineConfig) -> int:
 
 
 def tree_rows(config: EngineConfig) -> list[int]:
-    """Sizes of trees in rows: the last token and the drafts; empty without trees."""
+    """Rows of each tree, its root included; empty without trees."""
     return [1 + shape.num_drafts for shape in tree_shapes(config.draft_width)]
 
 
 def draft_adapters(
     config: EngineConfig, drafted: DraftedModel | None, device: torch.device
 ) -> DraftAdapterFiles | None:
-    """Draft adapters that adapters may bring for the head, where drafting is captured in graphs and
-    the head is not divided among ranks.
+    """Reader of draft adapters for the head; None where drafting is not captured or the head is
+    divided among ranks.
     """
     if device.type != "cuda" or not config.cuda_graphs or config.drafter != "eagle3":
         return None

@@ -1,4 +1,4 @@
-"""Drafting as CUDA graphs: fixed memory for the requests' columns, and capture."""
+"""Drafting as CUDA graphs: fixed memory for the requests' columns, and the capture."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ class DevicePageTable(Protocol):
 
     @property
     def pages(self) -> torch.Tensor:
-        """The page table, [max_requests + 1, max_pages] int32; the last row contains only the null
-        page.
-        """
+        """[max_requests + 1, max_pages] int32. The last row contains only the null page."""
 
     def send_pages(self) -> None:
-        """Sends the changes made on the host."""
+        """Sends changes of the host's page table."""
 
 
 class StaticColumns:
@@ -30,7 +28,6 @@ class StaticColumns:
     Args:
         pages: On the same device.
         paddings: Values of padding requests in the columns after the first one, which holds slots.
-        max_requests: Most requests.
     """
 
     def __init__(self, pages: DevicePageTable, paddings: Sequence[int], max_requests: int) -> None:
@@ -43,13 +40,13 @@ class StaticColumns:
         self._flat = torch.zeros(size, dtype=torch.int64, device=device)
 
     def views(self, requests: int) -> list[torch.Tensor]:
-        """The columns sent last for this number of requests, [requests] each."""
+        """The columns that were sent last for this number of requests, [requests] each."""
         count = len(self._paddings)
         return list(self._flat[: count * requests].view(count, requests))
 
     def send(self, columns: Sequence[Int64Array], requests: int) -> None:
-        """Sends columns padded to `requests` without waiting, in one copy unless there are new
-        pages.
+        """Sends columns padded to `requests` without waiting. This takes one copy unless there are
+        new pages.
         """
         self._pages.send_pages()
         sent = self._flat[: len(self._paddings) * requests].view(torch.uint8)
@@ -63,14 +60,13 @@ class StaticColumns:
 
 
 class Graph(Protocol):
-    """Captured device work."""
-
-    def replay(self) -> None:
-        """Runs the captured work again."""
+    def replay(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
-"""Captures a function's device work; see `StepGraphs.capture`."""
+"""Captures a function's device work. Returns the graph, and the tensor that holds its result after
+each replay.
+"""
 
 
 class _Ordered(Protocol):
@@ -79,7 +75,7 @@ class _Ordered(Protocol):
 
 Bucket = TypeVar("Bucket", bound=_Ordered)
 Captured = dict[Bucket, tuple[Graph, torch.Tensor]]
-"""Graphs, and the tensor in which each leaves its result."""
+"""By bucket: the graph, and the tensor that holds its result."""
 
 
 def capture_each(
@@ -90,14 +86,12 @@ def capture_each(
 ) -> Captured[Bucket]:
     """Captures the work of each bucket, largest first.
 
-    The graphs share the memory of the steps' graphs, which are larger, so that each adds little
-    more than its list of launches; no plan of the device's memory counts them.
+    The graphs share the memory of the steps' graphs, which are larger. So each adds little more
+    than its list of launches, and the memory plan does not count them.
 
     Args:
-        buckets: Shapes to capture.
         send_nothing: Sends inputs of no request.
         run: The work to capture.
-        capture: Makes a graph.
     """
     graphs: Captured[Bucket] = {}
     for bucket in sorted(buckets, reverse=True):

@@ -1,6 +1,6 @@
 """Chains of drafts as CUDA graphs, padded to a few sizes, with inputs in fixed memory.
 
-Without a graph a draft takes some twenty launches, which take longer than their work; a graph makes
+Without a graph a draft takes some twenty launches, which take longer than their work. A graph makes
 the whole chain one launch. The chain reads its inputs from the same memory as the step that
 verifies the drafts, so one copy serves both.
 """
@@ -34,7 +34,7 @@ _NO_REQUESTS = StepInput(
 
 
 class ChainShape(NamedTuple):
-    """Number of requests and of drafts per request that a graph makes."""
+    """Number of drafts per request, and of requests, that a graph makes."""
 
     depth: int
     requests: int
@@ -43,13 +43,11 @@ class ChainShape(NamedTuple):
 
 
 def chain_shapes(max_drafts: int, max_requests: int, *, has_lora: bool = False) -> list[ChainShape]:
-    """Lists the chains to capture: all numbers of drafts that the gate compares, powers of two of
-    requests.
+    """Lists the chains to capture: all numbers of drafts that the gate compares, with powers of two
+    of requests.
 
     Args:
-        max_drafts: Most drafts of a request.
-        max_requests: Most requests of a step.
-        has_lora: Each is captured with draft adapters too.
+        has_lora: Whether each is also captured with draft adapters.
     """
     sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
     depths = [depth for depth in depths_up_to(max_drafts) if depth > 0]
@@ -64,8 +62,6 @@ class StaticChains:
         model: Target and head.
         pool: The target's.
         known: State of the slots on the device; receives the drafts.
-        inputs: Device inputs of steps.
-        page_size: Token positions a page.
         largest: Largest of the shapes to be captured.
         adapters: Draft adapters of the requests' rows; None: no shape has any.
     """
@@ -90,7 +86,7 @@ class StaticChains:
         self._adapters = adapters
 
     def needs_lora(self, adapter_slots: Int32Array | None) -> bool:
-        """Whether any of these adapters, [R], brings a draft adapter."""
+        """Whether one of these adapters, [R], brings a draft adapter."""
         if self._adapters is None or adapter_slots is None:
             return False
         return self._adapters.are_used(adapter_slots)
@@ -104,8 +100,7 @@ class StaticChains:
         """Sends the part of `send` that a step does not bring: draft adapters, if `shape` has any.
 
         Args:
-            adapter_slots: Adapter slots of the requests, [R]; None: none has an adapter.
-            shape: Has room for them.
+            adapter_slots: [R]; None: no request has an adapter.
         """
         if shape.has_lora:
             assert self._adapters is not None, "a shape has adapters, and there are none"
@@ -117,7 +112,7 @@ class StaticChains:
         self.send(_NO_REQUESTS, shape)
 
     def run(self, shape: ChainShape) -> torch.Tensor:
-        """Drafts for the inputs sent last with this shape, [depth, requests] int64."""
+        """Drafts for the inputs that were sent last with this shape, [depth, requests] int64."""
         # Padding requests are at position 0, where a head has no KV.
         slots, starts, _, draft_limits = self._inputs.request_rows(shape.requests)
         pages, known = self._inputs.pages, self._known
@@ -144,13 +139,7 @@ class StaticChains:
 
 
 class ChainGraphs:
-    """Chains captured once for each shape.
-
-    Args:
-        chains: To capture.
-        shapes: From `chain_shapes`.
-        capture: Makes a graph.
-    """
+    """Chains, each captured for one shape."""
 
     def __init__(
         self, chains: StaticChains, shapes: Sequence[ChainShape], capture: Capture
@@ -192,7 +181,7 @@ class ChainGraphs:
         Args:
             depth: Number of drafts wanted; more may be made.
             num_requests: Number of requests that the step is padded to.
-            adapter_slots: Adapter slots of the requests that exist, [R]; None: none has an adapter.
+            adapter_slots: [R], without padding; None: no request has an adapter.
         """
         has_lora = self._chains.needs_lora(adapter_slots)
         shape = self.shape_of(depth, num_requests, has_lora=has_lora)
@@ -201,8 +190,8 @@ class ChainGraphs:
         return self._replay(shape)
 
     def fetch(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to copy the newest drafts to the host; returns a function that waits for them.
-        They are valid until the drafts of the step after the next one are fetched.
+        """Begins to copy the newest drafts to the host. Returns a function that waits for them;
+        they are valid until the drafts of the step after the next one are fetched.
         """
         return self._copies.begin(found)
 
@@ -213,10 +202,9 @@ class ChainGraphs:
 
 
 class LaterChains(LaterDrafts):
-    """Drafts of chains by graphs, which the executor begins.
+    """Chains of drafts by graphs, which the executor starts before the step that verifies them.
 
     Args:
-        graphs: Make the drafts.
         counts: Number of drafts of each request.
         requests: Returns the requests to draft for, if they were not sent with a step.
         to_host: Whether the drafts are copied to the host before the verifying step has run, so
@@ -234,7 +222,7 @@ class LaterChains(LaterDrafts):
         super().__init__(counts)
         self._graphs = graphs
         self.requests = requests
-        """See the arguments."""
+        """Returns the requests to draft for."""
         self._to_host = to_host
         self._depth = max(self.counts, default=0)
 
@@ -250,9 +238,6 @@ class LaterChains(LaterDrafts):
             self._fetch_if_needed(found, num_before)
 
     def _fetch_if_needed(self, found: torch.Tensor, first: int) -> None:
-        """Begins to copy the drafts to the host, if the host needs them; `first` is their first
-        column.
-        """
         if self._to_host:
             wait_for_drafts = self._graphs.fetch(found)
             self.come_with(lambda: self._chains_in(wait_for_drafts(), first))

@@ -1,4 +1,4 @@
-"""Draft adapters as rows of the device's adapter memory, and as inputs of captured turns.
+"""Draft adapters as rows of the device's adapter memory, and as inputs of captured drafting.
 
 Where drafting is captured, a draft adapter lies in the same slot of the tables as the adapter that
 brought it, and comes and goes with that adapter. One graph serves requests with any mix of draft
@@ -27,14 +27,14 @@ from weft.kernels.lora import LoraSegments, LoraStep
 logger = logging.getLogger(__name__)
 
 _NAMES = {module: "draft_" + module.rpartition(".")[2].removesuffix("_proj") for module in MODULES}
-"""Projection names by module; the prefix `draft_` tells them from the target's."""
+"""Projection names by module. The prefix `draft_` separates them from the target's."""
 
 
 class DraftAdapterFiles:
-    """Implements `weft.engine.executor.adapter_rows.DraftParts` for a head.
+    """`DraftParts` of a head.
 
     Args:
-        shapes: [out, in] of what may be changed, by module (`adaptable_shapes`).
+        shapes: [out, in] of each module that may be changed (`adaptable_shapes`).
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -76,22 +76,20 @@ class DraftAdapters(Protocol):
     """Draft adapters on the device (`weft.engine.executor.adapter_rows.LoraPool`)."""
 
     max_slots: int
-    """Slots of the tables, including the one for no adapter."""
+    """Slots of the tables, slot 0 for no adapter included."""
     has_drafts: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    """Whether the adapter in each slot has a draft adapter, [max_slots]."""
+    """[max_slots]: whether the adapter in each slot brings a draft adapter."""
 
     def draft_step(self, segments: LoraSegments) -> LoraStep:
-        """The LoRA inputs of the head's layer, number 0, for rows sorted by these segments."""
+        """The LoRA inputs of the head's only layer, number 0, for rows sorted by these segments."""
 
 
 class AdapterRows:
-    """The draft adapter of each row of captured turns, in fixed memory.
+    """The draft adapter of each row of captured drafting, in fixed memory.
 
     Args:
-        adapters: On the device.
         device: Device of the columns.
-        max_requests: Most requests.
-        rows_each: Rows of a request, for each kind of turn.
+        rows_each: Rows per request in each kind of forward pass of the head.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class AdapterRows:
         self._pinned = PinnedBuffers(device)
 
     def are_used(self, adapter_slots: Int32Array | Int64Array) -> bool:
-        """Whether any of these requests has a draft adapter."""
         return bool(self._adapters.has_drafts[adapter_slots].any())
 
     def send(self, adapter_slots: Int32Array | Int64Array, requests: int) -> None:
@@ -125,11 +122,13 @@ class AdapterRows:
         self._pinned.sent()
 
     def steps(self, requests: int) -> list[LoraStep]:
-        """The inputs sent last for this number of requests, for each kind of turn."""
+        """The inputs that were sent last for this number of requests, for each kind of forward
+        pass.
+        """
         steps, begin = [], 0
         for columns in self._columns(requests):
             step = self._adapters.draft_step(columns.views(self._flat[begin:]))
-            # The columns come by a copy before any kernel of the turn.
+            # A copy brings the columns before any kernel of the graph.
             steps.append(replace(step, are_given=True))
             begin += columns.num_bytes
         return steps

@@ -14,14 +14,13 @@ from weft.kernels.draft_head import DraftChains
 
 
 class LastTokens(NamedTuple):
-    """Requests to draft for, whose last tokens the host knows; their pages are in the table."""
+    """Requests to draft for, whose last tokens the host knows. Their pages are in the table."""
 
     slots: Int64Array
-    """Slots of the requests, [R]."""
     starts: Int64Array
-    """Positions of the last tokens, [R]."""
+    """[R]: positions of the last tokens."""
     tokens: Int64Array
-    """The last tokens, [R]."""
+    """[R]: the last tokens."""
 
 
 class Chains(Protocol):
@@ -31,17 +30,16 @@ class Chains(Protocol):
 
 
 class EagerChains:
-    """Runs a head once for each draft, for many requests at once.
+    """Runs a head once per draft, for many requests at once.
 
     The first draft continues from the states that the target's last step kept for a request, the
-    later ones from the head's own states. The target's next step overwrites the head's KV of the
-    drafts.
+    later ones from the head's own states. The target's next step overwrites the KV that the head
+    wrote for the drafts.
 
     Args:
         model: Target and head.
         pool: The target's KV pool.
         table: Page numbers by slot.
-        page_size: Token positions a page.
     """
 
     def __init__(
@@ -57,12 +55,11 @@ class EagerChains:
         """Makes the chains.
 
         Args:
-            lasts: The requests.
-            counts: Number of drafts of each request, [R], descending: requests that have enough
-                drafts leave the batch from its end.
+            counts: [R]: drafts of each request, descending. Requests that have enough drafts leave
+                the batch from its end.
 
         Returns:
-            Drafts, [D, R] on the device; the first `counts[r]` rows of column r are valid.
+            Drafts, [D, R] on the device. The first `counts[r]` rows of column r are valid.
         """
         slots, starts, tokens = lasts
         depth, rows = int(counts[0]), len(slots)

@@ -1,4 +1,4 @@
-"""Keeps on the device what a step accepts of its drafts, as input of later steps."""
+"""Keeps on the device the drafts that a step accepts, as input of later steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ class KeptStates(Protocol):
     """Hidden states of the target by slot, from which drafts continue."""
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keeps the states of `rows` [V] int64 of the last forward pass for `slots` [V] int64."""
+        """Keeps the hidden states of `rows` of the last forward pass for `slots`; both are [V]
+        int64.
+        """
 
 
 class DraftKeeper:
-    """Keeps accepted drafts, and makes the token behind them the last one of its slot.
+    """Keeps accepted drafts, and makes the token that follows them the last one of its slot.
 
     Args:
         known: Tokens by slot, which this class writes.
-        pool: KV pool, in which KV of accepted tree paths is moved.
-        states: Hidden states by slot, for draft heads; None: there is no head.
+        pool: KV pool, in which this class moves the KV of accepted tree paths.
+        states: Hidden states by slot, for a draft head; None: there is no head.
     """
 
     def __init__(self, known: SlotTokens, pool: torch.Tensor, states: KeptStates | None) -> None:
@@ -31,7 +33,7 @@ class DraftKeeper:
         self._states = states
 
     def accept(self, tokens: torch.Tensor, step: StepRows, verified: Verified) -> None:
-        """Accepts the drafts of a step as far as they equal the tokens drawn.
+        """Accepts the drafts of a step up to the first one that differs from the drawn token.
 
         Args:
             tokens: [L] int64, by row of the logits; negative where there is none.

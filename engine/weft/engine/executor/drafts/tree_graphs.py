@@ -1,4 +1,4 @@
-"""Trees of drafts grown in CUDA graphs, with inputs in fixed memory; see `chains`."""
+"""Trees of drafts grown in CUDA graphs, with inputs in fixed memory as for chains."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from weft.kernels.step_rows import SlotTokens, chain_places
 
 
 class TreeArrays(NamedTuple):
-    """Trees behind the last tokens of R requests, on the host."""
+    """On the host: the last tokens of R requests, after which trees grow."""
 
     slots: Int64Array
-    """Slots of the requests, [R]."""
     starts: Int64Array
-    """Positions of the last tokens, [R]; LATE: only the device knows."""
+    """[R]: positions of the last tokens; ON_DEVICE: only the device knows."""
     limits: Int64Array
-    """First positions without a page, [R]."""
+    """[R]: first positions without a page."""
     max_depths: Int64Array
-    """Most drafts that may be accepted at once, [R]."""
+    """[R]: most drafts that may be accepted at once."""
     adapter_slots: Int64Array
-    """Slots of their adapters, [R]; 0: none."""
+    """[R]: slots of the adapters; 0: none."""
 
 
 class TreeBucket(NamedTuple):
@@ -56,9 +55,8 @@ class StaticTrees:
         pool: The target's.
         known: State of the slots on the device; receives the trees.
         pages: The page table on the same device.
-        page_size: Token positions a page.
         max_requests: Most requests of a step with trees.
-        adapters: Draft adapters of the requests' rows, for one row a request and for as many as
+        adapters: Draft adapters of the requests' rows, for one row per request and for as many as
             trees are wide; None: no bucket has any.
     """
 
@@ -85,7 +83,6 @@ class StaticTrees:
         self._adapters = adapters
 
     def needs_lora(self, arrays: TreeArrays) -> bool:
-        """Whether any of these requests has a draft adapter."""
         return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
 
     def send(self, arrays: TreeArrays, bucket: TreeBucket) -> None:
@@ -102,8 +99,8 @@ class StaticTrees:
         self.send(TreeArrays(*[nothing] * 5), bucket)
 
     def run(self, bucket: TreeBucket) -> torch.Tensor:
-        """Tokens and ancestor words (`draft_tree`) of the trees for the inputs sent last with this
-        bucket, [2, nodes, requests] int64.
+        """Grows trees for the inputs that were sent last with this bucket: tokens and ancestor
+        masks (`draft_tree`), [2, nodes, requests] int64.
         """
         slots, starts, limits, max_depths = self._columns.views(bucket.requests)
         pages, known, shape = self._pages.pages, self._known, bucket.shape
@@ -141,20 +138,14 @@ class StaticTrees:
 
 
 class TreeGraphs:
-    """Trees captured once for each bucket, in the memory shared with the steps' graphs.
-
-    Args:
-        trees: To capture.
-        buckets: Shapes to capture.
-        capture: Makes a graph.
-    """
+    """Trees, each captured for one bucket, in the memory shared with the steps' graphs."""
 
     def __init__(self, trees: StaticTrees, buckets: Sequence[TreeBucket], capture: Capture) -> None:
         self._trees = trees
         self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture)
 
     def bucket_of(self, shape: DraftShape, requests: int, *, has_lora: bool = False) -> TreeBucket:
-        """The smallest bucket with room for these trees; no bucket with fewer nodes is deeper."""
+        """The smallest bucket with room for these trees. No bucket with fewer nodes is deeper."""
         return min(
             bucket
             for bucket in self._graphs
@@ -168,8 +159,8 @@ class TreeGraphs:
         """Starts trees of at least this many nodes.
 
         Returns:
-            [2, nodes, R] int64 on the device or larger (`StaticTrees.run`), valid until the next
-            drafts or step.
+            [2, nodes, R] int64 or larger on the device, as from `StaticTrees.run`; valid until the
+            next drafts or step.
         """
         has_lora = self._trees.needs_lora(arrays)
         bucket = self.bucket_of(shape, len(arrays.slots), has_lora=has_lora)

@@ -22,20 +22,18 @@ def tree_of(tokens: Sequence[int], words: Sequence[int]) -> TokenTree:
     """Makes a `TokenTree` of a tree that the head has grown, or of its first nodes.
 
     Args:
-        tokens: Tokens of the nodes.
-        words: The rows of its request that each node sees; see `draft_tree`.
+        words: For each node, the mask of the rows of its request that it sees (`draft_tree`).
     """
     return TokenTree(tokens, [parent_of(word, row) for row, word in enumerate(words, 1)])
 
 
 class EagerTrees:
-    """Grows trees for steps whose start the host knows.
+    """Grows trees without graphs, for steps whose start the host knows.
 
     Args:
         model: Target and head.
         pool: The target's KV pool.
         table: Page numbers by slot.
-        page_size: Token positions a page.
     """
 
     def __init__(
@@ -50,16 +48,15 @@ class EagerTrees:
     def grow(
         self, lasts: LastTokens, limits: Int64Array, depths: Int64Array, shape: DraftShape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Grows trees behind last tokens, and waits for them.
+        """Grows trees from last tokens, and waits for them.
 
         Args:
-            lasts: The requests.
-            limits: First position at which each request has no page, [R].
-            depths: Levels of each request's tree, [R].
+            limits: [R]: first position at which each request has no page.
+            depths: [R]: levels of each request's tree.
             shape: Shape of the largest tree.
 
         Returns:
-            Tokens and ancestor words, [nodes, R], on the host.
+            Tokens and ancestor masks, [nodes, R], on the host.
         """
         (slots, starts, tokens), size = lasts, self._page_size
         count = len(slots)

@@ -1,4 +1,5 @@
-"""A rank other than the first: `python -m weft.engine.executor.ranks.follow FD PARENT_PID`.
+"""The process of a rank other than the first: `python -m weft.engine.executor.ranks.follow FD
+PARENT_PID`.
 
 The process loads its share of the model as rank 0 does, and all ranks agree after each phase. Then
 it runs the frames that rank 0 sends. It ends when rank 0 dies (the kernel kills it), when the group
@@ -68,7 +69,7 @@ UNBOUNDED = 1 << 62
 
 
 class FollowerGroup:
-    """Implements `RankGroup` for a rank other than rank 0."""
+    """The `RankGroup` of a rank other than rank 0."""
 
     def __init__(self, link: RankLink, rank: int, group: SharedGroup, store_path: str) -> None:
         self.rank = rank
@@ -78,7 +79,8 @@ class FollowerGroup:
         self._link = link
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
-        """See `Ranks.agree`.
+        """Waits until rank 0 has heard of this phase from all ranks; returns the least number of
+        all.
 
         Raises:
             LinkClosed: Rank 0 has ended.
@@ -95,13 +97,13 @@ class FollowerGroup:
 
 
 class Drafting(NamedTuple):
-    """How a rank makes a head's drafts."""
+    """A draft head's chains on this rank, without and with graphs."""
 
     eager: Chains
     captured: ChainGraphs | None
 
     def later(self, step: StepInput, draft_limits: Int64Array) -> LaterChains:
-        """The drafts that a step verifies; see `Step.draft_limits`."""
+        """The drafts that a step verifies, with `draft_limits` as in the frame `Step`."""
         assert self.captured is not None
         own = slice(step.num_decodes, step.num_decodes + step.num_verified)
         requests = StepInput(
@@ -185,11 +187,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
 
 
 def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGroup) -> None:
-    """Runs the frames that rank 0 sends, until the group ends.
-
-    Raises:
-        RanksLost: The group ends.
-    """
+    """Runs the frames that rank 0 sends, until the group ends, which raises RanksLost."""
     drawable: Logits | None = None
     while True:
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.

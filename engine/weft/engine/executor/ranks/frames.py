@@ -31,7 +31,7 @@ _NONE, _SAME = -1, -2
 Work = Literal["zero", "poison", "poison_blocks"]
 _WORK: dict[int, Work] = {_ZERO: "zero", _POISON: "poison", _BLOCKS: "poison_blocks"}
 Frame = Sequence[Int64Array | Int32Array]
-"""A frame to be posted: one array after another."""
+"""The arrays of one frame, in order."""
 
 
 class NewPages(NamedTuple):
@@ -47,7 +47,6 @@ class NewPages(NamedTuple):
     """The new entries of all slots, slot after slot."""
 
     def enter(self, table: PageTable) -> None:
-        """Enters them into a page table."""
         begin = 0
         for slot, first, end in zip(*(a.tolist() for a in self[:3]), strict=True):
             table.enter(slot, first, self.pages[begin : begin + end - first])
@@ -58,17 +57,20 @@ NO_PAGES = NewPages(*[NO_NUMBERS] * 4)
 
 
 class Step(NamedTuple):
-    """A step to be run."""
+    """Order to run a step."""
 
     step: StepInput
     pages: NewPages
     draft_limits: Int64Array | None
-    """[V]: `StepInput.draft_limits` of the verified requests, if their drafts are made on the
-    device for this step; else None."""
+    """[V]: `StepInput.draft_limits` of the verified requests, if the device makes their drafts for
+    this step; else None.
+    """
 
 
 class DraftOrder(NamedTuple):
-    """Chains of a head's drafts to be made, the arguments of `Chains.run`."""
+    """Order to make chains of a head's drafts; `lasts` and `counts` are the arguments of
+    `Chains.run`.
+    """
 
     lasts: LastTokens
     counts: Int64Array
@@ -76,36 +78,37 @@ class DraftOrder(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens drawn in the last step: the argument of `Executor.keep`."""
+    """Tokens drawn in the last step, the argument of `Executor.keep`."""
 
     tokens: Int64Array
 
 
 class Draw(NamedTuple):
-    """Rank 0 draws from the last step by a graph, in this way."""
+    """Order to take part while rank 0 draws from the last step by a graph, in this way."""
 
     way: Way
 
 
 class SharedTokens(NamedTuple):
-    """The argument of `Executor.keep` comes from rank 0's device."""
+    """Order to keep tokens that come from rank 0's device; `num_tokens` is their number."""
 
     num_tokens: int
-    """Length of that argument."""
 
 
 class Barrier(NamedTuple):
-    """The devices wait for one another."""
+    """Order to make the devices of all ranks wait for one another."""
 
 
 class Copies(NamedTuple):
-    """The argument of `Executor.copy`, for ranks that have a pool of their own."""
+    """Order to copy pages, for ranks that have a pool of their own."""
 
     copies: list[PageCopy]
 
 
 class Pages(NamedTuple):
-    """Calls one method of `Executor` on ranks that have a pool of their own: its name and pages."""
+    """Order to call one method of `Executor` for these pages, for ranks that have a pool of their
+    own.
+    """
 
     what: Work
     pages: list[int]
@@ -116,7 +119,7 @@ _NUM_STATES = 4
 
 
 def encode_step(step: StepInput, pages: NewPages) -> Frame:
-    """Encodes a step; drafts on the device are those of chains."""
+    """Encodes a step. Drafts made on the device must be chains."""
     made: Int64Array | None = None
     if step.drafts is not None:
         assert isinstance(step.drafts, LaterChains), "drafts of another rank's device"
@@ -148,27 +151,22 @@ _BEFORE_TOKENS, _BARRIERS = np.array([_TOKENS]), (np.array([_BARRIER]),)
 
 
 def encode_tokens(tokens: Int64Array) -> Frame:
-    """Encodes drawn tokens."""
     return _BEFORE_TOKENS, tokens
 
 
 def encode_draw(way: Way) -> Frame:
-    """Encodes that tokens are drawn by a graph."""
     return _DRAWS[way]
 
 
 def encode_shared(count: int) -> Frame:
-    """Encodes that so many tokens come from rank 0's device."""
     return (np.array([_SHARED, count]),)
 
 
 def encode_barrier() -> Frame:
-    """Encodes that the devices wait for one another."""
     return _BARRIERS
 
 
 def encode_copies(copies: Sequence[PageCopy]) -> Frame:
-    """Encodes copies of pages."""
     return (np.array([_COPIES, *(page for copy in copies for page in copy)]),)
 
 
@@ -179,14 +177,13 @@ def encode_pages(what: Work, pages: Sequence[int]) -> Frame:
 
 
 def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> Frame:
-    """Encodes chains to be made."""
     return np.array([_CHAINS, len(counts), len(pages.slots)]), *lasts, counts, *pages
 
 
 def decode(
     numbers: Int64Array,
 ) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | DraftOrder | Barrier:
-    """The content of a frame: views of it."""
+    """The content of a frame, as views of `numbers`."""
     kind, behind = int(numbers[0]), numbers[1:]
     if kind == _TOKENS:
         return Tokens(behind)

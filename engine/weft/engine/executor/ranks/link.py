@@ -1,4 +1,4 @@
-"""Messages between rank 0 and another rank during the start: JSON, and shared memory."""
+"""Messages between rank 0 and another rank during the start: JSON and shared memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ class LinkClosed(Exception):
 
 
 class RankLink:
-    """One end of a socket pair; calls wait up to the socket's timeout."""
+    """One end of a socket pair. Calls wait up to the socket's timeout and raise LinkClosed if the
+    other end is gone.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     def send(self, message: Mapping[str, object], memory: int | None = None) -> None:
-        """Sends a message, and `memory`, if given, as a file descriptor.
-
-        Raises:
-            LinkClosed: The other end is gone.
-        """
+        """Sends a message, with `memory` as a file descriptor unless it is None."""
         body = json.dumps(message).encode()
         try:
             descriptors = [] if memory is None else [memory]
@@ -40,11 +38,7 @@ class RankLink:
             raise LinkClosed from error
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """The next message, and the file descriptor that came with it, if any.
-
-        Raises:
-            LinkClosed: The other end is gone.
-        """
+        """The next message, and the file descriptor that came with it, if any."""
         try:
             header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
             if len(header) < _HEADER.size:
@@ -61,12 +55,10 @@ class RankLink:
         return json.loads(body), descriptors[0] if descriptors else None
 
     def close(self) -> None:
-        """Closes this end."""
         self._socket.close()
 
 
 def config_to_json(config: EngineConfig) -> dict[str, Any]:
-    """Settings as JSON values."""
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in asdict(config).items()
@@ -74,7 +66,6 @@ def config_to_json(config: EngineConfig) -> dict[str, Any]:
 
 
 def config_of_json(values: Mapping[str, Any]) -> EngineConfig:
-    """Reverses `config_to_json`."""
     found = dict(values)
     for field in fields(EngineConfig):
         value, kind = found[field.name], str(field.type)

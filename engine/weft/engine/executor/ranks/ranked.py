@@ -1,4 +1,4 @@
-"""The executor of rank 0, which has all ranks run its steps."""
+"""The executor of rank 0, which makes all ranks run its steps."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ from weft.engine.model.heads.drafted import DraftedModel
 
 
 class _RankedChains:
-    """`Chains` that all ranks make."""
-
     def __init__(self, chains: Chains, executor: RankedExecutor) -> None:
         self._chains, self._executor = chains, executor
 
@@ -43,10 +41,10 @@ class _RankedChains:
 
 
 class RankedExecutor(LocalExecutor):
-    """A `LocalExecutor` of rank 0's share that has the other ranks run the same steps.
+    """The executor of rank 0's share, which makes the other ranks run the same steps.
 
     Before `lead` every rank runs the same code by itself. On a CPU all ranks write to one pool, and
-    a step has ended on every rank when `launch` returns; therefore only rank 0 reads or writes
+    a step has ended on every rank when `launch` returns. Therefore only rank 0 reads or writes
     whole pages between steps.
     """
 
@@ -56,15 +54,13 @@ class RankedExecutor(LocalExecutor):
         """From now on the other ranks run what this executor sends."""
         self._ranks = ranks
         self._num_sent = np.zeros(self.page_table.null_row, np.int64)
-        """Number of entries of each slot's row of the page table that the other ranks have."""
+        """Entries of each slot's page table row that the other ranks have."""
         self._num_additions_sent = 0
         """`PageTable.num_additions` when entries were sent last."""
 
     def launch(self, step: StepInput) -> Launched:
-        """See `Executor.launch`.
-
-        Raises:
-            RanksLost: A rank is gone, or this one failed while the others go on with the step.
+        """Raises RanksLost if a rank is gone, or if this rank fails while the others go on with the
+        step.
         """
         if self._ranks is None:
             return super().launch(step)
@@ -88,7 +84,7 @@ class RankedExecutor(LocalExecutor):
         return own if self.num_ranks == 1 else _RankedChains(own, self)
 
     def run_chains(self, chains: Chains, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
-        """Has all ranks make chains of drafts.
+        """Makes chains of drafts on all ranks.
 
         Raises:
             RanksLost: A rank is gone, or this one failed while the others go on.
@@ -106,7 +102,6 @@ class RankedExecutor(LocalExecutor):
     def _draw_on_all(
         self, captured: CapturedDraw, way: Way, slot_override: Int64Array | None
     ) -> CapturedDraws:
-        """Draws by a graph that also gives the tokens to the other ranks."""
         assert self._ranks is not None
         self._ranks.group.post(encode_draw(way))
         return captured(way, slot_override)
@@ -164,7 +159,6 @@ class RankedExecutor(LocalExecutor):
             self._ranks.check()
 
     def close(self) -> None:
-        """Ends the other ranks."""
         if self._ranks is not None:
             self._ranks.close()
         if self._peers is not None:
@@ -175,7 +169,6 @@ class RankedExecutor(LocalExecutor):
         return self._ranks if self.is_asynchronous else None
 
     def _new_pages(self) -> NewPages:
-        """Page table entries that the other ranks lack, of all slots."""
         table = self.page_table
         if table.num_additions == self._num_additions_sent:
             return NO_PAGES

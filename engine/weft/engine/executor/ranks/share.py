@@ -1,4 +1,4 @@
-"""Loading of a rank's share of the model and of the pool; all ranks run this code."""
+"""Loads a rank's share of the model and makes its part of the pool. All ranks run this code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankGroup(Protocol):
     size: int
     group: SharedGroup
     store_path: str
-    """See `weft.engine.parallel.device_peers.join`."""
+    """File at which the GPUs' ranks find one another."""
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int: ...
 
@@ -43,18 +43,14 @@ class RankGroup(Protocol):
 
 
 class SharedMemory:
-    """Implements `weft.engine.executor.adapter_rows.RankMemory`."""
+    """`RankMemory` for the adapters."""
 
     def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers) -> None:
         self.rank, self.size = others.rank, others.size
         self.others, self._peers = others, peers
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
-        """See `RankMemory.memory`.
-
-        Raises:
-            ConfigError: The system refuses it, or another rank is gone.
-        """
+        """Raises ConfigError if the system refuses the memory, or if another rank is gone."""
         if isinstance(self._peers, SharedGroup):
             segment = self.others.share(self.size * num_bytes)
             return segment.tensor((self.size, num_bytes), torch.uint8).unbind()
@@ -66,7 +62,7 @@ class SharedMemory:
 def load_share(
     config: EngineConfig, others: RankGroup, peers: Peers
 ) -> tuple[LoadedModel, DraftedModel | None]:
-    """This rank's share of the model's weights, and the model with its draft head, if it has one.
+    """This rank's share of the model's weights; also the model with its draft head, if it has one.
 
     Raises:
         ModelError, ConfigError: The weights cannot be used.
@@ -93,8 +89,8 @@ def load_share(
 def peers_of(
     others: RankGroup, config: EngineConfig, device: torch.device
 ) -> SharedGroup | DevicePeers:
-    """The means by which ranks add up partial sums: memory that all of them map, on GPUs that of
-    the GPUs.
+    """The memory through which ranks add up partial sums. All ranks map it; on GPUs it is the GPUs'
+    own.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -118,11 +114,11 @@ def pool_of(
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
     On a CPU all ranks share one pool, in which each rank has its heads of every page. On GPUs each
-    rank has a pool, and rank 0 maps those of all ranks if pages leave them. Code that moves whole
-    pages therefore need not know of ranks.
+    rank has a pool of its own, and rank 0 maps the pools of all ranks if pages leave the GPUs. So
+    code that moves whole pages need not know of ranks.
 
     Raises:
-        ConfigError: The pool does not fit, or such pages cannot leave GPUs.
+        ConfigError: The pool does not fit, or pages cannot leave these GPUs.
     """
     others = shared.others
     if config.is_on_gpu and not config.moves_pages:

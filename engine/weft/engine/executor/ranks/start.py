@@ -43,14 +43,14 @@ class Ranks:
     """Rank 0's handle on the other ranks of an engine.
 
     Args:
-        config: The engine's settings.
         wake: Called from another thread when a rank has ended.
     """
 
     rank = 0
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
-        """Starts the processes, which begin to load their shares, and divides the CPU threads.
+        """Starts the processes, which begin to load their shares, and divides the CPU threads among
+        the ranks.
 
         Raises:
             ConfigError: There is no shared memory, or no native operation to wait in it.
@@ -65,13 +65,13 @@ class Ranks:
         self.group = SharedGroup(
             self._segment, 0, config.tp, START_LIMIT_S, is_checked=config.check_ranks
         )
-        """The shared memory in which the ranks meet."""
+        """The shared memory through which the ranks communicate."""
         self.group.why = lambda: self._why
         self._why = "the ranks are ending"
         self._is_lost = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self.store_path = f"{self._folder.name}/store"
-        """See `weft.engine.parallel.device_peers.join`."""
+        """File at which the GPUs' ranks find one another."""
         self._followers: list[_Follower] = []
         self._is_ready = False
         self._watcher: threading.Thread | None = None
@@ -109,14 +109,13 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all ranks, in their order."""
+        """Process ids by rank, rank 0 included."""
         return [os.getpid(), *(follower.process.pid for follower in self._followers)]
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
-        """Waits until all ranks have come through a phase of the start.
+        """Waits until all ranks have completed a phase of the start.
 
         Args:
-            phase: Name of the phase.
             number: This rank's number, for example of the pages that it has room for.
             text: Must be the same on all ranks.
 
@@ -157,21 +156,17 @@ class Ranks:
         self._is_ready = True
 
     def check(self) -> None:
-        """Raises RanksLost if the group has ended.
-
-        Raises:
-            RanksLost: The message says which rank is lost, and how.
-        """
+        """Raises RanksLost if the group has ended; its message says which rank is lost and how."""
         if self.group.is_stopped:
             raise RanksLost(self.group.reason)
 
     def fail(self, why: str) -> None:
-        """Ends all ranks, since one of them has failed."""
+        """Ends all ranks, because one of them has failed."""
         self._why, self._is_lost = why, True
         self.group.stop()
 
     def close(self) -> None:
-        """Ends the other ranks, and waits until their processes are gone."""
+        """Ends the other ranks and waits until their processes are gone."""
         self.group.stop()
         for follower in self._followers:
             follower.link.close()
@@ -206,7 +201,9 @@ class Ranks:
             raise ConfigError(self._ending(follower) + " during its start") from None
 
     def _watch(self) -> None:
-        """Ends the group when another rank ends, unless `close` ends it."""
+        """Runs in a thread of its own. Ends the group when another rank ends, unless `close` ends
+        it.
+        """
         poll = select.poll()
         for follower in self._followers:
             poll.register(follower.pidfd, select.POLLIN)
@@ -214,7 +211,7 @@ class Ranks:
         if self.group.is_stopped and not self._is_lost:
             return  # `close` ended the group, or a waiting rank has reported the cause.
         if not self._is_ready:
-            # What waits for that rank's sums must go on; the next `agree` reports why it has ended.
+            # Threads that wait for that rank's sums must go on. The next `agree` reports the cause.
             self._why = "another rank has ended during its start"
             self.group.stop()
             return
@@ -227,7 +224,6 @@ class Ranks:
         self._wake()
 
     def _ending(self, follower: _Follower) -> str:
-        """How a rank has ended, in words."""
         try:
             status = follower.process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
@@ -237,8 +233,8 @@ class Ranks:
 
 
 def device_of_rank(config: EngineConfig, rank: int) -> str:
-    """The device of a rank: its entry in a list of devices, else the GPU that is `rank` places
-    after the given one.
+    """A rank's entry in the list of devices; of a single GPU, the one that is `rank` places after
+    it.
     """
     devices = config.device.split(",")
     if len(devices) > 1:
