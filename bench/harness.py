@@ -240,6 +240,7 @@ class Harness:
         )
         self._parts: dict[str, tuple[Callable[[Run], None], bool]] = {}
         self._repeats = repeats
+        self._is_complete = False
         self.flag = self._parser.add_argument
         self.one_of = self._parser.add_mutually_exclusive_group
         self.error = self._parser.error
@@ -261,28 +262,28 @@ class Harness:
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The options."""
-        flag = self._parser.add_argument
+        if not self._is_complete:
+            self._add_common_flags()
+        options = self._parser.parse_args(argv)
+        options.argv = list(sys.argv[1:] if argv is None else argv)
+        self._check(options)
+        return options
+
+    def _add_common_flags(self) -> None:
+        self._is_complete, flag = True, self._parser.add_argument
         if len(self._parts) > 1:
             told = (
                 f"{name}{'' if is_usual else ' (only if named)'}: {measure.__doc__}"
                 for name, (measure, is_usual) in self._parts.items()
             )
-            flag(
-                "--only",
-                nargs="+",
-                metavar="WORD",
-                help=("parts with a word in it: " + " ".join(told)).replace("%", "%%"),
-            )
+            described = "parts with a word in it: " + " ".join(told)
+            flag("--only", nargs="+", metavar="WORD", help=described.replace("%", "%%"))
         if self._repeats is not None:
             flag("--repeats", type=int, default=self._repeats, help="turns that count")
         flag("--json", type=Path, metavar="FILE", help="where to keep all figures")
         flag("--commit", default="", help="of the sources, where git cannot tell")
         flag("--baseline", type=Path, metavar="TREE", help="compare with another working tree")
         flag("--pairs", type=int, default=6, help="of runs, with --baseline")
-        options = self._parser.parse_args(argv)
-        options.argv = list(sys.argv[1:] if argv is None else argv)
-        self._check(options)
-        return options
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs the parts that are asked for; the exit status."""

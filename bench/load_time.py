@@ -206,13 +206,15 @@ LOADERS: dict[str, Callable[[Path, str], None]] = {
 WAYS = RATES | LOADERS
 CHANGING = ("write, 1 thread", "weft, first start")
 """Ways that change the checkpoint's folder, which is therefore never one that the user names."""
+ONE = "one"
+"""Word before a way that is to be timed in this process."""
 FROM_DISK = ", from disk"
 """Ends the names of ways before which the page cache forgets the files."""
 
 
 def seconds_of(way: str, folder: Path, device: str) -> float:
     """One of `WAYS` in a process of its own."""
-    command = [sys.executable, __file__, "--one", way, "--folder", str(folder), "--device", device]
+    command = [sys.executable, __file__, ONE, way, str(folder), device]
     with serving_mirror() as mirror, tempfile.TemporaryDirectory(dir=folder.parent) as cache:
         mirror.folders[_REPOSITORY] = folder
         hub = {"HF_ENDPOINT": mirror.url, "HF_HUB_CACHE": cache, "HF_HUB_OFFLINE": "0"}
@@ -248,16 +250,12 @@ harness.flag("--gib", type=float, default=4.0, help="size of the checkpoint")
 harness.flag("--ways", nargs="+", choices=WAYS, help="default all")
 harness.flag("--device", default="cpu")
 harness.flag("--at", type=Path, help="where to write it; else the temporary folder")
-harness.flag("--one", choices=WAYS, help=argparse.SUPPRESS)
 harness.flag("--folder", type=Path, help="checkpoint to load, unchanged; else written")
 
 
 @harness.check
 def complete(options: argparse.Namespace) -> None:
-    """Ways that change nothing that the user named; one way is timed in this process."""
-    if options.one:
-        print(time_one(options.one, options.folder, options.device))
-        sys.exit(0)
+    """Ways that change nothing that the user named."""
     left_out = CHANGING if options.folder else ()
     options.ways = options.ways or [way for way in WAYS if way not in left_out]
     if changing := set(options.ways).intersection(left_out):
@@ -287,4 +285,7 @@ def loading(run: Run) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [ONE]:
+        print(time_one(sys.argv[2], Path(sys.argv[3]), sys.argv[4]))
+        sys.exit(0)
     sys.exit(harness.main())

@@ -40,7 +40,7 @@ from harness import Harness, Run, Spread, in_turns, spread, timed
 from weft.contract.keys import ROOT_KEY, ShortKeys
 from weft.engine.memory.events import KvEvents
 from weft.gateway.routing import POLICIES, PolicyOptions, make_policy
-from weft.testing.services.routing_replay import read_record, replay
+from weft.testing.services import routing_replay
 
 PREFILL = [*(name for name in POLICIES if name != "follow"), "cache_aware approximate"]
 DECODE = ["round_robin", "total_requests", "total_tokens", "power_of_two", "cache_aware"]
@@ -132,7 +132,7 @@ def replay_record(path: Path) -> None:
     """
     choices: Counter[str] = Counter()
     same: Counter[str] = Counter()
-    for decision in replay(read_record(path), make_policy):
+    for decision in routing_replay.replay(routing_replay.read_record(path), make_policy):
         choices[decision.pool] += 1
         same[decision.pool] += decision.is_same
     for pool, count in choices.items():
@@ -192,12 +192,17 @@ def sizes(run: Run) -> None:
         simulated(run, "sizes", arrivals, setup)
 
 
+@harness.part_if_named
+def replay(run: Run) -> None:
+    """The choices of a record (--replay), and those that are the same."""
+    replay_record(run.options.replay)
+
+
 @harness.check
 def complete(options: argparse.Namespace) -> None:
     """With a trace of one's own, policies and costs alone; a record is replayed, and no more."""
     if options.replay:
-        replay_record(options.replay)
-        sys.exit(0)
+        options.only = ["replay"]
     if options.blocks or options.log:
         options.only = options.only or ["policies", "costs"]
 
