@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from harness import Harness, Run
-from open_loop.report import percentile
+from harness import Harness, Run, percentile
 from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.timeline import Timeline

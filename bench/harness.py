@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -84,12 +85,15 @@ def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> Spre
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
+def percentile(values: Sequence[float], share: float, nothing: float = math.nan) -> float:
+    """The value at a share of the sorted values; `nothing` of no values."""
+    return float(np.quantile(np.asarray(values, float), share)) if len(values) else nothing
+
+
 def percentiles(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     """p50, p90 and p99; nothing of no values."""
-    if not values:
-        return {}
-    found = np.quantile(np.asarray(values, float) * scale, (0.5, 0.9, 0.99)).tolist()
-    return dict(zip(("p50", "p90", "p99"), found, strict=True))
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {n: scale * percentile(values, share) for n, share in shares.items() if len(values)}
 
 
 def timed(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -36,6 +36,7 @@ from engine_runs import GREEDY, Batch, run_requests
 from harness import Harness, Run, percentiles, ratio_of, spread
 from model_shapes import MODELS, write_config
 from random_adapters import PROJECTIONS, write_adapter
+from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.resolve import resolve_model
 from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
@@ -300,6 +301,12 @@ def write_adapters(run: Run, folder: Path, model_dir: Path, rank: int, count: in
     return [write_adapter(path, model_dir, rank, i, *more) for i, path in enumerate(places)]
 
 
+def bytes_on_device(adapter: Path, options: argparse.Namespace) -> int:
+    """Bytes of an adapter, whose file is in bfloat16, in the engine's dtype."""
+    size = (adapter / "adapter_model.safetensors").stat().st_size
+    return size * (2 if resolve_dtype(options.dtype, options.device) == "float32" else 1)
+
+
 @harness.part
 def batches(run: Run) -> None:
     """Throughput of batches that mix adapters, those of one rank at a time on disk."""
@@ -309,9 +316,7 @@ def batches(run: Run) -> None:
     ranks = sorted(options.ranks, reverse=True)
     most = max(1, *options.counts)
     paths = write_adapters(run, folder, model_dir, ranks[0], most)
-    size = (paths[0] / "adapter_model.safetensors").stat().st_size
-    if options.dtype == "float32":
-        size *= 2
+    size = bytes_on_device(paths[0], options)
     checked = {"without": Checked(), "with": Checked()}
     with LLM(model_dir, **settings_of(options, size, most)) as llm:
         for rank in ranks:
@@ -350,8 +355,7 @@ def latencies(run: Run) -> None:
     model_dir, folder = checkpoint_of(run)
     rank = 16 if 16 in options.ranks else max(options.ranks)
     paths = write_adapters(run, folder, model_dir, rank, KNOWN)
-    size = (paths[0] / "adapter_model.safetensors").stat().st_size
-    size *= 2 if options.dtype == "float32" else 1
+    size = bytes_on_device(paths[0], options)
     settings = settings_of(options, size, FEW)
     # Half of the adapters are in host memory, half of these on the device.
     settings["lora_host_bytes"] = int((2 * FEW + 0.5) * size)

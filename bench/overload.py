@@ -23,11 +23,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from chats.client import Asking, ChatClient, Turn
 from chats.mesh import MODEL, SHAPE, VOCAB, chat_mesh, make_model
 from chats.workload import Chat, make_chats
-from harness import Harness, Run
+from harness import Harness, Run, percentile
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.gateway.admission.slo import Targets
 from weft.testing.meshes.local_mesh import LocalMesh
@@ -90,16 +89,11 @@ def row_of(
         num_refused=len(refused),
         num_failed=len(turns) - len(answered) - len(refused),
         goodput_per_s=outcomes.count("met") / seconds,
-        first_p50_s=percentile([turn.first_s for turn in answered], 50),
-        first_p99_s=percentile([turn.first_s for turn in answered], 99),
-        between_p99_s=percentile(between, 99),
-        refused_after_p50_s=percentile([turn.end_s for turn in refused], 50),
+        first_p50_s=percentile([turn.first_s for turn in answered], 0.5, 0.0),
+        first_p99_s=percentile([turn.first_s for turn in answered], 0.99, 0.0),
+        between_p99_s=percentile(between, 0.99, 0.0),
+        refused_after_p50_s=percentile([turn.end_s for turn in refused], 0.5, 0.0),
     )
-
-
-def percentile(values: list[float], which: float) -> float:
-    """Percentile of values; 0 if there are none."""
-    return float(np.percentile(values, which)) if values else 0.0
 
 
 class Bench:

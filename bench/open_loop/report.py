@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness import percentile
+
 from open_loop.clients import Outcome
 
 
@@ -52,12 +54,6 @@ class Row:
     late_p99: float
     """99th percentile of how late this tool sent requests."""
     errors: list[str]
-
-
-def percentile(values: Sequence[float], share: float, nothing: float = math.nan) -> float:
-    """The value at a share of the sorted values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else nothing
 
 
 def summarize(name: str, outcomes: Sequence[Outcome], goal: Goal) -> Row:

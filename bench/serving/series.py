@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from harness import spread
+from harness import percentiles, spread
 
 from serving.answers import Answer
 from serving.checking import Checker, Verdict
@@ -79,7 +78,7 @@ class Series:
             "goals": "; ".join(goals),
             "values": list(self.values.values()),
             "first_s": percentiles(self.first_s),
-            "gaps_s": percentiles(self.gaps_s),
+            "gaps_s": {**percentiles(self.gaps_s), "count": len(self.gaps_s)},
             "tokens": asdict(self.verdict),
             "failure": self.failure,
         }
@@ -87,7 +86,8 @@ class Series:
 
 def _milliseconds(times_s: Sequence[float]) -> str:
     """Formats p50 / p99 in milliseconds."""
-    return "/".join(f"{1e3 * percentile(times_s, p):.3g}" for p in (50, 99)) if times_s else ""
+    found = percentiles(times_s, 1e3)
+    return f"{found['p50']:.3g}/{found['p99']:.3g}" if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +152,3 @@ class Ledger:
             others = known.get(tuple(prompt), [])
             row.verdict.add(checker.check(prompt, answer, num_tokens, others))
         self._answers.clear()
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99, most and how many; None of none."""
-    if not values:
-        return None
-    found = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
-    return {**found, "most": max(values), "count": len(values)}

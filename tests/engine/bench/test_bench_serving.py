@@ -350,6 +350,3 @@ def test_ratios_compare_the_same_repeats(bench: ModuleType) -> None:
     assert ours.ratio == 3.0
     theirs.compare(ours, is_time=True)
     assert theirs.ratio == 3.0
-    values = list(range(1, 101))
-    assert [series.percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]
-    assert series.percentile([5.0], 99) == 5.0
