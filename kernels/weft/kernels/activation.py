@@ -35,7 +35,6 @@ class Gating(NamedTuple):
 
     @property
     def largest_gate(self) -> float | None:
-        """Largest gate; None: any."""
         return self.limit if self.gate_limit is None else self.gate_limit
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,8 +145,6 @@ def activate(x: torch.Tensor, activation: Activation, *, is_gated: bool) -> torc
 
     Args:
         x: [T, I], or gated [T, 2 * I], contiguous, gate columns first; not changed.
-        activation: Which one.
-        is_gated: Whether half of the columns are a gate.
 
     Returns:
         [T, I], dtype of `x`; computed in float32, rounded once.

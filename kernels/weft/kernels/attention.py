@@ -35,33 +35,33 @@ class AttentionSpec(NamedTuple):
     scale: float
     """Factor on the scores."""
     window: int | None = None
-    """Most positions to which a row attends, or None for all. On a GPU a window excludes a
+    """Most positions that a row attends to; None: all. On a GPU a window excludes a
     `first_position`.
     """
     is_fixed: bool = False
-    """Whether a row's result must not depend on the step's other rows on a GPU either; excludes
+    """Whether a row's result must be independent of the step's other rows on a GPU too; excludes
     ancestors.
     """
     sinks: torch.Tensor | None = None
-    """[Hq] float32, on the model's device, or None: a logit of each head that joins the softmax of
-    every row and weighs no value (attention sinks as gpt-oss learns them, arXiv 2508.10925).
+    """[Hq] float32, on the model's device, or None. A sink is a learned logit of each head: it
+    joins every row's softmax and weighs no value (gpt-oss, arXiv 2508.10925).
     """
     softcap: float | None = None
-    """Scaled scores become cap * tanh(score / cap) before anything is hidden (Gemma 2, arXiv
-    2408.00118, section 2), or None.
+    """Scaled scores become cap * tanh(score / cap) before masking (Gemma 2, arXiv 2408.00118,
+    section 2); None: no cap.
     """
     first_position: int = 0
     """First position to attend to; draft heads have nothing at position 0."""
     is_chunked: bool = False
-    """Whether the window does not slide: it begins at the last multiple of its length that is not
-    behind the row.
+    """Whether the window is a chunk: it begins at the last multiple of its length that is not after
+    the row, and does not slide.
     """
 
 
 class AttentionMetadata(NamedTuple):
-    """One step as the layers of one page group see it: T rows of R requests.
+    """One step as the layers of one page group see it: T rows of R requests, on the model's device.
 
-    Layers of a group share page numbers, and so the page table. On the model's device.
+    Layers of a group share page numbers, and so the page table.
     """
 
     page_table: torch.Tensor
@@ -77,35 +77,34 @@ class AttentionMetadata(NamedTuple):
     max_kv_len: int
     """Largest kv_len, or a bound."""
     ancestors: torch.Tensor | None = None
-    """[T] int64, contiguous, or None: every row sees all of its request before it. Row j of a
-    request sees its row i, i <= j, if bit i of its word is set, which that of its own must be; bit
-    63 stands for all rows from there on. So -1 is causal, and only requests of at most
-    MAX_TREE_ROWS rows may have other words.
+    """[T] int64, contiguous, or None: every row sees all earlier rows of its request. Bit i of a
+    row's word says that it sees row i of its request, i <= j; its own bit must be set, and bit 63
+    stands for all rows from 63 on. So -1 is causal. Only requests of at most MAX_TREE_ROWS rows may
+    have other words.
     """
     is_cold: bool = False
-    """Whether requests of several rows are known to have no positions before the step."""
+    """Whether requests of several rows are known to have no cached positions."""
     num_earlier: int | None = None
-    """For latents: how many cached positions the requests with several rows have before the step,
-    if keys and values by head of all of them are worth computing; None: they are not, or the number
-    is not known.
+    """For latents: cached positions of the requests with several rows, if it pays to compute keys
+    and values by head for all of them; None: it does not pay, or the number is unknown.
     """
     is_settled: bool = False
-    """Set by `settled` for consecutive layers in which all rows attend. The step is checked, and
-    kernels may read the step and the pool's earlier positions before the preceding launches end.
+    """Set by `settled`, for consecutive layers in which all rows attend. The step has been checked,
+    and kernels may read it and the pool's earlier positions before the preceding launches end.
     """
     prompts: PromptRows | None = None
     """The rows of a settled step that FlashAttention-3 computes."""
     latents: LatentPlan | None = None
     """How FlashMLA attends to latents in pages; None: it does not."""
     earlier: EarlierLatents | None = None
-    """For latents: the places in the pool of those `num_earlier` positions; None: their keys and
-    values by head are not computed.
+    """For latents: places in the pool of the `num_earlier` positions; None: no keys and values by
+    head are computed for them.
     """
     divided: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Pages and offsets of `places` for latents, [T] int64 each; None: they are not computed."""
+    """For latents: page and offset of each of `places`, [T] int64 each; None: not computed."""
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
-    the pool that the step runs on.
+    the pool of the first group.
     """
 
     def pool_of(self, first: torch.Tensor) -> torch.Tensor:
@@ -128,20 +127,18 @@ def paged_attention(
     Row j of a request with q_len rows attends to positions first_position .. kv_len - q_len + j;
     with a window only to the last `window` of them, its own included (sliding window attention,
     Mistral 7B, arXiv 2310.06825, section 2), or to those of its chunk (Llama 4). A row without
-    visible positions gets zeros. K and V of this step must be in the pool already. Kernels read
-    neither K and V that no row sees nor the table beyond kv_len.
+    visible positions gets zeros. K and V of this step must be in the pool already. Kernels do not
+    read K and V that no row sees, nor the table beyond kv_len.
 
-    With ancestors a request's rows may be nodes of a tree (tree attention, SpecInfer, Miao et
-    al., arXiv 2305.09781, section 4.2), which follow one another in the pool, parents first. Row j
-    sees all positions before the tree, and the tree's rows that its word names. Its depth in the
-    tree determines its position, from which a window counts.
+    With ancestors a request's rows may be nodes of a tree (tree attention, SpecInfer, Miao et al.,
+    arXiv 2305.09781, section 4.2), which follow one another in the pool, parents first. Row j sees
+    all positions before the tree and the tree's rows that its word names. Its position, from which
+    a window counts, follows from its depth.
 
     Args:
         q: [T, Hq, D], contiguous.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in 8 bits, or
             dtype of `q`.
-        layer: Layer of the pool to read.
-        spec: The layer's constants.
         step: Where the rows' K and V are; `places` is not used.
         own: K and V of these rows, from `own_kv`; None: kernels read them from the pool.
         earlier_rows: Number of rows of each tree in earlier steps: bit i stands for position
@@ -213,20 +210,16 @@ def paged_attention(
 def settled(
     step: AttentionMetadata, spec: AttentionSpec, rows: int, dtype: torch.dtype, pool: torch.Tensor
 ) -> AttentionMetadata:
-    """A step for consecutive layers on a GPU in which every row attends, checked for all of them.
+    """Checks a step once for consecutive layers on a GPU in which every row attends.
 
     A launch that is not dependent (`weft.kernels.gpu.dependent_launch`), such as the one that turns
     an embedding into the stream, must follow all launches that fill `step` and the pool.
 
     Args:
-        step: The step.
         spec: Constants of one of the layers, which may differ only in their windows.
         rows: T.
         dtype: Of the rows.
         pool: As in `paged_attention`.
-
-    Raises:
-        ValueError: The step does not fit.
     """
     from weft.kernels.gpu import flash_attention
 
@@ -238,12 +231,11 @@ def settled(
 
 
 def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> OwnKv | None:
-    """K and V of a settled step's rows outside the pool, if kernels read them there; else None.
+    """K and V of a settled step's rows in memory of their own, if kernels read them there instead
+    of from the pool; else None.
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D]: contains V already; the function allocates memory for K.
-        spec: The layer's constants.
-        step: The step.
     """
     if not step.is_settled:
         return None
@@ -261,17 +253,8 @@ def is_faster_by_lengths(
     max_kv_len: int,
     window: int | None = None,
 ) -> bool:
-    """Whether a GPU's attention over such a step is faster if the host knows the lengths at launch
-    (a captured graph does not): cuDNN then handles long prompts without cached positions.
-
-    Args:
-        heads: Hq.
-        dim: D.
-        tokens: T.
-        requests: R.
-        max_q_len: Largest number of rows of a request.
-        max_kv_len: Largest kv_len.
-        window: Window of every layer, or None.
+    """Whether a GPU's attention is faster if the host knows the lengths at launch, which a captured
+    graph does not: cuDNN then handles long prompts without cached positions.
     """
     from weft.kernels.gpu.dense_attention import is_long_and_cold
 
@@ -281,13 +264,8 @@ def is_faster_by_lengths(
 
 
 def is_faster_when_cold(dtype: torch.dtype, dim: int, tokens: int) -> bool:
-    """Whether a GPU's attention over such a step is faster if it is known that requests of several
-    rows have nothing before the step: FlashAttention-3, where it is installed.
-
-    Args:
-        dtype: Of queries, K and V.
-        dim: D.
-        tokens: T.
+    """Whether a GPU's attention is faster if requests of several rows are known to have no cached
+    positions: FlashAttention-3 then handles them, where it is installed.
     """
     from weft.kernels.gpu.flash_attention import supports
 
@@ -389,14 +367,14 @@ def _check_softmax(spec: AttentionSpec, q: torch.Tensor) -> None:
 
 
 def depths_of(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Depth of each row in its tree: the number of its tree's rows that it sees before itself.
+    """Depth of each row in its tree: the number of the tree's rows that it sees before itself.
 
     Args:
-        words: [N] int64: of `ancestors`.
-        rows: [N] int64: which of its tree's each one is.
+        words: [N] int64: each row's word of `AttentionMetadata.ancestors`.
+        rows: [N] int64: each row's index in its tree.
 
     Returns:
-        [N] int64; of a tree's row 0 it is 0.
+        [N] int64; 0 for row 0 of a tree.
     """
     bits = torch.arange(64, device=words.device)
     is_seen = (words.unsqueeze(1) >> bits & 1 == 1) & (bits <= rows.unsqueeze(1))
@@ -411,7 +389,9 @@ def check_ancestors(
     max_q_len: int,
     earlier_rows: int = 0,
 ) -> None:
-    """Raises ValueError unless a step can have such words; see `paged_attention`."""
+    """Raises ValueError unless a step can have these `ancestors`, as `paged_attention` defines
+    them.
+    """
     if earlier_rows and (
         ancestors is None or earlier_rows < 0 or max_q_len + earlier_rows > MAX_TREE_ROWS
     ):
@@ -446,9 +426,7 @@ def check_attention(
 
 
 def check_attention_pool(heads_dim: Sequence[int], dtype: torch.dtype, pool: torch.Tensor) -> None:
-    """The part of `check_attention` that is the same in every step: [Hq, D], their dtype and the
-    pool.
-    """
+    """The part of `check_attention` that holds for all steps alike. `heads_dim`: [Hq, D]."""
     heads, dim = heads_dim
     if dim != head_dim(pool) or heads % pool.shape[1] or not holds(pool, dtype):
         raise ValueError(

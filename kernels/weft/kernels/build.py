@@ -1,8 +1,8 @@
 """Compiles one C file on first use and loads it with ctypes.
 
-This module imports no torch, so that code without torch can use native code too.
-The result of a build is kept in a cache folder under a name that is a hash of
-everything the machine code depends on; several processes may build at the same time.
+It imports no torch, so that code without torch can use native code too. A cache folder keeps each
+library under a hash of everything that its machine code depends on. Several processes may build at
+the same time.
 """
 
 import contextlib
@@ -28,7 +28,6 @@ BASE_FLAGS = (
     # Without this flag a compiler may fuse a*b+c in some copies of a loop and not in others.
     "-ffp-contract=off",
 )
-"""Flags of every build."""
 
 COMPILE_TIMEOUT_S = 300.0
 _WORK_PREFIX = ".build-"
@@ -112,7 +111,6 @@ def load_native(
 
 
 def _load_existing(target: Path) -> ctypes.CDLL | None:
-    """Loads a cached library; None if it is not there or is damaged (it is then built again)."""
     try:
         content = target.read_bytes()
         is_whole = _digest(content[:-_DIGEST_BYTES]) == content[-_DIGEST_BYTES:]
@@ -146,8 +144,8 @@ def _build_key(
 
 
 def _cpu_features() -> str:
-    """CPU features that `-march=native` depends on; machines with different CPUs may share a cache
-    folder.
+    """Machines with different CPUs may share a cache folder, and `-march=native` depends on
+    these.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -169,7 +167,7 @@ def _compile(
     compiler_path: str,
     openmp_library: Path | None,
 ) -> None:
-    """Builds `target` so that other processes see either nothing or the whole file."""
+    """Other processes see either nothing or the whole file."""
     logger.info("compiling %s for this machine; a later start finds the result", source.name)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _remove_abandoned(target.parent)
@@ -184,7 +182,7 @@ def _compile(
         if openmp_library is not None:
             link_command += [str(openmp_library), f"-Wl,-rpath,{openmp_library.parent}"]
         _run([compiler_path, *link_command, "-lm"])
-        # Loaders ignore bytes behind a library. The digest is written before the file gets its
+        # Loaders ignore bytes after a library's end. The digest is written before the file gets its
         # final name.
         with linked.open("r+b") as file:
             digest = _digest(file.read())

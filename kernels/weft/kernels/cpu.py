@@ -387,9 +387,8 @@ class NativeCpu:
         self.max_group = int(declare("weft_max_group", integer)())
         """Largest number of query heads a KV head."""
         self.max_keys = int(declare("weft_max_keys", integer)())
-        """Most rows of a state of `recurrence`."""
+        """Most keys of a state in `recurrence`."""
         self.max_taps_of_conv = int(declare("weft_max_taps_of_conv", integer)())
-        """Most taps of `convolution`."""
 
 
 def _declare(
@@ -451,7 +450,6 @@ _STATUS = (
     "an expert does not exist",
     "a token is not of the vocabulary, or a request's slot does not exist",
 )
-"""Texts of `Status` in csrc/rows.h."""
 
 
 def check_status(status: int, operation: str) -> None:
@@ -468,12 +466,13 @@ def check_status(status: int, operation: str) -> None:
 
 
 _KEPT = {torch.uint8: 1, torch.int8: 2}
-"""`Kept` of csrc/rows.h of pools that are not of the rows' dtype."""
+"""`Kept` of csrc/rows.h, by dtype, for pools whose dtype is not that of the rows."""
 
 
 def describe_pool(pool: torch.Tensor, dtype: torch.dtype) -> PoolStruct:
-    """A KV pool [num_pages, kv_heads, layers, 2, page_size, dim], contiguous within a page, for the
-    native operations on rows of a dtype; of that dtype or in 8 bits (`weft.kernels.scaled_kv`).
+    """Describes a KV pool [num_pages, kv_heads, layers, 2, page_size, dim], contiguous within a
+    page, for the native operations on rows of a dtype; of that dtype or in 8 bits
+    (`weft.kernels.scaled_kv`).
 
     Valid as long as `pool` lives.
 

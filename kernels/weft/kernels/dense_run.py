@@ -32,7 +32,9 @@ from weft.kernels.stream import Taps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """The parts of one layer; all but windows and page groups are of equal shape in a run."""
+    """The parts of one layer. All layers of a run have equal shapes; windows and page groups may
+    differ.
+    """
 
     input_norm: Norm
     qkv: LinearWeight
@@ -50,27 +52,24 @@ class DenseLayer:
     """[max_positions, D] float32, shared by all layers."""
     spec: AttentionSpec
     group: int = 0
-    """Number of the layer's page group."""
     pool_shift: int = 0
-    """The layer's index in its group's pool is its number plus this."""
+    """Added to the layer's number, it gives the layer's index in its group's pool."""
 
     @property
     def products(self) -> dict[Group, LinearWeight]:
-        """The products by their LoRA groups."""
         return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
 
 
 class _Pools(NamedTuple):
-    """Pools that were found to fit; every step has the same ones."""
+    """Pools that have been checked; they are the same in every step."""
 
     of_groups: tuple[weakref.ref[torch.Tensor], ...]
     first: int
-    """Number of the run's first layer."""
     described: tuple[cpu.PoolStruct, ...]
-    """The description of each page group's pool."""
+    """One description for each page group."""
 
     def are_of(self, groups: Sequence[torch.Tensor], first: int) -> bool:
-        """Whether these are the pools of some groups, for a run that begins at this layer."""
+        """Whether these are the pools of `groups`, for a run that begins at layer `first`."""
         if first != self.first or len(groups) != len(self.of_groups):
             return False
         return all(own() is pool for own, pool in zip(self.of_groups, groups, strict=True))
@@ -81,10 +80,8 @@ class _Described(NamedTuple):
 
     batch: cpu.BatchStruct
     scratch: torch.Tensor
-    """Scratch memory of the layers."""
     lora: NativeLora | None
     pages: ctypes.Array[cpu.PagesStruct]
-    """Pages of the further groups."""
 
 
 class DenseRun:
@@ -99,10 +96,8 @@ class DenseRun:
         addresses = [ctypes.addressof(layer) for layer in self._described]
         self._addresses = (ctypes.c_void_p * len(layers))(*addresses)
         self._in_pools: dict[int, tuple[int, int]] = {}
-        """For each page group, the least and the largest index in its pool, less the first layer's.
-        """
+        """Least and largest index of the run's layers in each page group's pool, less `first`."""
         self._pools: _Pools | None = None
-        """Pools of the last step."""
         for index, layer in enumerate(layers):
             at = index + layer.pool_shift
             lowest, highest = self._in_pools.get(layer.group, (at, at))
@@ -110,8 +105,8 @@ class DenseRun:
 
     @classmethod
     def of(cls, layers: Sequence[DenseLayer | None]) -> DenseRun | None:
-        """The run of layers of equal shape; None if one of them is of another kind (None), or its
-        weights are not in native form.
+        """The run of layers of equal shape; None if a layer is None or its weights are not in
+        native form.
         """
         found = [layer for layer in layers if layer is not None and _has_plain_softmax(layer.spec)]
         native = cpu.native_cpu()
@@ -147,10 +142,9 @@ class DenseRun:
             step: The rows as layers of the first page group see them.
             pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
             first: Number of the first of these layers.
-            lora: The adapters of these T tokens, or None.
-            taps: Gets what enters those of these layers that it names, or None.
-            further: As those of the other groups do, each with its pool.
-            peers: Ranks that have the other shares of these layers, or None.
+            taps: Receives the stream as it enters those of these layers that it names, or None.
+            further: The rows as layers of the other page groups see them, each with its pool.
+            peers: The ranks that hold the other shares of these layers, or None.
 
         Returns:
             `hidden`.

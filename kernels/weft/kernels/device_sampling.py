@@ -1,7 +1,7 @@
 """Sampling on the device of the logits: the counterpart of `weft.kernels.sampling`.
 
-sampling_reference.py defines how tokens are drawn. Bias, penalties and masks, which the host
-applies to the row itself, are parameters here.
+sampling_reference.py defines how tokens are drawn. The host applies bias, penalties and masks to
+the row itself; here they are parameters.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ class Field(IntEnum):
     TEMPERATURE = 0
     TOP_P = 1
     GAP = 2
-    """`SlotParams.gap`."""
     SEED = 3
     TOP_K = 4
     MASK_END = 5
-    """Position from which on the slot's mask does not count; 0: it never does."""
+    """From this position on the slot's mask does not count; 0: it never counts."""
     BIAS_ROW = 6
     """Row of `SlotTables.biases`; -1: none."""
     COUNT_ROW = 7
@@ -40,7 +39,7 @@ class Field(IntEnum):
 
 NUM_FIELDS = len(Field)
 ALWAYS_MASKED = 1 << 62
-"""A value of `Field.MASK_END`, with which the mask counts at each position."""
+"""Value of `Field.MASK_END` with which the mask counts at every position."""
 
 
 def pack_slot(
@@ -49,10 +48,9 @@ def pack_slot(
     """Packs one row of `SlotTables.params`.
 
     Args:
-        params: How the slot draws.
         mask_end: Before this position only tokens of the slot's mask may be drawn.
-        bias_row: Row of the biases; -1 = none.
-        count_row: Row of the counts, for the penalties; -1 = none.
+        bias_row: -1: no biases.
+        count_row: Row of the counts that penalties use; -1: none.
     """
     row = np.zeros(NUM_FIELDS, np.int64)
     reals = row.view(np.float64)
@@ -77,7 +75,7 @@ class SlotTables(NamedTuple):
     masks: torch.Tensor
     """[max_slots, ceil(vocab_size / 32)] int32: bit i % 32 of word i / 32 allows token i."""
     biases: torch.Tensor
-    """[num_rows, vocab_size] float32, added to the logits first; num_rows >= 1."""
+    """[num_rows, vocab_size] float32, added to the logits before anything else; num_rows >= 1."""
     counts: torch.Tensor
     """[num_rows, vocab_size] int32: twice a token's occurrences in the output, plus 1 if the prompt
     has it; num_rows >= 1. Drawing updates them.
@@ -85,12 +83,12 @@ class SlotTables(NamedTuple):
 
 
 class DraftedRows(NamedTuple):
-    """Rows behind drafts, several of a slot: each draws as if the drafts before it were text."""
+    """Rows that follow drafts, several for one slot. Each draws as if the drafts before it were
+    text.
+    """
 
     firsts: torch.Tensor
-    """[L] int64: the first row of each row's request; for a request without drafts the row
-    itself.
-    """
+    """[L] int64: the first row of each row's request; a request without drafts has one row."""
     tokens: torch.Tensor
     """[T] int64: the input token of each row."""
     words: torch.Tensor | None
@@ -100,16 +98,17 @@ class DraftedRows(NamedTuple):
 
 
 class TopLogits(NamedTuple):
-    """Inputs of log-probabilities: log_softmax(row)[i] = row[i] - log_sum."""
+    """The inputs of log-probabilities: log_softmax(row)[i] = row[i] - log_sum."""
 
     log_sums: torch.Tensor
     """[M] float64; NaN for rows that are not finite."""
     drawn: torch.Tensor
     """[M] float32: logit of the token drawn; undefined where there is none."""
     ids: torch.Tensor
-    """[M, num_top] int64 of the largest logits, largest first, lower ids first among equals."""
+    """[M, num_top] int64: ids of the largest logits, largest first, lower ids first among equals.
+    """
     logits: torch.Tensor
-    """Largest logits, [M, num_top] float32."""
+    """[M, num_top] float32."""
 
 
 def draw_rows(
@@ -119,20 +118,20 @@ def draw_rows(
     tables: SlotTables,
     drafted: DraftedRows | None = None,
 ) -> torch.Tensor:
-    """Draws one token a row and counts it; nothing waits for the device.
+    """Draws one token a row and counts it, without waiting for the device.
 
-    With drafts, tokens count up to the first row whose token differs from its draft.
+    With drafts, a request's tokens are counted up to the first row whose token differs from its
+    draft.
 
     Args:
         logits: [L, vocab_size] float32, rows contiguous; not changed.
         slots: [L] int64: slot whose parameters a row uses. A slot with counts has one row, unless
             `drafted` is given.
         positions: [L] int64, absolute position of the token to be drawn.
-        tables: Parameters by slot; `counts` is changed.
-        drafted: Rows behind drafts, if any of their slots has counts; else None.
+        drafted: The rows that follow drafts, if any of their slots has counts; else None.
 
     Returns:
-        [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as of
+        [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as from
         `weft.kernels.sampling.sample_rows`.
 
     Raises:
@@ -162,7 +161,7 @@ def top_logits(
 
     Args:
         logits: [L, vocab_size] float32, rows contiguous; not changed.
-        rows: [M] int64, which rows of `logits` and `tokens`.
+        rows: [M] int64: rows of `logits` and `tokens` to compute.
         tokens: [L] int64, the tokens drawn.
         num_top: Most likely tokens wanted a row, at most the vocabulary.
 

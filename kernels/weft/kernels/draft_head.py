@@ -1,7 +1,8 @@
-"""The draft head of EAGLE-3 (Li et al. 2025): entries for a target's step, and chains of tokens.
+"""The draft head of EAGLE-3 (Li et al. 2025): its K and V for a target's step, and chains of
+drafts.
 
-A head is one decoder layer over pairs of a token's embedding and the target's state, g, at the
-position before. Its K and V are a layer of the target's pool, without position 0.
+A head is one decoder layer over pairs of a token's embedding and g, the target's state at the
+position before. Its K and V are one more layer of the target's pool, without position 0.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from weft.kernels.scaled_kv import head_dim, holds
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 FIRST_POSITION = 1
-"""First position for which a head has an entry."""
+"""First position at which a head has K and V."""
 MAX_NATIVE_DEPTH = 32
 """`MAX_DEPTH` of csrc/draft.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftHeadWeight:
-    """Parameters of a head; H is its hidden size."""
+    """Parameters of a head; H is its hidden size, and W the width of the target's states side by
+    side.
+    """
 
     fc: LinearWeight
-    """[H, W]: of the target's states, side by side."""
+    """[H, W]."""
     qkv: LinearWeight
     """[(Hq + 2 * Hkv) * D, 2 * H]."""
     kv: LinearWeight
-    """[2 * Hkv * D, 2 * H]: of the same, without q."""
+    """[2 * Hkv * D, 2 * H]: `qkv` without the rows of q."""
     o: LinearWeight
     """[H, Hq * D]."""
     gate_up: LinearWeight
@@ -47,36 +50,35 @@ class DraftHeadWeight:
     lm_head: LinearWeight
     """[draft vocabulary, H]."""
     input_norm: torch.Tensor
-    """Norm of the embeddings, [H]."""
+    """[H]: norm of the embeddings."""
     hidden_norm: torch.Tensor
-    """Norm of the hidden states, [H]."""
+    """[H]: norm of the hidden states."""
     post_norm: torch.Tensor
-    """Norm before the MLP, [H]."""
+    """[H]: norm before the MLP."""
     norm: torch.Tensor
-    """Norm before the LM head, [H]."""
+    """[H]: norm before the LM head."""
     embedding: torch.Tensor
     """[vocab, H]."""
     target_ids: torch.Tensor
-    """[draft vocabulary] int64: its tokens in the target's vocabulary."""
+    """[draft vocabulary] int64: ids of its tokens in the target's vocabulary."""
     cos_sin: torch.Tensor
     """[max_positions, D] float32, as in `rope_and_cache`."""
     num_heads: int
     eps: float
     """Epsilon of all norms."""
     native: cpu.DraftHeadStruct | None
-    """The head as the native operations read it; None if some part is not in native form."""
+    """The head as native operations read it; None if some part is not in native form."""
     peers: Peers | None = None
-    """Ranks that have the other shares of the layer's heads and of its MLP; None: there are none.
+    """Ranks that hold the other shares of the layer's heads and MLP; None: this process has all of
+    it.
     """
 
     @property
     def hidden_size(self) -> int:
-        """Hidden size H."""
         return self.fc.out_features
 
     @property
     def scale(self) -> float:
-        """Scale of the attention scores."""
         return 1 / math.sqrt(self.cos_sin.shape[1])
 
 
@@ -100,7 +102,7 @@ def pack_draft_head(
     eps: float,
     peers: Peers | None = None,
 ) -> DraftHeadWeight:
-    """Packs a head's parameters, whose shapes must fit together; see `DraftHeadWeight`.
+    """Packs a head's parameters, as `DraftHeadWeight` describes them; shapes must fit together.
 
     Raises:
         ValueError: A table is not contiguous, or a product's matrix is rotated.
@@ -150,7 +152,7 @@ def replace_layer(
     gate_up: LinearWeight,
     down: LinearWeight,
 ) -> DraftHeadWeight:
-    """The same head with other products in its layer, except those of K and V."""
+    """The same head with other products in its layer; `DraftHeadWeight.kv` stays."""
     parts = {field.name: getattr(w, field.name) for field in fields(w) if field.name != "native"}
     parts |= {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down}
     return pack_draft_head(**parts)
@@ -161,15 +163,15 @@ class DraftRows:
     """The rows of a target's step: T of R requests, as in `paged_attention`."""
 
     token_ids: torch.Tensor
-    """Token ids, [T] int64."""
+    """[T] int64."""
     positions: torch.Tensor
-    """Positions, [T] int64."""
+    """[T] int64."""
     slots: torch.Tensor
     """[T] int64: page * page_size + offset."""
     cu_q_lens: torch.Tensor
-    """[R + 1] int32; requests that do not exist begin behind the last row."""
+    """[R + 1] int32; requests of padding begin after the last row."""
     request_slots: torch.Tensor
-    """Rows of `kept`, [R] int64."""
+    """[R] int64: rows of `kept`."""
     is_uniform: bool = False
     """Whether every request brings exactly one row."""
     ancestors: torch.Tensor | None = None
@@ -184,31 +186,28 @@ def draft_entries(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Writes the head's K and V of a target's step.
+    """Writes the head's K and V of a target's step into the pool.
 
     Args:
         aux: [T, W], contiguous: the target's states.
-        w: The head.
-        rows: Rows of the step.
         kept: [slots, H], contiguous: g of the row before each request's first one, which counts
-            as zeros at position 0; becomes g of its last row.
+            as zeros at position 0; becomes g of the request's last row.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
-        layer: The head's, in the pool.
+        layer: Index of the head's layer in the pool.
 
     Returns:
         g [T, H], dtype of `aux`.
 
     Raises:
-        ValueError: An argument does not fit.
         IndexError: A token, position, slot or length points outside.
     """
     return DraftEntries(aux, w, rows, kept, pool, layer).finish()
 
 
 class DraftEntries:
-    """The operation `draft_entries` as a `Follower` of the taps that write `aux`.
+    """`draft_entries` as a `Follower` of the taps that write `aux`.
 
-    Args and errors are those of `draft_entries`; indices are checked when the operation has run.
+    It has the arguments and errors of `draft_entries`, and checks indices after it has run.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ class DraftEntries:
             self._beside = SideStreamWork(device, self._launch_beside, "drafts")
 
     def finish(self) -> torch.Tensor:
-        """Runs the operation unless the layers have; returns g."""
+        """Runs the operation unless the layers have done so; returns g."""
         if self._beside is not None:
             # The cycle is broken here, since garbage is not collected while a graph is captured.
             work, self._beside = self._beside, None
@@ -303,7 +302,7 @@ def draft_entries_reference(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """`draft_entries` as its single operations; nothing in it waits for a device."""
+    """`draft_entries` as its single operations; it does not wait for a device."""
     g = linear(aux, w.fc)
     kv = linear(_join_shifted(w, rows, g, kept), w.kv)
     _keep_last(g, rows, kept)
@@ -313,25 +312,27 @@ def draft_entries_reference(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChains:
-    """Places of chains of D draft tokens behind the last tokens of R requests."""
+    """Where chains of D draft tokens, which follow the last tokens of R requests, have their K and
+    V.
+    """
 
     positions: torch.Tensor
-    """[D, R] int64: of the tokens that the steps take in."""
+    """[D, R] int64: positions of the tokens that each step reads."""
     slots: torch.Tensor
-    """[D, R] int64: page * page_size + offset of these."""
+    """[D, R] int64: page * page_size + offset of these tokens."""
     kv_lens: torch.Tensor
     """[D, R] int32: positions + 1."""
     counts: Sequence[int]
-    """Number of leading requests that each step runs; never increases."""
+    """For each step, the number of leading requests that it runs; it never increases."""
     page_table: torch.Tensor
     """[R, max_pages] int32, contiguous along a row."""
     one_row_each: torch.Tensor
-    """Row offsets for one row each, [R + 1] int32: 0, 1, 2 ..."""
+    """[R + 1] int32: 0, 1, 2 ..., the offsets of one row for each request."""
     max_kv_len: int
     """Upper bound of `kv_lens`."""
     lora: LoraStep | None = None
-    """Additions of adapters to the head's layer, number 0; with them every step runs all requests.
-    For EAGLE-3 heads.
+    """What adapters add to the head's layer, number 0. With it every step runs all requests. For
+    EAGLE-3 heads only.
     """
 
 
@@ -348,16 +349,13 @@ def draft_chain(
     Args:
         state: [R, H], contiguous: g of the position before the last token; overwritten.
         token_ids: [R] int64: last tokens.
-        w: The head.
-        chains: What to run, and where K and V go.
         pool: As in `draft_entries`.
-        layer: The head's, in the pool.
+        layer: Index of the head's layer in the pool.
 
     Returns:
-        [D, R] int64 of the target's vocabulary; what was not run means nothing.
+        [D, R] int64, ids of the target's vocabulary; undefined for steps that a chain did not run.
 
     Raises:
-        ValueError: An argument does not fit.
         IndexError: A token, position, slot, length or page points outside.
     """
     native = _native_for(state, w, pool)
@@ -405,7 +403,7 @@ def draft_chain_reference(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """`draft_chain` as its single operations; `state` is not changed, no device is waited for."""
+    """`draft_chain` as its single operations; it does not change `state`, nor wait for a device."""
     # If every step runs all requests, every element is written.
     is_whole = chains.counts[-1] == state.shape[0]
     make = torch.empty if is_whole else torch.zeros
@@ -427,25 +425,25 @@ def draft_chain_reference(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRows:
-    """The rows of one turn of the head: T rows of R requests, as in `paged_attention`."""
+    """The rows of one run of the head: T rows of R requests, as in `paged_attention`."""
 
     positions: torch.Tensor
-    """Positions, [T] int64."""
+    """[T] int64."""
     slots: torch.Tensor
     """[T] int64: page * page_size + offset where K and V go."""
     page_table: torch.Tensor
-    """Page numbers, [R, max_pages] int32."""
+    """[R, max_pages] int32."""
     cu_q_lens: torch.Tensor
-    """Row offsets, [R + 1] int32."""
+    """[R + 1] int32."""
     kv_lens: torch.Tensor
-    """Context lengths, [R] int32."""
+    """[R] int32."""
     max_kv_len: int
     max_q_len: int = 1
     ancestors: torch.Tensor | None = None
-    """[T] int64; None: each row sees all before it."""
+    """[T] int64; None: each row sees all earlier rows of its request."""
     earlier_rows: int = 0
     lora: LoraStep | None = None
-    """Additions of these rows' adapters to the head's layer, number 0."""
+    """What these rows' adapters add to the head's layer, number 0."""
 
 
 def draft_turn(
@@ -456,15 +454,13 @@ def draft_turn(
     pool: torch.Tensor,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the head once; no device is waited for.
+    """Runs the head once, without waiting for a device.
 
     Args:
         state: [T, H]: g, or the head's own state, of the position before each token.
         token_ids: [T] int64.
-        w: The head.
-        rows: Positions, places and lengths of the rows.
         pool: As in `draft_entries`.
-        layer: The head's, in the pool.
+        layer: Index of the head's layer in the pool.
 
     Returns:
         The head's states [T, H], and its logits [T, draft vocabulary] float32.
@@ -505,10 +501,12 @@ def added(
     peers: Peers | None,
     lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """state + x @ w^T, [T, H], where each rank has a part of x."""
+    """state + x @ w^T, [T, H]. With `peers`, each rank has a part of x, and the parts are
+    summed.
+    """
     if peers is None:
         return linear(x, w, state, lora=lora)
-    dtype = None if x.is_cuda else torch.float32  # See `Peers.add_sum`.
+    dtype = None if x.is_cuda else torch.float32
     return peers.add_sum(linear(x, w, out_dtype=dtype, lora=lora), state)
 
 

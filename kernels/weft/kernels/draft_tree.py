@@ -2,8 +2,8 @@
 
 On each level the `width` nodes of highest path probability get `width` children each. In the end
 the nodes of highest path probability are kept; they form a tree, since a path is never more
-probable than its beginning. A level is one turn of the head. Its rows lie one behind the other
-after the last token, until the target's step overwrites them.
+probable than its beginning. A level is one run of the head. Its rows follow one another after the
+last token, until the target's step overwrites them.
 
     rows of the head   root | level 1: w rows | level 2: w rows | ...
     places             start  start + 1 ...     start + 1 + w ...
@@ -20,44 +20,40 @@ from weft.kernels.draft_head import DraftHeadWeight, TurnRows, draft_turn
 from weft.kernels.lora import LoraStep
 
 _LAST_BIT = 62
-"""Last bit of a word, to which the ranks of dropped nodes are clamped."""
+"""Last bit of a word; ranks of dropped nodes are clamped to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrees:
-    """Inputs for growing trees behind the last tokens of R requests."""
+    """Inputs for growing a tree after the last token of each of R requests."""
 
     width: int
     depth: int
-    """Number of levels."""
     num_nodes: int
-    """Number of nodes to keep of each tree: at most as many as are grown, and 31."""
+    """Nodes to keep of each tree: at most as many as are grown, and at most 31."""
     starts: torch.Tensor
     """[R] int64: positions of the last tokens."""
     slots: torch.Tensor
     """[1 + width * (depth - 1), R] int64: page * page_size + offset of the places from `starts` on;
-    places without a page are in the null page, page 0.
+    a place without a page is in the null page, page 0.
     """
     is_whole: torch.Tensor
-    """[R] bool: whether there are pages for all places; if not, the tree ends with the
-    first level.
-    """
+    """[R] bool: whether all places have pages; if not, the tree ends with its first level."""
     max_depths: torch.Tensor
     """[R] int64: depth of the deepest node that is kept."""
     page_table: torch.Tensor
-    """[R, max_pages] int32, contiguous along a row; wide enough for as many places."""
+    """[R, max_pages] int32, contiguous along a row; wide enough for all places."""
     cu_q_lens: torch.Tensor
-    """Row offsets for one row each, [R + 1] int32: 0, 1, 2 ..."""
+    """[R + 1] int32: 0, 1, 2 ..., the offsets of one row for each request."""
     max_kv_len: int
-    """Upper bound of all lengths."""
     root_lora: LoraStep | None = None
-    """Additions of adapters to the head's layer, number 0, for the R rows of the first turn."""
+    """What adapters add to the head's layer, number 0, for the R rows of the first run."""
     lora: LoraStep | None = None
-    """Additions of adapters for the R * width rows of the later turns, request by request."""
+    """What adapters add for the R * width rows of the later runs, request by request."""
 
     @property
     def num_grown(self) -> int:
-        """Number of nodes of all levels of a tree."""
+        """Nodes of all levels of one tree."""
         return self.width + self.width * self.width * (self.depth - 1)
 
 
@@ -65,26 +61,26 @@ class Nodes(NamedTuple):
     """All nodes grown, M for each of R trees, level by level."""
 
     tokens: torch.Tensor
-    """[R, M] int64, of the target's vocabulary."""
+    """[R, M] int64, ids of the target's vocabulary."""
     scores: torch.Tensor
     """[R, M] float32: logarithms of path probabilities; -inf: the node must not be kept."""
     paths: torch.Tensor
-    """[R, M] int64: one bit for each expanded node that the node follows."""
+    """[R, M] int64: one bit for each expanded node on the way from the root to this node."""
     chosen: torch.Tensor
-    """[R, width * (depth - 1)] int64: the expanded nodes, among the M."""
+    """[R, width * (depth - 1)] int64: which of the M nodes were expanded."""
 
 
 class Expanded(NamedTuple):
-    """Nodes that get children, P for each of R trees: the rows of the head's next turn."""
+    """Nodes that get children, P for each of R trees: the rows of the head's next run."""
 
     tokens: torch.Tensor
-    """Token ids, [R * P] int64."""
+    """[R * P] int64."""
     scores: torch.Tensor
-    """Scores, [R * P] float32."""
+    """[R * P] float32."""
     paths: torch.Tensor
-    """[R * P] int64: bits of the expanded nodes that each node follows, and of itself."""
+    """[R * P] int64: bits of the expanded nodes on the way to each node, and of the node itself."""
     rows: torch.Tensor
-    """[R * P] int64: row of each node's parent in the turn before."""
+    """[R * P] int64: row of each node's parent in the run before."""
 
 
 def draft_tree(
@@ -95,21 +91,19 @@ def draft_tree(
     pool: torch.Tensor,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grows trees; nothing in it waits for a device.
+    """Grows trees, without waiting for a device.
 
     Args:
         state: [R, H]: g of the position before the last token.
         token_ids: [R] int64: last tokens.
-        w: The head.
-        trees: What to grow.
-        pool: See `draft_entries`; the head's layer is written.
+        pool: As in `draft_entries`; the head's layer is written.
         layer: Index of the head's layer in the pool.
 
     Returns:
-        Tokens [num_nodes, R] int64 of the target's vocabulary, and words [num_nodes, R] int64:
-        node i is row i + 1 of its request behind its last token, and the bits of its word are the
-        rows that it follows, itself and row 0 among them (`weft.kernels.attention`). Nodes come in
-        the order of their path probabilities. Nodes that must not be kept follow row 0.
+        Tokens [num_nodes, R] int64 of the target's vocabulary, and words [num_nodes, R] int64. Node
+        i is row i + 1 of its request after the last token. The bits of its word are the rows that
+        it sees, itself and row 0 among them (`weft.kernels.attention`). Nodes come in the order of
+        their path probabilities. Nodes that must not be kept follow row 0.
     """
     requests, num_grown = len(trees.starts), trees.num_grown
     whole = torch.empty((2, requests, num_grown), dtype=torch.int64, device=state.device)
@@ -136,8 +130,8 @@ def draft_tree(
 
 
 def _turns(trees: DraftTrees) -> list[TurnRows]:
-    """Rows of each level, the root's first, without ancestor words. Trees without places have empty
-    contexts and write to the null page.
+    """Rows of each level, the root's first, without ancestor words. A tree without places has an
+    empty context and writes to the null page.
     """
     width, requests, device = trees.width, len(trees.starts), trees.starts.device
     turns = [
@@ -155,7 +149,7 @@ def _turns(trees: DraftTrees) -> list[TurnRows]:
         return turns
     count = trees.depth - 1
     levels = torch.arange(1, trees.depth, device=device)
-    # No node behind the request's last possible position is kept.
+    # No node after the request's last possible position is kept.
     behind = torch.minimum(levels[:, None], trees.max_depths.clamp(min=0))
     positions = (trees.starts + behind).repeat_interleave(width, dim=1)
     slots = trees.slots[1:].view(count, width, requests).transpose(1, 2)
@@ -192,11 +186,9 @@ def grow_reference(
     """Gives nodes their children, and chooses those of them that get children.
 
     Args:
-        nodes: Receives the children, and which of them are chosen.
+        nodes: Receives the children, and which of them get children.
         logits: [R * P, draft vocabulary] float32: logits of `parents`; NaN is never chosen.
-        target_ids: [draft vocabulary] int64.
         parents: The nodes at `depth`.
-        trees: What is grown.
         depth: Depth of the parents; 0 for the root.
 
     Returns:
@@ -226,11 +218,8 @@ def grow_reference(
 
 
 def keep_best_reference(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nodes of highest path probability: tokens and words [num_nodes, R], as `draft_tree`.
-
-    Args:
-        nodes: All grown nodes.
-        num_nodes: Number of nodes to keep of each tree.
+    """The nodes of highest path probability: tokens and words [num_nodes, R], as from
+    `draft_tree`.
     """
     # The sort is stable, so parents come before children of equal score.
     order = nodes.scores.argsort(dim=1, descending=True, stable=True)

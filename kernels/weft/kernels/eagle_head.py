@@ -1,8 +1,9 @@
-"""The draft head of EAGLE-1 and EAGLE-2 (Li et al. 2024, sections 3 and 4.1): entries and chains.
+"""The draft head of EAGLE-1 and EAGLE-2 (Li et al. 2024, sections 3 and 4.1): its K and V, and
+chains.
 
-`fc` joins a token's embedding with the target's last state, f, at the position before. One decoder
-layer without a norm before attention makes the next f of it, from which the target's own LM head
-computes logits. K and V are a layer of the target's pool.
+`fc` joins a token's embedding with f, the target's last hidden state at the position before. One
+decoder layer without a norm before attention turns the result into the next f, from which the
+target's own LM head computes logits. K and V are a layer of the target's pool.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class EagleHeadWeight:
     """Parameters of a head; H is its hidden size, and the target's."""
 
     fc: LinearWeight
-    """[H, 2 * H]: of embedding and state, side by side."""
+    """[H, 2 * H]: for embedding and state, side by side."""
     qkv: LinearWeight
     """[(Hq + 2 * Hkv) * D, H]."""
     kv: LinearWeight
-    """[2 * Hkv * D, H]: of the same, without q."""
+    """[2 * Hkv * D, 2 * H]: `qkv` without the rows of q."""
     o: LinearWeight
     """[H, Hq * D]."""
     gate_up: LinearWeight
@@ -38,7 +39,7 @@ class EagleHeadWeight:
     lm_head: LinearWeight
     """[vocab, H]."""
     post_norm: torch.Tensor
-    """Norm before the MLP, [H]."""
+    """[H]: norm before the MLP."""
     embedding: torch.Tensor
     """[vocab, H]."""
     cos_sin: torch.Tensor
@@ -46,7 +47,9 @@ class EagleHeadWeight:
     num_heads: int
     eps: float
     peers: Peers | None = None
-    """See `DraftHeadWeight.peers`."""
+    """Ranks that hold the other shares of the layer's heads and MLP; None: this process has all of
+    it.
+    """
 
 
 def eagle_entries(
@@ -57,16 +60,14 @@ def eagle_entries(
     pool: torch.Tensor,
     layer: int,
 ) -> None:
-    """Writes the head's K and V of a target's step; nothing in it waits for a device.
+    """Writes the head's K and V of a target's step, without waiting for a device.
 
     Args:
         states: [T, H], contiguous: the target's last hidden states, normalised.
-        w: The head.
-        rows: Rows of the step.
         kept: [slots, H], contiguous: f of the row before each request's first one, which counts as
-            zeros at position 0; becomes f of its last row.
+            zeros at position 0; becomes f of the request's last row.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
-        layer: The head's, in the pool.
+        layer: Index of the head's layer in the pool.
     """
     joined = _join(w, rows.token_ids, states_before(states, rows, kept))
     kv = linear(linear(joined, w.fc), w.kv)
@@ -83,18 +84,16 @@ def eagle_chain(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Proposes tokens one after another: each time the head's most likely one.
+    """Proposes tokens one after another, each time the head's most likely one.
 
     Args:
         state: [R, H]: f of the position before the last token; not changed.
         token_ids: [R] int64: last tokens.
-        w: The head.
-        chains: What to run, and where K and V go.
         pool: As in `eagle_entries`.
-        layer: The head's, in the pool.
+        layer: Index of the head's layer in the pool.
 
     Returns:
-        [D, R] int64; undefined where a chain did not run.
+        [D, R] int64; undefined for steps that a chain did not run.
     """
     tokens = torch.zeros(chains.positions.shape, dtype=torch.int64, device=state.device)
     for step, count in enumerate(chains.counts):
@@ -142,8 +141,8 @@ def _layer(
 
 
 def states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> torch.Tensor:
-    """[T, H] -> [T, H]: state of the row before each row; for a request's first row the
-    kept one.
+    """[T, H] -> [T, H]: state of the row before each row; the kept one for a request's first
+    row.
     """
     num_rows, starts = states.shape[0], rows.cu_q_lens[:-1]
     before = kept.index_select(0, rows.request_slots)

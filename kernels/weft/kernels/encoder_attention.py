@@ -14,10 +14,12 @@ from weft.kernels import cpu
 
 
 class Bounds(NamedTuple):
-    """Where sequences of a ragged batch begin: sequence r has rows bounds[r] to bounds[r + 1]."""
+    """Where the sequences of a ragged batch begin: sequence r has rows bounds[r] to bounds[r +
+    1].
+    """
 
     on_device: torch.Tensor
-    """[R + 1] int32 on the batch's device."""
+    """[R + 1] int32, on the batch's device."""
     on_host: Sequence[int] = ()
     """The bounds on the host; empty on a GPU, where the host does not wait for them."""
 
@@ -38,16 +40,15 @@ def encoder_attention(
 ) -> torch.Tensor:
     """Attention of each row to all rows of its sequence.
 
-    On a CPU the native operations take it where there are no slopes; else sequences of equal length
-    are one call to torch. What else a batch holds changes no bit of a result.
+    On a CPU the native operations compute it if there are no slopes; else sequences of equal length
+    are one call to torch. The other sequences of a batch change no bit of a result.
 
     Args:
         q: [T, H, D].
         k: [T, Hkv, D], Hkv a divisor of H.
         v: [T, Hkv, D].
-        bounds: Of the sequences. On a GPU rows from the last bound on are padding, whose results
-            are undefined.
-        reach: Rows before and behind a row that it sees; None: all.
+        bounds: On a GPU rows from the last bound on are padding, whose results are undefined.
+        reach: Rows that a row sees to each side; None: all.
         slopes: [H] float32: how much each head's scores fall with each row of distance (ALiBi,
             arXiv 2108.12409); None: not at all.
         scale: Factor on the scores; None: 1 / sqrt(D).
@@ -97,8 +98,8 @@ def _check_bounds(bounds: Bounds, tokens: int) -> None:
 def _native(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None
 ) -> cpu.NativeCpu | None:
-    """The native operations, if they take these: heads behind one another, and V as far behind K
-    in all rows, as one product computes them.
+    """Native operations need heads that follow one another, and V at the same distance from K in
+    all rows, as one fused product computes them.
     """
     native = cpu.native_cpu_for(q)
     heads, dim = q.shape[1:]
@@ -149,7 +150,7 @@ def _attend_natively(
 def _mask(
     length: int, reach: int | None, slopes: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """Numbers added to a sequence's scores, or a mask of those that count; None: neither."""
+    """Numbers added to a sequence's scores, or a mask of the scores that count; None: neither."""
     if reach is not None and length <= reach + 1:
         reach = None
     if reach is None and slopes is None:
@@ -165,7 +166,7 @@ def _mask(
 
 
 def _rows(firsts: Sequence[int], length: int, device: torch.device) -> slice | torch.Tensor:
-    """The rows of sequences of one length: a slice where they follow one another."""
+    """A slice where the sequences follow one another, else row numbers."""
     if all(b - a == length for a, b in pairwise(firsts)):
         return slice(firsts[0], firsts[-1] + length)
     starts = torch.tensor(firsts, device=device)

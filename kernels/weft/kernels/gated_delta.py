@@ -21,7 +21,8 @@ from weft.kernels.segments import LONGEST, Segments, Wave
 from weft.kernels.sequences import Sequences
 
 _LONGEST, _LONGEST_BY_ELEMENT = LONGEST, 16
-"""Rows of a piece; with decays of each element the products of a piece are its length times larger.
+"""Rows of a piece. With a decay for each element, the products of a piece are its length times
+larger.
 """
 
 
@@ -47,7 +48,7 @@ def gated_delta(
         sequences: Of T rows.
 
     Returns:
-        [T, Hv, Dv] of the dtype of `v`, and the states behind the last rows, [S, Hv, Dk, Dv].
+        [T, Hv, Dv] of the dtype of `v`, and the states after the last rows, [S, Hv, Dk, Dv].
 
     Raises:
         ValueError: Shapes do not fit.
@@ -67,13 +68,12 @@ def gated_delta(
 def delta_gates(
     ba: torch.Tensor, rates: torch.Tensor, dt_bias: torch.Tensor, shared: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logarithms of the decay, and beta, of rows' products.
+    """Decays, as logarithms, and betas of rows, from the product that computes both.
 
     Args:
-        ba: [T, 2 * Hv]: of each `shared` heads in turn those of beta, then those of the decay.
+        ba: [T, 2 * Hv]: for each group of `shared` heads, those of beta, then those of the decay.
         rates: [Hv] float32: negative rates of the decay.
         dt_bias: [Hv] float32.
-        shared: Heads of a group.
 
     Returns:
         [T, Hv] float32 each.
@@ -133,7 +133,7 @@ def _piece(
     beta: torch.Tensor,
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One piece of all heads: [n, H, L, ...] each, `decayed` summed up; the states are
+    """One piece of all heads: [n, H, L, ...] each, with `decayed` as running sums; the states are
     [n, H, Dk, Dv]. Rows of zeros change nothing.
     """
     of_keys = decayed if decayed.dim() == 4 else decayed[..., None]
@@ -152,8 +152,8 @@ def _piece(
 
 
 def _products(left: torch.Tensor, k: torch.Tensor, decayed: torch.Tensor) -> torch.Tensor:
-    """Products of each row of `left` with each key, times what has decayed between the two; of
-    later keys they are of no use: [n, H, L, L].
+    """[n, H, L, L]: products of each row of `left` with each key, times the decay between the two.
+    Entries for later keys mean nothing.
     """
     if decayed.dim() == 3:
         between = (decayed[..., :, None] - decayed[..., None, :]).clamp(max=0.0)

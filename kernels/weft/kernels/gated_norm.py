@@ -23,12 +23,11 @@ def gated_norm(
 
     Args:
         x: [T, G, D]: each group of D is normalised by itself.
-        gate: [T, G, D], before its activation; or [T, G / N, N, D], whose groups have no common
-            step.
+        gate: [T, G, D], before its activation; or [T, G / N, N, D], where the distance between
+            groups may vary.
         weight: [G, D] or [D] of the norm; None: there is no norm, only the gate.
         eps: Added to the mean square.
-        form: The gate's activation.
-        gates_first: Whether the norm is behind the gate.
+        gates_first: Whether the gate comes before the norm.
 
     Returns:
         [T, G, D], dtype of `gate`; computed in float32.

@@ -7,17 +7,14 @@ from weft.kernels.sampling_reference import ERROR_NOT_FINITE
 
 
 def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Greedy tokens, left on the device of the logits.
+    """The most likely token of each row, on the device of the logits.
 
     Args:
         logits: [L, vocab_size] float32, rows contiguous; not changed.
 
     Returns:
-        [L] int64: the lowest of the most likely ids; ERROR_NOT_FINITE where a row holds NaN or an
-        infinity.
-
-    Raises:
-        ValueError: `logits` is not such a tensor.
+        [L] int64: the lowest id among equally likely ones; ERROR_NOT_FINITE where a row holds NaN
+        or an infinity.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")

@@ -1,4 +1,4 @@
-"""Rows of layers whose heads have a matrix as state: the gated delta rule, and Mamba 2's."""
+"""Rows of layers whose heads have a matrix as state: the gated delta rule and Mamba 2."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class HeadRows(NamedTuple):
     v: torch.Tensor
     """[T, H, Dv]; H / Hk consecutive heads share a head of q and k."""
     decay: torch.Tensor
-    """[T, H] or [T, H, Dk]: logarithms of what is left of a state."""
+    """[T, H] or [T, H, Dk]: logarithm of the share of the state that each row keeps."""
     sequences: Sequences
     """Where the rows lie."""
     beta: torch.Tensor | None = None
-    """[T, H]: with it, the delta rule; see `weft.kernels.gated_delta`."""
+    """[T, H], for the delta rule (`weft.kernels.gated_delta`); None: values are added as they are.
+    """
     steps: torch.Tensor | None = None
-    """[T, H]: factors on values."""
+    """[T, H]: factors on values; None: 1."""
     skips: torch.Tensor | None = None
-    """[H]: share of the values that is added to the result."""
+    """[H]: share of the values that is added to the result; None: 0."""
     scale: float = 1.0
     """Factor on queries."""
     is_unit: bool = False
@@ -34,11 +35,11 @@ class HeadRows(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Heads for each head of keys."""
+        """Heads that share one head of keys."""
         return self.v.shape[1] // self.k.shape[1]
 
     def packed(self) -> HeadRows:
-        """The same with elements of a head next to each other, and gates in float32, contiguous."""
+        """The same rows with the elements of a head adjacent, and gates in float32, contiguous."""
         q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in self[:3])
         beta, steps, skips = (
             None if each is None else each.to(torch.float32).contiguous()

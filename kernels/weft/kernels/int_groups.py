@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from weft.kernels import cpu
 
 LARGEST_GROUP = 256
-"""Longest group that kernels take; longer ones are kept as several with the same scale."""
+"""Longest group that kernels take; a longer one is kept as several with the same scale."""
 SMALLEST_GROUP = 32
-"""Shortest group that kernels take."""
 _HIGHEST = 15
 """Largest number of 4 bits."""
 _CENTRE = 8
@@ -38,28 +37,27 @@ class IntGroups:
 
     data: torch.Tensor
     """4 bits: [N, K / 2 rounded up] uint8, with the first of two numbers in the lower bits; numbers
-    from 0 to 15, or without offsets from -8 to 7, stored as number + 8. 8 bits: [N, K] int8. For
-    e2m1 see `is_e2m1`.
+    from 0 to 15, or without offsets from -8 to 7, stored as number + 8. 8 bits: [N, K] int8. With
+    `is_e2m1` they are e2m1 codes.
     """
     scales: torch.Tensor
     """[N, K / group rounded up] float32 or float16, finite."""
     offsets: torch.Tensor | None
-    """Offsets of the groups, of the scales' shape and dtype; None: all are 0."""
+    """Of the shape and dtype of `scales`; None: all are 0."""
     columns: int
     """K."""
     group: int
     """Columns of a group: 32, 64, 128 or 256. The last one may be cut off."""
     is_e2m1: bool = False
-    """4 bits are a number in e2m1 (sign, two bits of exponent, one of mantissa), which counts twice
-    here and so is whole; without offsets.
+    """Whether 4 bits are a number in e2m1 (sign, two bits of exponent, one of mantissa). It counts
+    twice here, so that it is whole; such a matrix has no offsets.
     """
     order: torch.Tensor | None = None
-    """[K] int32: which column each of `numbers` is, where those of a group are no neighbours; None:
-    they are. Products take the columns of their input in this order.
+    """[K] int32: the original column of each of `numbers`, where the columns of a group are not
+    adjacent; None: they are. Products take the columns of their input in this order.
     """
 
     def __post_init__(self) -> None:
-        """Raises ValueError if the parts do not fit together."""
         wide = self.columns if self.bits == 8 else -(-self.columns // 2)
         fits = self.data.dim() == 2 and self.data.dtype in (torch.uint8, torch.int8)
         fits = fits and self.data.shape[1] == wide and self.data.is_contiguous()
@@ -81,16 +79,14 @@ class IntGroups:
 
     @property
     def bits(self) -> Literal[4, 8]:
-        """Bits of a number."""
         return 4 if self.data.dtype == torch.uint8 else 8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows N and columns K."""
         return self.data.shape[0], self.columns
 
     def numbers(self) -> torch.Tensor:
-        """[N, K] int16, in their order."""
+        """[N, K] int16, in the order of `order`."""
         if self.bits == 8:
             return self.data.to(torch.int16)
         both = torch.stack((self.data & 15, self.data >> 4), dim=-1).flatten(1)
@@ -137,9 +133,8 @@ def pack_int_groups(
             of 8 bits -128 to 127.
         scales: [N, K / group rounded up], any float dtype; kept in float16 if that holds them all
             and the offsets exactly, else in float32.
-        offsets: The same, or None.
+        offsets: Like `scales`, or None.
         group: Columns of a group; K or more: one scale a row.
-        bits: Of a number.
 
     Raises:
         ValueError: Groups of this size are not supported, or a scale or offset is not finite.
@@ -189,7 +184,7 @@ def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> IntGroups:
 
 
 def _halved(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Scales and offsets in float16 if that holds them all exactly."""
+    """Float16 only if it holds all of them exactly."""
     if all(torch.equal(part.half().float(), part) for part in parts):
         return [part.half() for part in parts]
     return parts
@@ -235,7 +230,9 @@ def _ranges(
 def _numbers(
     weight: torch.Tensor, group: int, scales: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """[N, K], 0 to 15; where all of a group are about the same, the offset says it all."""
+    """[N, K], 0 to 15; where the numbers of a group are about equal, the offset holds their
+    value.
+    """
     step = scales.float()[..., None]
     ratio = (_grouped(weight, group) - offsets.float()[..., None]) / step
     numbers = torch.where(step > 0, ratio, 0).add_(0.5).floor_().clamp_(0, _HIGHEST)
@@ -243,7 +240,7 @@ def _numbers(
 
 
 def _grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """[N, groups, group] float32; a row's last number fills up its last group."""
+    """[N, groups, group] float32; the row's last number is repeated to fill its last group."""
     columns = weight.shape[1]
     wide = F.pad(weight.float()[None], (0, -columns % group), mode="replicate")[0]
     return wide.view(weight.shape[0], -1, group)

@@ -1,10 +1,10 @@
-"""Attention over paged latents: one vector of each position is key and value of all heads.
+"""Attention over paged latents: each position has one vector, which is key and value of all heads.
 
-`latent_attention` computes with the latents themselves, which suits few rows. Of a prompt's many
-rows it is less work to compute the heads' keys and values of their own positions, as
-`own_attention` takes them, and to merge the result with `attention_before`, to the positions before
-the step (`merged`). Of many rows it is even less to compute the heads of those positions too
-(`earlier_attention`).
+`latent_attention` computes with the latents themselves, which suits few rows. For a prompt's many
+rows it is less work to compute keys and values by head for the prompt's own positions
+(`own_attention`), and to merge the result (`merged`) with attention to the positions before the
+step (`attention_before`). For very many rows it is even less work to compute keys and values by
+head for those earlier positions too (`earlier_attention`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from weft.kernels.attention import AttentionMetadata, check_ancestors
 from weft.kernels.pool import has_dense_pages
 
 _MAX_SCORES = 1 << 24
-"""Scores that are held at once."""
+"""Most scores that are held at once."""
 NOTHING = -1e38
-"""The logarithm of the sum of no weight."""
+"""Logarithm of a softmax's sum that has no weight in it."""
 
 
 class EarlierLatents(NamedTuple):
-    """The positions before a step of its requests of several rows, request by request."""
+    """The cached positions of a step's requests with several rows, request by request."""
 
     places: torch.Tensor
-    """[N] int64, as of `write_latents`."""
+    """[N] int64: page * page_size + offset, as for `write_latents`."""
     parts: tuple[tuple[slice, torch.Tensor], ...]
-    """Parts of these positions. Each is a slice of them, and [R + 1] int32: where in the part the
-    positions of each request begin, and where the last one's end. No part has more positions than
-    the step has rows.
+    """Parts of these positions, none with more positions than the step has rows. A part is a slice
+    of `places` and [R + 1] int32: where each request's positions begin within the part, and where
+    the last request's end.
     """
 
 
@@ -40,7 +40,7 @@ class LatentSpec(NamedTuple):
     heads: int
     """H."""
     value_dim: int
-    """V: the first elements of a position's vector are its value."""
+    """V: elements of a value, which are the first of a position's vector."""
     scale: float
     """Factor on the scores."""
     first_position: int = 0
@@ -54,14 +54,12 @@ def latent_attention(
 
     The caller has multiplied the queries by the projection of latents to keys, and multiplies the
     result by the projection of latents to values (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
-    The step's own vectors must be in the pool already. Rows may form trees; see `paged_attention`.
+    The step's own vectors must be in the pool already. Rows may form trees, as in
+    `paged_attention`.
 
     Args:
         q: [T, H, D], contiguous.
         pool: [num_pages, 1, layers, 1, page_size, D], contiguous within a page, dtype of `q`.
-        layer: Layer of the pool to read.
-        spec: The layer's constants.
-        step: Where the rows' vectors are.
 
     Returns:
         [T, H, V], dtype of `q`; softmax in float32.
@@ -81,7 +79,9 @@ def latent_attention(
 def planned(
     step: AttentionMetadata, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
 ) -> AttentionMetadata:
-    """A step for consecutive layers of equal constants in which all of so many rows attend."""
+    """Prepares a step for consecutive layers of equal constants in which all rows attend. `rows`:
+    T.
+    """
     if step.divided is None:
         step = step._replace(divided=_divided(step.places, pool.shape[-2]))
     if step.num_earlier and step.earlier is None and step.ancestors is None:
@@ -121,8 +121,8 @@ def attention_before(
     """`latent_attention` to the positions before the step alone, without trees.
 
     Returns:
-        [T, H, V], and [T, H] float32: the logarithm of each softmax's sum; of a request without
-        earlier positions zeros and a very negative number.
+        [T, H, V], and [T, H] float32: the logarithm of each softmax's sum. A request without
+        earlier positions gets zeros and a very negative number.
     """
     _check(q, pool, layer, spec, step)
     if step.ancestors is not None:
@@ -136,7 +136,7 @@ def attention_before(
 
 
 def is_faster_uncompressed(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> bool:
-    """Whether `own_attention` is fast for a step of so many rows: where FlashAttention-3 is."""
+    """Whether `own_attention` is fast for a step of `rows` rows, which needs FlashAttention-3."""
     from weft.kernels.gpu import flash_attention
 
     return flash_attention.supports_own_rows(dtype, dim, value_dim, rows)
@@ -152,7 +152,6 @@ def own_attention(
         k: [T, H, D].
         v: [T, H, V].
         cu_q_lens: [R + 1] int32: request r has the rows cu_q_lens[r] to cu_q_lens[r + 1].
-        scale: Factor on the scores.
 
     Returns:
         [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum.
@@ -186,19 +185,18 @@ def earlier_attention(
     cu_kv_lens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each request's rows to all of its given keys.
+    """Attention of each request's rows to all keys that it is given, without a mask.
 
     Args:
         q: [T, H, D].
         k: [N, H, D].
         v: [N, H, V].
         cu_q_lens: [R + 1] int32: request r has the rows cu_q_lens[r] to cu_q_lens[r + 1].
-        cu_kv_lens: [R + 1] int32, its keys and values likewise, none for some.
-        scale: Factor on the scores.
+        cu_kv_lens: [R + 1] int32: its keys and values likewise; a request may have none.
 
     Returns:
-        [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum; of rows
-        without keys zeros and a very negative number.
+        [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum. Rows
+        without keys get zeros and a very negative number.
     """
     if q.is_cuda:
         from weft.kernels.gpu import flash_attention
@@ -235,9 +233,14 @@ def merged(
     other_sums: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention to two sets of positions, [T, H, V], from that to each of them, with the logarithms
-    of the softmaxes' sums, [T, H] float32; in new memory, or in that of `out`, which may be that of
-    `values`.
+    """Merges attention to two disjoint sets of positions.
+
+    Args:
+        values: [T, H, V]: attention to the first set.
+        sums: [T, H] float32: logarithms of its softmaxes' sums.
+        others: Like `values`, for the second set.
+        other_sums: Like `sums`.
+        out: Where the result goes, which may be `values`; None: new memory.
     """
     share = torch.sigmoid(other_sums - sums).to(values.dtype)
     return torch.lerp(values, others, share.unsqueeze(2), out=out)
@@ -251,7 +254,7 @@ def latent_attention_reference(
     step: AttentionMetadata,
     sums_before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`latent_attention` in eager torch: gathers each request's pages, any device.
+    """`latent_attention` in eager torch, on any device: gathers each request's pages.
 
     With `sums_before`, [T, H] float32, it is `attention_before`, which writes them.
     """
@@ -287,7 +290,7 @@ def latent_attention_reference(
 
 
 def _seen(number: torch.Tensor, root: int, kv_len: int, words: torch.Tensor | None) -> torch.Tensor:
-    """[N, kv_len]: which positions of a request its rows with these numbers see."""
+    """[N, kv_len]: which of a request's positions its rows with these numbers see."""
     positions = torch.arange(kv_len, device=number.device)
     seen = positions <= (root + number).unsqueeze(1)
     if words is None:
@@ -313,7 +316,7 @@ def _check(
 
 
 def read_latents(pool: torch.Tensor, layer: int, places: torch.Tensor) -> torch.Tensor:
-    """[T, D]: rows' vectors, which `write_latents` has written with these arguments."""
+    """[T, D]: the vectors that `write_latents` has written with these arguments."""
     return pool[:, 0, layer, 0][_divided(places, pool.shape[-2])]
 
 
@@ -329,9 +332,8 @@ def write_latents(
     Args:
         latents: [T, D].
         pool: As in `latent_attention`; changed.
-        layer: Layer of the pool.
         places: [T] int64: page * page_size + offset.
-        divided: See `AttentionMetadata`.
+        divided: As in `AttentionMetadata`.
     """
     pool[:, 0, layer, 0][divided or _divided(places, pool.shape[-2])] = latents
 

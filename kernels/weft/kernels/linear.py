@@ -23,9 +23,9 @@ _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
 _MIN_BLOCK_ROWS = 16
 _INT8_UNIT = 16
-"""Rows and columns of int8 weights come in multiples of this for tensor cores."""
+"""Tensor cores take int8 weights whose rows and columns are multiples of this."""
 _FP8_CAPABILITY = (9, 0)
-"""Compute capability of GPUs whose FP8 kernels were measured."""
+"""Least compute capability with FP8 kernels that were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +38,36 @@ class PlainForm:
 
 @dataclass(frozen=True, slots=True)
 class OneDnnForm:
-    """The original weight packed for oneDNN: bfloat16 on a CPU without a C compiler."""
+    """The original weight packed for oneDNN, for bfloat16 on a CPU without a C compiler."""
 
     data: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class NativeForm:
-    """Panels of the native operations, for any number of rows (csrc/linear.h)."""
+    """Panels of rows that native operations multiply with any number of rows (csrc/linear.h)."""
 
     data: torch.Tensor
     struct: cpu.WeightStruct
-    """Describes `data`, scales and bias to the native operations."""
+    """Describes `data`, `scales` and the bias to native operations."""
     scales: torch.Tensor | None = None
-    """Scales of quantised panels, float32 in panel order; of weights in groups [panels, groups,
-    scales or scales and offsets, 32]. None: the panels hold the layer's dtype.
+    """float32. Of a quantised weight in panel order; of weights in groups [panels, groups, scales
+    or scales and offsets, 32]. None: the panels hold the layer's dtype.
     """
     order: torch.Tensor | None = None
-    """See `IntGroups.order`."""
+    """[K] int32: order in which products take the columns of their input; None: as they are."""
 
     @property
     def address(self) -> int:
-        """Address of the description."""
+        """Address of `struct`."""
         return ctypes.addressof(self.struct)
 
 
 PackableMatrix: TypeAlias = torch.Tensor | QuantisedMatrix | RotatedChannels | IntGroups
-"""What is packed: floats, or a quantised matrix of any kind."""
+"""What can be packed: floats, or a quantised matrix of any kind."""
 
 Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix | IntGroups | PackedGroups
-"""How a weight lies in memory. A `QuantisedMatrix` itself serves devices without an operation for
+"""How a weight lies in memory. A `QuantisedMatrix` itself serves devices that have no operation for
 its kind: each product converts it to floats.
 """
 
@@ -77,39 +77,37 @@ class LinearWeight:
     """Weights of one linear layer in the form that this machine multiplies fastest."""
 
     out_features: int
-    """Rows of the original weight; for gate and up together twice the MLP's inner size."""
+    """Rows of the original weight; for gate and up together, twice the MLP's inner size."""
     in_features: int
     dtype: torch.dtype
     """Dtype that the layer computes in."""
     gated: bool
     """Whether it came from `pack_gate_up`."""
     form: Form
-    """The weight; the one copy of it in memory."""
+    """The only copy of the weight in memory."""
     bias: torch.Tensor | None
     """[out_features] of `dtype`, or float32 in panel order in the native form, or None."""
     is_fixed: bool = False
-    """A row's result does not depend on the other rows on a GPU either."""
+    """Whether a row's result is independent of the other rows on a GPU too."""
     gating: Gating = SILU
-    """How the two parts of a gated pair become one."""
+    """How gate and up are combined."""
 
     @property
     def data(self) -> torch.Tensor:
-        """The numbers of the form."""
         return self.form.data
 
     @property
     def is_rotated(self) -> bool:
-        """Whether it is a rotated matrix, whose rows a product rotates and rounds first."""
+        """Whether the weight is rotated int8; a product then rotates and rounds its rows first."""
         return self.native is not None and bool(self.native.struct.is_rotated)
 
     @property
     def native(self) -> NativeForm | None:
-        """The form, if it is `NativeForm`; else None."""
         return self.form if isinstance(self.form, NativeForm) else None
 
     @property
     def address(self) -> int:
-        """Address of the native form's description; 0 if it has another form."""
+        """Address of the native form's `struct`; 0 for other forms."""
         return self.form.address if isinstance(self.form, NativeForm) else 0
 
 
@@ -124,11 +122,8 @@ def pack_linear(
     Args:
         weight: [N, K] as in `torch.nn.Linear`, in floats or quantised.
         bias: [N], dtype of the layer, or None.
-        arena: Where the packed weight goes, or None for memory of its own.
-        dtype: What the layer computes in; None: that of `weight`, which is in floats.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit together.
+        arena: Where the packed weight goes; None: memory of its own.
+        dtype: What the layer computes in; None: that of `weight`, which must be in floats.
     """
     return _pack(weight, bias, arena, dtype, gated=False, gating=SILU)
 
@@ -145,12 +140,9 @@ def pack_gate_up(
     Args:
         weight: [2 * I, K], rows of gate first, in floats or quantised.
         bias: [2 * I], dtype of the layer, or None.
-        arena: Where the packed weight goes, or None for memory of its own.
+        arena: Where the packed weight goes; None: memory of its own.
         dtype: As in `pack_linear`.
-        gating: How the two become one; on a GPU only `SILU`.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit together.
+        gating: How gate and up are combined; on a GPU only `SILU`.
     """
     if weight.shape[0] % 2:
         raise ValueError(f"gate and up together need an even row count, got {weight.shape[0]}")
@@ -160,8 +152,8 @@ def pack_gate_up(
 
 
 def packing_copies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packed weights of a layer of this dtype share no memory with what they were packed
-    from, whatever that was.
+    """Whether packing copies every weight of such a layer, so that the original's memory is unused
+    afterwards.
     """
     return device.type == "cpu" and dtype in cpu.DTYPES and cpu.native_cpu() is not None
 
@@ -180,11 +172,11 @@ def linear(
         w: From `pack_linear`.
         residual: [M, N], contiguous, dtype of `x`; not changed.
         out_dtype: dtype of the result: that of `x` (default) or float32 (for logits).
-        lora: The adapters of these M tokens, or None.
+        lora: What the adapters of these M tokens add, or None.
 
     Returns:
-        [M, N]; accumulated in float32. In the native form rounded once, and a row's result does not
-        depend on the other rows; else what adapters add is rounded by itself.
+        [M, N], accumulated in float32. The native form rounds once, and a row's result does not
+        depend on the other rows. Other forms round what adapters add separately.
 
     Raises:
         ValueError: An argument does not fit.
@@ -223,7 +215,6 @@ def gate_up_silu(
 
     Args:
         x: [M, K], contiguous, the weight's dtype; M may be 0.
-        w: From `pack_gate_up`.
         lora: What the adapters of these M tokens add before the activation, or None.
 
     Returns:
@@ -271,15 +262,13 @@ def normed_linear(
 
     Args:
         x: [M, K], contiguous, the weight's dtype.
-        gain: Weight of the norm, [K].
-        eps: Epsilon of the norm.
-        w: From `pack_linear` or `pack_gate_up`.
+        gain: [K]: weight of the norm.
         out_dtype: As in `linear`; None where gated.
         lora: As in `linear`.
 
     Returns:
-        [M, N], or [M, I] where gated. Small inputs on a GPU take the norm in the same launch,
-        without rounding its result by itself.
+        [M, N], or [M, I] where gated. On a GPU the product of a small input computes the norm in
+        the same launch and does not round it.
 
     Raises:
         ValueError: An argument does not fit.
@@ -299,7 +288,6 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a layer's original weight, whatever form it is kept in.
 
     Args:
-        w: From `pack_linear`.
         rows: [N] int64 on the weight's device.
 
     Returns:
@@ -343,9 +331,7 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _native_group_rows(form: NativeForm, rows: torch.Tensor) -> IntGroups:
-    """Rows of a weight whose numbers lie in groups, as `pack_fours_panel` and `pack_int8_panel`
-    of csrc/linear.h lay them out.
-    """
+    """Inverts the layouts that `pack_fours_panel` and `pack_int8_panel` of csrc/linear.h write."""
     struct, scales = form.struct, form.scales
     assert scales is not None
     panel, place, columns = rows // _PANEL_ROWS, rows % _PANEL_ROWS, struct.in_features
@@ -371,7 +357,7 @@ def linear_reference(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`linear` in eager torch over the original weight, any device."""
+    """`linear` in eager torch over the original weight, on any device."""
     out = F.linear(x, weight, bias)
     if residual is not None:
         out = out + residual
@@ -605,9 +591,7 @@ def _linear_torch(
 
 
 def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers of a dtype multiply FP8 weights as they are. If not, these become floats at
-    load.
-    """
+    """Whether the device multiplies FP8 weights as they are. If not, they become floats at load."""
     return (
         device.type == "cuda"
         and dtype.itemsize == 2
@@ -616,7 +600,7 @@ def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def stays_fp8(weight: Fp8Channels | Fp8Blocks, dtype: torch.dtype) -> bool:
-    """Whether an FP8 weight is multiplied as it is; tensor cores need enough rows with one
+    """Whether an FP8 weight is multiplied as it is. Tensor cores need enough rows with one
     scale.
     """
     is_cut = isinstance(weight, Fp8Blocks) and weight.rows < _MIN_BLOCK_ROWS
@@ -626,9 +610,9 @@ def stays_fp8(weight: Fp8Channels | Fp8Blocks, dtype: torch.dtype) -> bool:
 def gpu_form(
     weight: PackableMatrix, dtype: torch.dtype
 ) -> PackedGroups | Int8Channels | PlainForm | None:
-    """How integers lie on a GPU: where layers compute in 16-bit floats 4 bits packed, and int8 as
-    it is if tensor cores take its shape; else as floats. None: the weight is not of integers, or on
-    a CPU.
+    """The form of an integer weight on a GPU. Layers that compute in 16-bit floats keep 4 bits
+    packed, and int8 as it is if tensor cores take its shape; all others become floats. None: the
+    weight is not of integers, or lies on a CPU.
     """
     if not isinstance(weight, IntGroups | Int8Channels) or not weight.data.is_cuda:
         return None
@@ -641,5 +625,5 @@ def gpu_form(
 
 
 def onednn_has_bfloat16() -> bool:
-    """Whether this torch and CPU multiply packed bfloat16 weights."""
+    """Whether this torch on this CPU multiplies packed bfloat16 weights."""
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

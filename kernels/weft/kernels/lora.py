@@ -1,9 +1,9 @@
 """Low-rank additions to linear layers (LoRA, Hu et al. 2021), many adapters in one batch.
 
-An adapter is loaded as rows of ROW_RANK ranks, so that adapters of different ranks lie side by side
-in one pool and none is padded to the rank of another (S-LoRA, Sheng et al. 2023, section 5). A step
-names each token's slot; its tokens are sorted by slot into segments, one an adapter (Punica, Chen
-et al. 2023, section 4).
+An adapter is loaded as rows of ROW_RANK ranks each, so that adapters of different ranks share one
+pool without padding to the largest rank (S-LoRA, Sheng et al. 2023, section 5). A step names the
+adapter slot of each token. Its tokens are sorted by slot into segments, one for each adapter
+(Punica, Chen et al. 2023, section 4).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.kernels.replaced import ReplacedMatrices
 
 ROW_RANK = 8
-"""Number of ranks in a row of the pool."""
+"""Ranks in a row of the pool."""
 
 B_COLUMNS = 16
 """Columns in a block of packed B."""
@@ -31,7 +31,7 @@ NO_SLOT = 0
 """The slot of tokens without an adapter."""
 
 EMPTY_SLOT = int(np.iinfo(np.int32).max)
-"""The slot of segments that have no tokens: it names nothing and comes after all others."""
+"""The slot of segments without tokens; it is larger than every real slot."""
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -39,46 +39,47 @@ Group = (
     Literal["qkv", "o", "gate_up", "down", "router", "embed", "lm_head"]
     | Literal["state_in", "state_z", "state_gates", "state_out"]
 )
-"""Projections that are computed as one product; embed and lm_head have one layer, number 0."""
+"""Projections that are computed as one product. `embed` and `lm_head` have one layer, number 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
     """The parameters of all loaded adapters for one kind of projection ("q", "gate", ...).
 
-    The tensors stay where they are: loading an adapter writes rows, then its table and counts.
+    The tensors are never replaced. Loading an adapter writes its rows first, then table and counts.
     """
 
     a: torch.Tensor
     """[num_rows, ROW_RANK, in_features], contiguous, dtype of the model."""
     b: torch.Tensor
-    """[num_rows, ROW_RANK, out_features], contiguous, dtype of the model: B transposed, scaled. For
-    the native operations these rows are packed (`pack_b`)."""
+    """[num_rows, ROW_RANK, out_features], contiguous, dtype of the model: B transposed, times its
+    scaling. For native operations these rows are packed (`pack_b`).
+    """
     table: torch.Tensor
-    """[layers, num_slots, max_rows] int32: the rows of the slot's adapter in each layer. Entries
-    from the count on are undefined. For experts a slot is slot * num_places + place
-    (`ExpertWeights.num_places`)."""
+    """[layers, num_slots, max_rows] int32: rows of the slot's adapter in each layer. Entries from
+    the count on are undefined. For experts, a slot here is slot * num_places + place
+    (`ExpertWeights.num_places`).
+    """
     counts: torch.Tensor
-    """[layers, num_slots] int32: number of rows; with 0, as in slot 0, the adapter does not change
-    the projection.
+    """[layers, num_slots] int32: number of rows. If it is 0, as for slot 0, the adapter does not
+    change the projection.
     """
     column: int = 0
-    """First column of the projection's results in the fused product: for k after q's columns, for v
-    after k's, for up after gate's.
+    """First column of the projection's results in the fused product: k follows q's columns, v
+    follows k's, and up follows gate's.
     """
     b_table: torch.Tensor | None = None
-    """Like `table`, for rows of `b` that differ from those of `a`, since experts may share one of
-    the two.
+    """Like `table`, for rows of `b`. Experts may share one of the two matrices, so their rows of
+    `a` and `b` differ. None: `table` holds for both.
     """
     is_a_shared: bool = False
     """Whether all experts of an adapter have the same rows of `a`."""
     is_b_shared: bool = False
     """Whether all experts of an adapter have the same rows of `b`."""
     packed_width: int | None = None
-    """Width of the projection's output if `b` is packed; None if it is not."""
+    """out_features of a packed `b`; None: it is not packed."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the tensors do not fit together."""
         (rows, rank, _), (b_rows, *b_sizes) = self.a.shape, self.b.shape
         layers, slots, _ = self.table.shape
         have_one_table = self.b_table is None
@@ -106,17 +107,14 @@ class LoraWeights:
 
     @property
     def rows_of_b(self) -> torch.Tensor:
-        """[layers, num_slots, max_rows] int32."""
         return self.table if self.b_table is None else self.b_table
 
     @property
     def in_features(self) -> int:
-        """Width of the projection's input."""
         return self.a.shape[2]
 
     @property
     def out_features(self) -> int:
-        """Width of the projection's output."""
         return self.b.shape[2] if self.packed_width is None else self.packed_width
 
     @property
@@ -127,12 +125,12 @@ class LoraWeights:
         return list(packed_sizes(self.packed_width))
 
     def plain_b(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of B ([n] int64), [n, ROW_RANK, out_features]."""
+        """[n, ROW_RANK, out_features]: the rows of B with numbers `rows`, [n] int64, unpacked."""
         b = self.b.index_select(0, rows)
         return b if self.packed_width is None else unpack_b(b, self.packed_width)
 
     def pack(self) -> LoraWeights:
-        """The same parameters with a packed copy of `b`, which is not packed."""
+        """The same parameters with a packed copy of `b`; it must not be packed yet."""
         return replace(self, b=pack_b(self.b), packed_width=self.out_features)
 
     @property
@@ -142,17 +140,16 @@ class LoraWeights:
 
 
 def packed_sizes(width: int) -> tuple[int, int]:
-    """Sizes of a packed row of B of so many columns."""
+    """[blocks, elements of a block] of a packed row of B with `width` columns."""
     return -(-width // B_COLUMNS), ROW_RANK * B_COLUMNS
 
 
 def pack_b(rows: torch.Tensor) -> torch.Tensor:
-    """Packs rows of B for the native operations, which compute a few columns at a time: a row's
-    values for these columns are contiguous, and those for the next columns follow.
+    """Packs rows of B for native operations, which compute B_COLUMNS columns at a time.
 
-    A block of B_COLUMNS columns is laid out as a panel of a weight (csrc/linear.h): in words of 32
-    bits, a float or two bfloat16 of neighbouring ranks, all columns' first words, then all second
-    ones. The last block is filled up with zeros.
+    A block of B_COLUMNS columns is laid out as a panel of a weight (csrc/linear.h), in words of 32
+    bits that hold a float or two bfloat16 of neighbouring ranks: first the first words of all
+    columns, then all second words. The last block is filled up with zeros.
 
     Args:
         rows: [n, ROW_RANK, out_features], on the CPU.
@@ -163,7 +160,7 @@ def pack_b(rows: torch.Tensor) -> torch.Tensor:
     count, _, width = rows.shape
     blocks, size = packed_sizes(width)
     packed = torch.zeros((count, blocks, size), dtype=rows.dtype)
-    # Uses numpy, since torch's threads are those that steps run on.
+    # Numpy, since torch would use the threads that steps run on.
     words, given = (t.view(_WORDS[rows.itemsize]).numpy() for t in (packed, rows))
     ranks = words.reshape(count, blocks, -1, B_COLUMNS, 4 // rows.itemsize)
     full = width // B_COLUMNS
@@ -178,7 +175,7 @@ def pack_b(rows: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_b(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Undoes `pack_b`; returns a new tensor, [n, ROW_RANK, width]."""
+    """Inverts `pack_b`; returns a new tensor, [n, ROW_RANK, width]."""
     count, blocks, _ = packed.shape
     per_word = 4 // packed.itemsize
     ranks = packed.view(count, blocks, -1, B_COLUMNS, per_word).permute(0, 2, 4, 1, 3)
@@ -186,7 +183,7 @@ def unpack_b(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 _WORDS = {2: torch.int16, 4: torch.int32}
-"""Integer dtypes by size in bytes: numpy has no bfloat16."""
+"""Integer dtypes by size in bytes; they stand in for bfloat16, which numpy lacks."""
 
 
 class HostSegments(NamedTuple):
@@ -207,8 +204,8 @@ def sort_tokens(token_slots: Int32Array, num_segments: int | None = None) -> Hos
 
     Args:
         token_slots: [T], each token's slot.
-        num_segments: Number of segments, for padded steps; unused ones are empty. None: one for
-            each different slot.
+        num_segments: Segments of a padded step, of which unused ones are empty; None: one for each
+            different slot.
 
     Raises:
         ValueError: There are more different slots than segments.
@@ -231,18 +228,17 @@ class LoraSegments:
     """The adapter of each token of a step, T tokens in S segments; on the model's device."""
 
     token_slots: torch.Tensor
-    """Adapter slot of each token, [T] int32."""
+    """[T] int32: adapter slot of each token."""
     order: torch.Tensor
-    """[T] int32: tokens sorted by slot, those of one slot in their order."""
+    """[T] int32: the tokens sorted by slot; tokens of one slot keep their order."""
     ordered: torch.Tensor
-    """[T] int32: their slots in that order."""
+    """[T] int32: `token_slots` in that order."""
     starts: torch.Tensor
     """[S + 1] int32: where each segment begins in `order`."""
     slots: torch.Tensor
-    """[S] int32, ascending: each segment's slot; EMPTY_SLOT for those without tokens."""
+    """[S] int32, ascending: each segment's slot; EMPTY_SLOT for segments without tokens."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the tensors do not fit together."""
         tensors = (self.token_slots, self.order, self.ordered, self.starts, self.slots)
         tokens, order, ordered, starts, slots = (t.numel() for t in tensors)
         if (order, ordered, starts) != (tokens, tokens, slots + 1) or any(
@@ -259,12 +255,10 @@ class LoraSegments:
         return cls(*(torch.from_numpy(array) for array in host))
 
     def select(self, rows: torch.Tensor) -> LoraSegments:
-        """The segments of some of the tokens, in their order.
-
-        Computed on the device, without waiting for it.
+        """The segments of some of the tokens, in their order; it does not wait for the device.
 
         Args:
-            rows: [L] int64, tokens of this step.
+            rows: [L] int64: tokens of this step.
         """
         token_slots = self.token_slots.index_select(0, rows)
         ordered, order = torch.sort(token_slots, stable=True)
@@ -282,17 +276,17 @@ class LoraAddition:
     layer: int
     segments: LoraSegments
     are_given: bool = False
-    """See `LoraStep.are_given`."""
+    """As in `LoraStep`."""
 
     def before(self, column: int) -> LoraAddition | None:
-        """The addition to the product's columns before one with which a projection begins; None:
-        nothing.
+        """The addition to the columns before `column`, at which a projection begins; None: nothing
+        is added there.
         """
         parts = tuple(part for part in self.parts if part.column < column)
         return replace(self, parts=parts) if parts else None
 
     def select(self, rows: torch.Tensor) -> LoraAddition:
-        """The addition to some of the tokens ([L] int64), in their order."""
+        """The addition to the tokens `rows`, [L] int64, in their order."""
         return replace(self, segments=self.segments.select(rows), are_given=False)
 
 
@@ -306,14 +300,14 @@ class ExpertAddition:
     """Down, before the sum over experts."""
     layer: int
     token_slots: torch.Tensor
-    """Adapter slot of each token, [T] int32."""
+    """[T] int32: adapter slot of each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraStep:
     """The adapters of one step: what they are, and which token uses which.
 
-    No loaded adapter can change a group without parts.
+    A group without parts is one that no loaded adapter changes.
     """
 
     segments: LoraSegments
@@ -331,58 +325,59 @@ class LoraStep:
     """Parameters of the projection of the states' results back to the stream."""
     router: tuple[LoraWeights, ...] = ()
     w13: tuple[LoraWeights, ...] = ()
-    """Parameters of experts, see `ExpertAddition`."""
+    """As in `ExpertAddition`."""
     w2: tuple[LoraWeights, ...] = ()
     embed: tuple[LoraWeights, ...] = ()
-    """Parameters of the embedding, at most one, whose input is the vocabulary."""
+    """Parameters of the embedding, at most one; its input is the vocabulary."""
     lm_head: tuple[LoraWeights, ...] = ()
     embeddings: ReplacedMatrices | None = None
-    """Embeddings of adapters that replace the model's; None: adapters cannot bring any."""
+    """Embeddings of adapters that replace the model's; None: adapters may not bring any."""
     heads: ReplacedMatrices | None = None
-    """LM heads of adapters that replace the model's; None: adapters cannot bring any."""
+    """LM heads of adapters that replace the model's; None: adapters may not bring any."""
     vocabulary_ends: torch.Tensor | None = None
-    """[num_slots] int32: the first token id that the slot's adapter does not have; None: all have
-    the model's."""
+    """[num_slots] int32: the first token id that the slot's adapter lacks; None: all adapters have
+    the model's vocabulary.
+    """
     are_given: bool = False
-    """Whether the segments were complete on the device before the step's first kernel was launched,
-    so that a kernel may read them before the kernels ahead of it are complete.
+    """Whether the segments were complete on the device before the step's first kernel was launched.
+    Kernels may then read them before the kernels ahead of them are complete.
     """
 
     def of(self, group: Group, layer: int) -> LoraAddition | None:
-        """The addition to a group's product in a layer; None: nothing."""
+        """The addition to a group's product in a layer; None: nothing is added."""
         parts: tuple[LoraWeights, ...] = getattr(self, group)
         return LoraAddition(parts, layer, self.segments, self.are_given) if parts else None
 
     def of_experts(self, layer: int) -> ExpertAddition | None:
-        """The addition to a layer's experts; None: nothing."""
+        """The addition to a layer's experts; None: nothing is added."""
         if not (self.w13 or self.w2):
             return None
         return ExpertAddition(self.w13, self.w2, layer, self.segments.token_slots)
 
     def select(self, rows: torch.Tensor) -> LoraStep:
-        """The LoRA inputs of some of the step's tokens ([L] int64), in their order."""
+        """The adapters of the tokens `rows`, [L] int64, in their order."""
         return replace(self, segments=self.segments.select(rows), are_given=False)
 
 
 def experts_addition(lora: LoraStep | None, layer: int) -> ExpertAddition | None:
-    """The addition of a step's adapters to a layer's experts; None: nothing."""
+    """What a step's adapters add to a layer's experts; None: nothing."""
     return None if lora is None else lora.of_experts(layer)
 
 
 def addition_to(lora: LoraStep | None, group: Group, layer: int) -> LoraAddition | None:
-    """The addition of a step's adapters to a group's product in a layer; None: nothing."""
+    """What a step's adapters add to a group's product in a layer; None: nothing."""
     return None if lora is None else lora.of(group, layer)
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
     """out[:, columns of each part] += (x @ A^T) @ B^T, with each token's own A and B, in place.
 
-    Rows whose adapter does not change a projection, such as those of slot 0, are not touched there.
+    It leaves the columns of a projection as they are for rows whose adapter does not change it,
+    such as rows of slot 0.
 
     Args:
         out: [T, N], contiguous: the product without adapters.
         x: [T, K], contiguous, dtype of the parts.
-        addition: What to add.
 
     Raises:
         ValueError: An argument does not fit.
@@ -402,7 +397,7 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
     Args:
         out: [T, H], contiguous: the embeddings without adapters.
         token_ids: [T] int64.
-        addition: What to add: one part, with rows of the vocabulary's size.
+        addition: One part, whose in_features is the vocabulary.
 
     Raises:
         ValueError: An argument does not fit.
@@ -444,7 +439,7 @@ def add_lora_reference(out: torch.Tensor, x: torch.Tensor, addition: LoraAdditio
 
 
 def segments_with_adapters(segments: LoraSegments) -> Iterator[tuple[torch.Tensor, int]]:
-    """The tokens ([n] int64) and the slot of each segment that has an adapter and tokens."""
+    """Yields the tokens, [n] int64, and the slot of each segment that has an adapter and tokens."""
     starts = segments.starts.tolist()
     for index, slot in enumerate(segments.slots.tolist()):
         tokens = segments.order[starts[index] : starts[index + 1]].long()
@@ -455,7 +450,7 @@ def segments_with_adapters(segments: LoraSegments) -> Iterator[tuple[torch.Tenso
 def _rows_of(
     part: LoraWeights, layer: int, slot: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[count] int64: rows of A and of B."""
+    """[count] int64 each: rows of A and of B."""
     a, b = (table[layer, slot, :count].long() for table in (part.table, part.rows_of_b))
     return a, b
 
@@ -467,28 +462,29 @@ def _add(out: torch.Tensor, tokens: torch.Tensor, part: LoraWeights, added: torc
 
 
 class NativeLora(NamedTuple):
-    """Additions described to the native operations; valid as long as this and the tensors live."""
+    """Additions described to native operations; valid as long as this object and the tensors
+    live.
+    """
 
     described: cpu.LoraStruct
     address: int
     num_layers: int
     buffers: tuple[torch.Tensor, torch.Tensor]
-    """Scratch memory of the native operations."""
+    """Scratch memory of native operations."""
 
 
 def describe_lora(
     native: cpu.NativeCpu, groups: Sequence[tuple[LoraWeights, ...]], segments: LoraSegments
 ) -> NativeLora:
-    """Checks and describes what adapters add to the products of a step.
+    """Checks what adapters add to the products of a step, and describes it to native operations.
 
     Args:
-        native: The operations.
         groups: The parts of each product.
         segments: Segments of the step.
 
     Raises:
-        ValueError: The parts are of different numbers of layers.
-        IndexError: Segments or tables have an index out of range.
+        ValueError: The parts have different numbers of layers.
+        IndexError: A segment or table has an index out of range.
     """
     tokens, num_segments = segments.token_slots.shape[0], segments.slots.shape[0]
     layers = {part.table.shape[0] for group in groups for part in group}
@@ -517,7 +513,7 @@ def describe_lora(
 
 
 def describe_group(parts: tuple[LoraWeights, ...]) -> cpu.LoraGroupStruct:
-    """The parts of one product for the native operations.
+    """Describes the parts of one product to native operations.
 
     Raises:
         ValueError: B is not packed.
@@ -545,16 +541,12 @@ def describe_group(parts: tuple[LoraWeights, ...]) -> cpu.LoraGroupStruct:
 def check_addition(
     out_shape: Sequence[int], x_shape: Sequence[int], dtype: torch.dtype, addition: LoraAddition
 ) -> None:
-    """Checks an addition to a product.
+    """Raises ValueError unless an addition fits a product.
 
     Args:
         out_shape: [T, N] of the product.
-        x_shape: [T, K] of what is multiplied.
-        dtype: Dtype of what is multiplied.
-        addition: What is added.
-
-    Raises:
-        ValueError: They do not fit together.
+        x_shape: [T, K] of its input.
+        dtype: Of the input.
     """
     rows, tokens = x_shape[0], addition.segments.token_slots.shape[0]
     if tokens != rows:
@@ -569,11 +561,7 @@ def check_parts(
     x_shape: Sequence[int],
     dtype: torch.dtype,
 ) -> None:
-    """Checks the parts of an addition to a product in a layer; see `check_addition`.
-
-    Raises:
-        ValueError: The parts do not fit.
-    """
+    """Like `check_addition`, for some parts of an addition in a layer."""
     for part in parts:
         end = part.column + part.out_features
         if part.in_features != x_shape[1] or end > out_shape[1] or part.a.dtype != dtype:

@@ -42,7 +42,7 @@ def mamba2(
         sequences: Of T rows.
 
     Returns:
-        [T, H, P] of the dtype of `x`, and the states behind the last rows, [S, H, N, P].
+        [T, H, P] of the dtype of `x`, and the states after the last rows, [S, H, N, P].
 
     Raises:
         ValueError: Shapes do not fit.

@@ -20,11 +20,7 @@ _ALIGNMENT_BYTES = 64
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in huge pages where the system has them, else in normal ones.
 
-    Memory is taken from the system only as it is first written.
-
-    Args:
-        shape: Shape of the tensor.
-        dtype: Dtype of the tensor.
+    The system gives the memory only as it is first written.
 
     Returns:
         A contiguous CPU tensor that begins at a huge page.
@@ -46,15 +42,15 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class WeightArena:
-    """Hands out parts of a few large blocks of huge pages, for weights that live equally long.
+    """Hands out parts of a few large blocks of huge pages, for weights with the same lifetime.
 
-    A block is freed when the last tensor in it is.
+    A block is freed with the last tensor in it.
     """
 
     def __init__(self, block_bytes: int = 64 << 20, *, is_fixed: bool = False) -> None:
-        """Starts empty; takes blocks of `block_bytes`, or larger where a tensor needs it.
+        """Starts empty; takes blocks of `block_bytes`, or larger ones for larger tensors.
 
-        `is_fixed`: weights packed for it are multiplied in one order on a GPU too, whatever the
+        With `is_fixed`, a GPU too multiplies the weights packed into it in one order, whatever the
         number of rows.
         """
         self.is_fixed = is_fixed
@@ -63,7 +59,7 @@ class WeightArena:
         self._used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` zeros, contiguous, beginning at a cache line.
+        """`count` zeros, contiguous, that begin at a cache line.
 
         Raises:
             OSError: The system refuses the memory.

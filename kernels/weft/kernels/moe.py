@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks some MLPs for each row, and their results are weighed."""
+"""Mixture of experts: a router picks a few MLPs for each row, and their results are weighed."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ class Routing(NamedTuple):
     """The experts of each row, in ascending order, and their weights."""
 
     ids: torch.Tensor
-    """Expert ids, [T, k] int32; of a share of the experts (`ExpertWeights.placement`) their places
-    in it, and the number of its experts for those that other ranks have."""
+    """[T, k] int32: expert ids. If this rank has a share of the experts
+    (`ExpertWeights.placement`), they are places in the share; the share's size stands for experts
+    of other ranks.
+    """
     weights: torch.Tensor
-    """Weights of the experts, [T, k] float32."""
+    """[T, k] float32."""
 
 
 class RouterForm(NamedTuple):
@@ -59,39 +61,40 @@ class RouterForm(NamedTuple):
 
     is_sigmoid: bool = False
     correction: torch.Tensor | None = None
-    """[E] float32, or None."""
+    """[E] float32, added to scores when experts are chosen; None: no correction."""
     groups: int = 1
-    """Consecutive experts form so many groups of equal size."""
+    """Number of groups of consecutive experts, of equal size."""
     kept_groups: int = 1
     """Groups that a row may choose from."""
     summed: int = 1
     """Number of a group's best experts whose scores add up to the group's score: 1 or 2."""
     least_sum: float = 1e-20
-    """Least divisor of shares that are normalised to add up to 1."""
+    """Least divisor of shares that are normalised to a sum of 1."""
     scale: float = 1.0
     """Factor on shares."""
     scales_input: bool = False
-    """Whether a share is a factor on what its expert reads, in place of what it makes."""
+    """Whether an expert's share scales its input instead of its result."""
     softcap: float | None = None
-    """Bound of the logits, which become cap * tanh(logit / cap) before all else; None: none."""
+    """Logits become cap * tanh(logit / cap) first; None: no bound."""
     factors: torch.Tensor | None = None
-    """[E] float32: a further factor on each expert's shares, or None."""
+    """[E] float32: one more factor on each expert's shares, or None."""
     jitter: float | None = None
-    """Not None: by SparseMixer (Liu et al., arXiv 2409.12136), as it is used without noise: the
-    best expert's share is its softmax among those whose logits are within twice this share of the
-    largest, and so on without the experts that were chosen.
+    """Jitter of SparseMixer (Liu et al., arXiv 2409.12136), used without noise; None: another form.
+    The best expert's share is its softmax among the experts whose logits are within twice the
+    jitter of the largest, relative to it; the next one's is found alike without the experts chosen
+    before.
     """
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a softmax and nothing else."""
         has_tensors = self.correction is not None or self.factors is not None
         return not has_tensors and self._replace(least_sum=1e-20) == SOFTMAX
 
 
 SOFTMAX = RouterForm()
-"""A softmax over all experts, of which the most likely are chosen. Where shares are to add up to 1
-it is the softmax over the chosen ones as well."""
+"""A softmax over all experts, of which the most likely are chosen. If shares are normalised to a
+sum of 1, it equals the softmax over the chosen experts.
+"""
 
 
 StackedWeight: TypeAlias = torch.Tensor | Fp8Experts | PackedExperts
@@ -110,31 +113,32 @@ class ExpertWeights:
     w2: tuple[LinearWeight, ...]
     """Down projection of each expert; none on a GPU."""
     stacked: tuple[StackedWeight, StackedWeight] | None
-    """The stacked weights on a GPU, [E, 2 * I, H] and [E, H, I]."""
+    """Stacked weights on a GPU, [E, 2 * I, H] and [E, H, I]; None on a CPU."""
     native: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None
-    """Addresses of `w13` and `w2` for the native operation; None if they are not in its form."""
+    """Addresses of `w13` and `w2` for native operations; None if the weights are not in native
+    form.
+    """
     is_fixed: bool = False
-    """A row's result does not depend on the step's other rows on a GPU either."""
+    """Whether a row's result is independent of the step's other rows on a GPU too."""
     gating: Gating = SILU
     """How gate and up become the input of the down projection."""
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The stacked biases on a GPU, [E, 2 * I] and [E, H], of the dtype; None: there are none, or
-    `w13` and `w2` have them.
+    """Stacked biases on a GPU, [E, 2 * I] and [E, H], dtype of the layer; None: there are none, or
+    `w13` and `w2` hold them.
     """
     placement: torch.Tensor | None = None
-    """[experts of all ranks] int32: the place of each here, or E if another rank has it. None: all
-    are here, in their order.
+    """[experts of all ranks] int32: each expert's place on this rank, or E if another rank has it.
+    None: this rank has all experts, in their order.
     """
 
     @property
     def num_experts(self) -> int:
-        """Number of experts E."""
         return len(self.w13) if self.stacked is None else self.stacked[0].shape[0]
 
     @property
     def num_places(self) -> int:
-        """Number of places that routings name: those of the experts and, of a share, one for all
-        that other ranks have.
+        """Number of places that a `Routing` may name: one for each expert and, if this rank has a
+        share, one more that stands for all experts of other ranks.
         """
         return self.num_experts + (self.placement is not None)
 
@@ -148,9 +152,8 @@ class SparseMlpWeight:
     experts: ExpertWeights
     top_k: int
     renormalise: bool
-    """The shares of a row's experts add up to 1."""
+    """Whether the shares of a row's experts are normalised to a sum of 1."""
     form: RouterForm = SOFTMAX
-    """How the router's logits become shares."""
 
 
 def pack_experts(
@@ -163,17 +166,16 @@ def pack_experts(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     placement: torch.Tensor | None = None,
 ) -> ExpertWeights:
-    """Packs a layer's experts one by one; each may be dropped as soon as the next is asked for.
+    """Packs a layer's experts one by one; each may be dropped when the next one is asked for.
 
     Args:
         experts: For each expert [2 * I, H], rows of gate first, and [H, I], in floats or, on a
             CPU, quantised.
-        count: How many there are.
-        arena: Where packed weights go, or None for memory of their own.
-        dtype: What they compute in; None: that of the weights, which are in floats.
-        gating: How gate and up become the input of the down projection.
+        count: Number of experts.
+        arena: Where packed weights go; None: memory of their own.
+        dtype: What they compute in; None: that of the weights, which must be in floats.
         biases: [E, 2 * I] and [E, H] of the dtype, or None.
-        placement: Where the experts of all ranks are, if these are a share; see `ExpertWeights`.
+        placement: As in `ExpertWeights`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together, or a matrix is rotated.
@@ -237,7 +239,8 @@ def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
     if isinstance(matrix, Fp8Channels | Fp8Blocks) and stays_fp8(matrix, dtype):
         return matrix
     form = gpu_form(matrix, dtype)
-    # The rows of several experts are multiplied together, so columns have one order for all.
+    # The rows of several experts are multiplied together, so all experts share one order of
+    # columns.
     if isinstance(form, PackedGroups) and form.order is None:
         return form
     return matrix.dequantised(dtype)
@@ -246,8 +249,8 @@ def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
 def _pair_on_gpu(
     gate_up: PackableMatrix, down: PackableMatrix, dtype: torch.dtype | None
 ) -> tuple[_Stackable, _Stackable]:
-    """Both matrices of an expert. If only one has 4 bits it becomes floats, since the products of a
-    layer share blocks of rows.
+    """If only one matrix of a pair has 4 bits it becomes floats, since both products of a layer
+    share blocks of rows.
     """
     pair = _on_gpu(gate_up, dtype), _on_gpu(down, dtype)
     if isinstance(pair[0], PackedGroups) == isinstance(pair[1], PackedGroups):
@@ -268,7 +271,7 @@ def _room(count: int, first: _Stackable) -> StackedWeight:
 
 
 def _put(stack: StackedWeight, index: int, matrix: _Stackable) -> StackedWeight:
-    """Copies an expert's matrix to its place; returns the stack, or a wider copy of it."""
+    """Returns `stack`, or a wider copy of it if the matrix needs one."""
     match stack, matrix:
         case PackedExperts(), PackedGroups():
             return stack.put(index, matrix)
@@ -293,14 +296,13 @@ def route(
     form: RouterForm = SOFTMAX,
     placement: torch.Tensor | None = None,
 ) -> Routing:
-    """Scores of all experts, of which each row keeps the `top_k` best.
+    """Scores all experts and keeps the `top_k` best of each row.
 
     Args:
         logits: [T, E] float32.
         top_k: 1 to the number of experts in the groups that a row may choose from.
-        renormalise: The shares of a row's experts add up to 1, but for the form's scale.
-        form: How logits become scores and shares.
-        placement: See `ExpertWeights.placement`.
+        renormalise: Whether shares add up to 1, apart from the form's scale.
+        placement: As in `ExpertWeights`.
     """
     if logits.is_cuda:
         from weft.kernels.gpu import moe_route as gpu
@@ -349,11 +351,11 @@ def _mixed_route(logits: torch.Tensor, top_k: int, jitter: float) -> Routing:
 
 
 def by_pair(x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:
-    """Rows times their experts' shares, each pair by itself: for shares that scale the input.
+    """Multiplies rows by their experts' shares, one row for each pair: for shares that scale the
+    input.
 
     Args:
         x: [T, H].
-        routing: Of T rows.
 
     Returns:
         [T * k, H], dtype of `x`, and the routing of these rows, one expert each with share 1.
@@ -372,19 +374,17 @@ def moe(
 ) -> torch.Tensor:
     """residual + sum over a row's experts of share * down(gated(gate(x), up(x))).
 
-    No row is dropped, however many choose the same expert. A row's result does not depend on the
-    other rows on a CPU, nor on a GPU if the weights say so, and experts are summed in ascending
-    order.
+    No row is dropped, however many choose the same expert. Experts are summed in ascending order. A
+    row's result does not depend on the other rows on a CPU, and on a GPU with
+    `ExpertWeights.is_fixed`.
 
     Args:
         x: [T, H], contiguous, dtype of the weights; T may be 0.
-        routing: From `route`.
-        w: From `pack_experts`.
         residual: [T, H], contiguous, dtype of `x`, or None; not changed.
-        lora: The adapters of these T tokens, or None.
+        lora: What the adapters of these T tokens add, or None.
 
     Returns:
-        [T, H], dtype of `x`; between the two products rounded to the dtype, summed in float32.
+        [T, H], dtype of `x`; rounded to the dtype between the two products, summed in float32.
 
     Raises:
         ValueError: An argument does not fit.
@@ -418,7 +418,7 @@ def moe_reference(
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
         if w.placement is not None and expert == w.num_experts:
-            continue  # Another rank's.
+            continue  # An expert of another rank.
         rows, places = torch.where(routing.ids == expert)
         to_w13, to_w2 = _of_expert(lora, rows, expert, w.num_places)
         inner = gate_up_silu(x.index_select(0, rows), w.w13[expert], to_w13)

@@ -12,8 +12,8 @@ from weft.kernels.head_rows import HeadRows
 def native_recurrence_for(
     v: torch.Tensor, states: torch.Tensor, *others: torch.Tensor
 ) -> cpu.NativeCpu | None:
-    """The native operations if they can compute these rows, [T, H, Dv], and states,
-    [S, H, Dk, Dv]; the other rows must have the dtype of `v`.
+    """The native operations if they can compute rows [T, H, Dv] and states [S, H, Dk, Dv]; `others`
+    must have the dtype of `v`.
     """
     native = cpu.native_cpu_for(v)
     if native is None or states.dtype != torch.float32 or states.shape[2] > native.max_keys:
@@ -24,16 +24,15 @@ def native_recurrence_for(
 def native_recurrence(
     native: cpu.NativeCpu, rows: HeadRows, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes rows through states one after another, so that a row's result is the same bit for bit
+    """Takes rows through states one after another, so that a row's result has the same bits
     wherever its sequence is cut.
 
     Args:
-        native: From `native_recurrence_for`.
         rows: Of S sequences.
         states: [S, H, Dk, Dv] float32; not changed.
 
     Returns:
-        [T, H, Dv] of the dtype of `v`, and the states behind the last rows.
+        [T, H, Dv] of the dtype of `v`, and the states after the last rows.
     """
     q, k, v, decay, sequences, beta, steps, skips, scale, is_unit = rows.packed()
     bounds = sequences.cu_lens.contiguous()

@@ -118,5 +118,5 @@ def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.integer]) -
 
 
 def _words(value: int) -> tuple[np.uint32, np.uint32]:
-    """Low and high word of 64 bits."""
+    """Low word first."""
     return np.uint32(value & WORD), np.uint32(value >> 32)

@@ -15,7 +15,9 @@ class Norm(NamedTuple):
     """An RMS norm with its parameters."""
 
     weight: torch.Tensor
-    """[H], of the rows' dtype or float32: what is 1 + a weight would lose by rounding."""
+    """[H], dtype of the rows, or float32 where 1 + the checkpoint's weight would lose bits by
+    rounding.
+    """
     eps: float
     """Added to the mean square."""
 
@@ -48,7 +50,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Args:
         x: [T, H], contiguous; not changed.
         weight: [H], dtype of `x` or float32.
-        eps: Added to the mean square.
 
     Returns:
         [T, H], dtype of `x`; computed in float32, rounded once.
@@ -77,7 +78,6 @@ def add_rms_norm(
         x: [T, H], contiguous; not changed.
         residual: [T, H], contiguous; becomes `residual + x`, rounded to its dtype.
         weight: [H], dtype of `x` or float32.
-        eps: Added to the mean square.
 
     Returns:
         The normalised rounded sum [T, H] and `residual` itself.
@@ -113,7 +113,6 @@ def add_layer_norm(
         residual: [T, H], contiguous; not changed.
         weight: [H], dtype of `x`.
         bias: [H], dtype of `x`, or None.
-        eps: Added to the variance.
 
     Returns:
         [T, H], dtype of `x`; on a GPU computed in float32 and rounded once.

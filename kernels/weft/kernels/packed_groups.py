@@ -1,8 +1,8 @@
 """Matrices of 4 bits in groups as a GPU's kernels read them.
 
-A row lies in blocks of 2 * half columns, half being 32 or 64: byte i of a block has column i in its
-lower bits and column half + i in its upper ones. So a load of neighbouring bytes becomes two tiles
-of neighbouring columns without an exchange between threads.
+A row lies in blocks of 2 * half columns, where half is 32 or 64. Byte i of a block has column i in
+its lower bits and column half + i in its upper bits. So a load of neighbouring bytes becomes two
+tiles of neighbouring columns, and threads exchange nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from weft.kernels.int_groups import IntGroups
 
 LONG_UNIT = 128
-"""Longest group; longer ones are kept as several with the same scale."""
+"""Longest group; a longer one is kept as several with the same scale."""
 LONG_HALF, _SHORT_HALF = 64, 32
-"""Half the columns of a block of groups of 128, and of shorter ones."""
+"""Half the columns of a block: of groups of 128, and of shorter groups."""
 _BIAS = 127
 _ALIGNED = 16
-"""Scales of a group's rows begin at multiples of so many."""
+"""The scales of a group's rows begin at multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class PackedGroups:
     """A matrix of scale * number + offset, one scale and offset for each group of a row."""
 
     data: torch.Tensor
-    """[N, blocks * half] uint8; 4 bits as in `IntGroups`. Blocks are filled up with zeros."""
+    """[N, blocks * half] uint8: 4 bits as in `IntGroups`. Blocks are filled up with zeros."""
     scales: torch.Tensor
-    """[groups, N rounded up to 16] float16 or float32, zero where there is no group; of e2m1 uint8,
-    exponents of 2 with a bias of 127, for the numbers as they are.
+    """[groups, N rounded up to 16] float16 or float32, zero for rows that do not exist. Of e2m1
+    uint8: exponents of 2 with a bias of 127, for the numbers as they are.
     """
     offsets: torch.Tensor | None
-    """Offsets of the groups, of the scales' shape and dtype; None: all are 0."""
+    """Of the shape and dtype of `scales`; None: all are 0."""
     rows: int
     """N."""
     columns: int
@@ -41,22 +41,20 @@ class PackedGroups:
     unit: int
     """Columns of a group: 32, 64 or 128."""
     is_e2m1: bool
-    """See `IntGroups.is_e2m1`."""
+    """Whether numbers are e2m1, as in `IntGroups`."""
     order: torch.Tensor | None = None
-    """See `IntGroups.order`."""
+    """[K] int32: original columns, as in `IntGroups`; None: columns are in order."""
 
     @property
     def half(self) -> int:
-        """Half the columns of a block."""
         return half_of(self.unit)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows N and columns K."""
         return self.rows, self.columns
 
     def unpacked(self) -> IntGroups:
-        """The matrix in the form that is independent of devices."""
+        """The matrix in the form that does not depend on a device."""
         return _unpacked(self, self.data, *self._kinds())
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +62,7 @@ class PackedGroups:
         return self.unpacked().dequantised(dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`dequantised` of some of the rows ([L] int64)."""
+        """`dequantised` of the rows with numbers `rows`, [L] int64."""
         scales, offsets = self._kinds()
         own = None if offsets is None else offsets[:, rows]
         return _unpacked(self, self.data[rows], scales[:, rows], own).dequantised(dtype)
@@ -84,16 +82,15 @@ class PackedExperts:
     """[E, groups, N rounded up]."""
     offsets: torch.Tensor | None
     first: PackedGroups
-    """The first expert's matrix, which says what all have in common."""
+    """The first expert's matrix, which holds what all experts have in common."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Experts E, rows N and columns K."""
         return (self.data.shape[0], *self.first.shape)
 
     @classmethod
     def empty(cls, count: int, first: PackedGroups) -> PackedExperts:
-        """Room for as many matrices like the first one."""
+        """Room for `count` matrices like the first one."""
         data, scales, offsets = (
             None if part is None else part.new_empty((count, *part.shape))
             for part in (first.data, first.scales, first.offsets)
@@ -109,7 +106,7 @@ class PackedExperts:
             These experts, or a copy with wider scales if the matrix needs them.
 
         Raises:
-            ValueError: It is of another shape or kind.
+            ValueError: The matrix has another shape or kind.
         """
         mine, its = (
             (one.shape, one.unit, one.is_e2m1, one.offsets is None) for one in (self.first, matrix)
@@ -137,7 +134,7 @@ def _first_of(
 
 
 def half_of(unit: int) -> int:
-    """Half the columns of a block of groups of `unit` columns."""
+    """Half the columns of a block, for groups of `unit` columns."""
     return LONG_HALF if unit >= LONG_UNIT else _SHORT_HALF
 
 
@@ -145,7 +142,7 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
     """Lays a matrix of 4 bits out for a GPU, without loss.
 
     Raises:
-        ValueError: It has 8 bits.
+        ValueError: The matrix has 8 bits.
     """
     if matrix.bits != 4:
         raise ValueError("only matrices of 4 bits are packed for GPUs")
@@ -170,7 +167,9 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Biased exponents, uint8, of twice the scales. Scales are powers of 2, so none is rounded."""
+    """Biased exponents, uint8, of twice the scales. Scales are powers of 2, so that none is
+    rounded.
+    """
     return (torch.frexp(scales.float()).exponent + _BIAS).to(torch.uint8)
 
 

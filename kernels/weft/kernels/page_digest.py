@@ -26,8 +26,8 @@ def page_digests(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
             is a multiple of 8 bytes; not changed.
         pages: int64 `[n]` on the pool's device: page numbers, in any order, repetitions allowed.
             Each must be in the pool.
-        first_word: Index of a page's first word here, where the pool has a part of each page:
-            digests of parts add up to those of pages.
+        first_word: For a pool that has a part of each page: index of the part's first word in the
+            page. Digests of parts add up to digests of pages.
 
     Returns:
         int64 `[n]`: the 64 bits of each page's digest.
@@ -44,7 +44,7 @@ def page_digests(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
 
 
 def page_digests_reference(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
-    """`page_digests` in eager torch, any device; the CPU's form too."""
+    """`page_digests` in eager torch, any device; a CPU uses it too."""
     words = _words(pool, pages)[pages]
     numbers = torch.arange(1, words.shape[1] + 1, device=pool.device) + first_word
     z = words + numbers * _signed(INCREMENT)
@@ -64,7 +64,7 @@ def _words(pool: Tensor, pages: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, shift: int) -> Tensor:
-    """A logical shift to the right; that of int64 copies the sign."""
+    """A logical shift to the right; torch's own shift of int64 copies the sign."""
     return (z >> shift) & ((1 << (64 - shift)) - 1)
 
 

@@ -1,11 +1,11 @@
 """Operations on whole pages of a KV pool.
 
 A pool is a tensor `[num_pages, ...]` of any dtype whose pages are contiguous. Page numbers come
-from the host, which owns them, and are checked there; on a CUDA device the work is enqueued on the
-current stream, and nothing waits for it.
+from the host, which owns and checks them. On a CUDA device the work is enqueued on the current
+stream, and nothing waits for it.
 
-Gathering and scattering take page numbers that are on the device already. The host must have
-checked them: a check here would wait for the device.
+Gathering and scattering take page numbers on the device. The host must have checked them, since a
+check here would wait for the device.
 """
 
 import math
@@ -16,11 +16,9 @@ from torch import Tensor
 from weft.kernels.pool import has_dense_pages
 
 _MAX_SINGLE_COPIES = 16
-"""Most pages that are copied one by one on a GPU, with a launch each; indexing takes several
-launches.
-"""
+"""Most pages that a GPU copies one by one, with a launch each; indexing takes several launches."""
 _REPACKED_BYTES = 8 << 20
-"""Most bytes that are copied between pools at once: as many are taken beside them."""
+"""Most bytes that are copied between pools at once; a temporary buffer has the same size."""
 
 
 def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -101,12 +99,12 @@ def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
 
 
 def gather_pages_reference(pool: Tensor, pages: Tensor, out: Tensor) -> None:
-    """`gather_pages` in eager torch, any device; the CPU's form too."""
+    """`gather_pages` in eager torch, any device; a CPU uses it too."""
     out[: len(pages)] = _bytes(pool)[pages]
 
 
 def scatter_pages_reference(source: Tensor, pages: Tensor, pool: Tensor) -> None:
-    """`scatter_pages` in eager torch, any device; the CPU's form too."""
+    """`scatter_pages` in eager torch, any device; a CPU uses it too."""
     _bytes(pool).index_copy_(0, pages, source[: len(pages)])
 
 
@@ -132,8 +130,8 @@ def page_words(pool: Tensor, pages: Tensor) -> Tensor:
     """A pool as int32 `[num_pages, words of a page]`.
 
     Raises:
-        ValueError: `pool` has no contiguous pages of whole words, or `pages` are no page numbers on
-            its device.
+        ValueError: A page is not contiguous or has no whole words, or `pages` are no page numbers
+            on the pool's device.
     """
     _check_pages(pool)
     num_bytes = math.prod(pool.shape[1:]) * pool.itemsize
@@ -173,16 +171,16 @@ def repack_pages(
     *,
     num_runs: int = 1,
 ) -> None:
-    """Copies the bytes of pages, one behind the other, into those of pages of another pool, whose
-    pages may be longer or shorter. Bytes of these that are left over become zero.
+    """Copies the bytes of pages, in order, into pages of another pool, which may be longer or
+    shorter. The rest of the last page written becomes zero.
 
     Args:
         pool: `[num_pages, page_bytes]` uint8, contiguous.
-        pages: Page numbers, of one pool as of the other checked by the caller.
-        target: The same with another number and length of pages; changed.
-        destinations: Page numbers, all different. What does not fit is not copied.
-        num_runs: Number of equal runs into which both lists are cut: each run of pages is copied
-            into the run of destinations of the same number.
+        pages: Page numbers; the caller has checked these and `destinations`.
+        target: Like `pool`, with another number and length of pages; changed.
+        destinations: Page numbers, all different. Bytes that do not fit are not copied.
+        num_runs: Number of equal runs into which both lists are cut. Each run of pages is copied
+            into the run of destinations with the same number.
     """
     unit = math.gcd(pool.shape[1], target.shape[1])
     units, into = (
@@ -199,13 +197,13 @@ def repack_pages(
 
 
 def _units(pages: Tensor, num_units: int, num_runs: int) -> Tensor:
-    """Numbers of the equal parts of pages, in order: a row for each run."""
+    """[num_runs, units]: numbers of the equal parts of pages, in order."""
     parts = torch.arange(num_units, device=pages.device)
     return (pages[:, None] * num_units + parts).view(num_runs, len(pages) * num_units // num_runs)
 
 
 def page_index(pages: Sequence[int], device: torch.device) -> Tensor:
-    """Page numbers on a device, to index a pool with; sent without waiting for it.
+    """Page numbers on a device, to index a pool with; the host does not wait for the copy.
 
     Returns:
         `[len(pages)]` int64.

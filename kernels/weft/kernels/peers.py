@@ -12,12 +12,11 @@ from weft.kernels.norm import Norm
 class _Peers(Protocol):
     """All ranks of a tensor-parallel group, as one of them sees it.
 
-    Its calls are collective: every rank makes the same ones, in the same order and with the same
+    Its calls are collective: every rank makes the same calls in the same order, with the same
     shapes.
     """
 
     rank: int
-    """0 to `size` - 1."""
     size: int
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -39,16 +38,16 @@ class CpuPeers(_Peers, Protocol):
     device_type: Literal["cpu"]
 
     def native(self) -> cpu.PeersStruct:
-        """The group in the form for native operations, valid while this object lives."""
+        """The group as native operations read it; valid while this object lives."""
         ...
 
     def check(self, lost: int) -> None:
-        """Raises what a status other than 0 of `meet` (csrc/peers.h) stands for."""
+        """Raises the error that a status other than 0 of `meet` (csrc/peers.h) stands for."""
         ...
 
 
 class GpuPeers(_Peers, Protocol):
-    """Ranks whose sum and the norm behind it are one launch."""
+    """Ranks that compute a sum and the norm that follows in one launch."""
 
     device_type: Literal["cuda"]
 
@@ -64,14 +63,15 @@ class GpuPeers(_Peers, Protocol):
         Args:
             partial: [T, H], dtype of `stream`, contiguous.
             stream: [T, H], contiguous, equal on all ranks; changed.
-            norm: The norm that follows, or None.
-            tap: [T, H] with rows of any stride: gets the stream as well; or None.
+            tap: [T, H] with rows of any stride: receives the stream as well; or None.
 
         Returns:
-            [T, H]: the stream, normalised; None without a norm.
+            [T, H]: the normalised stream; None without a norm.
         """
         ...
 
 
 Peers = CpuPeers | GpuPeers
-"""Told apart by `device_type`: a check of a runtime protocol takes too long for a step."""
+"""Told apart by `device_type`, since `isinstance` with a runtime protocol takes too long for a
+step.
+"""

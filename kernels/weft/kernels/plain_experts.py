@@ -20,7 +20,7 @@ class PlainExperts(NamedTuple):
     """[H, I] each; none on a GPU."""
     activation: Activation
     placement: torch.Tensor | None = None
-    """See `weft.kernels.moe.ExpertWeights`."""
+    """As in `weft.kernels.moe.ExpertWeights`."""
     stacked: tuple[torch.Tensor, torch.Tensor] | None = None
     """The stacked weights on a GPU, [E, I, H] and [E, H, I]."""
 
@@ -28,12 +28,11 @@ class PlainExperts(NamedTuple):
 def stack_experts(
     experts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Puts experts into `PlainExperts.stacked`; each may be dropped as soon as the next is asked
-    for.
+    """Makes `PlainExperts.stacked`; each expert may be dropped when the next one is asked for.
 
     Args:
         experts: For each expert [I, H] and [H, I].
-        count: How many there are.
+        count: Number of experts.
     """
     stacks: tuple[torch.Tensor, torch.Tensor] | None = None
     for number, (up, down) in enumerate(experts):
@@ -49,8 +48,6 @@ def plain_experts(x: torch.Tensor, routing: Routing, w: PlainExperts) -> torch.T
 
     Args:
         x: [T, H], contiguous, dtype and device of the weights.
-        routing: From `weft.kernels.moe.route`.
-        w: The experts.
 
     Returns:
         [T, H], dtype of `x`; summed in float32, on a CPU in ascending order of experts.
@@ -62,7 +59,7 @@ def plain_experts(x: torch.Tensor, routing: Routing, w: PlainExperts) -> torch.T
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
         if w.placement is not None and expert == len(w.up):
-            continue  # Another rank's.
+            continue  # An expert of another rank.
         rows, places = torch.where(routing.ids == expert)
         inner = linear(x.index_select(0, rows), w.up[expert])
         inner = activate(inner, w.activation, is_gated=False)

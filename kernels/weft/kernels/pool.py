@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class PlaneInPage(NamedTuple):
-    """A plane in a pool of several, `[num_pages, elements]`, whose planes follow one another in
-    every page.
+    """One plane of a pool `[num_pages, elements]` in which several planes follow one another in
+    each page.
     """
 
     before: int
-    """Elements of a position in the planes before this one, without scales."""
+    """Elements of a position in the planes before this one, scales not counted."""
     width: int
-    """Elements of a position in all planes, without scales."""
+    """Elements of a position in all planes, scales not counted."""
     vectors_before: int
     """Vectors of a position in the planes before this one."""
     vectors: int
@@ -30,7 +30,7 @@ class PlaneInPage(NamedTuple):
     dim: int
 
     def of(self, pool: torch.Tensor) -> torch.Tensor:
-        """The plane: a view `[num_pages, heads, layers, parts, page_size, dim]`."""
+        """A view of the plane, `[num_pages, heads, layers, parts, page_size, dim]`."""
         more = SCALE_BYTES if is_scaled(pool) else 0
         page_size = pool.shape[1] // (self.width + self.vectors * more)
         kept = self.dim + more
@@ -42,21 +42,21 @@ class PlaneInPage(NamedTuple):
 
 
 def has_dense_pages(pool: torch.Tensor) -> bool:
-    """Whether a pool is contiguous within each page. Pages may lie apart by the tensor's first
-    stride, such as those of a plane that shares pages with other planes.
+    """Whether a pool is contiguous within each page. The first stride may exceed a page, as it does
+    for a plane that shares pages with other planes.
     """
     return pool.is_contiguous() or pool[:1].is_contiguous()
 
 
 def check_rows(rows: int, positions: torch.Tensor, slots: torch.Tensor) -> None:
-    """Raises ValueError unless these are the positions and the places in a pool of so many rows."""
+    """Raises ValueError unless `positions` and `slots` have one entry for each of `rows` rows."""
     for name, index in (("positions", positions), ("slots", slots)):
         if index.shape != (rows,) or index.dtype != torch.int64 or not index.is_contiguous():
             raise ValueError(f"{name} must be contiguous [{rows}] int64")
 
 
 def check_tables(step: AttentionMetadata) -> None:
-    """Raises ValueError unless the page table and the lengths of a step's requests fit."""
+    """Raises ValueError unless the page table and the lengths of a step's requests fit together."""
     page_table, requests = step.page_table, step.page_table.shape[0]
     if page_table.dtype != torch.int32 or page_table.stride(1) != 1:
         raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")

@@ -15,14 +15,14 @@ from weft.kernels import cpu
 from weft.kernels.fp8 import FP8, FP8_MAX
 
 INT8_MAX = 127
-"""Largest number: -128 is not used, so that a matrix and its negative are equally exact."""
+"""Largest number. -128 is not used, so that a matrix and its negative are equally exact."""
 FP8_GROUP = 128
 """Columns of a block of FP8 that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Channels:
-    """Rows of int8 with one scale each: what int8 in compressed-tensors calls a channel."""
+    """Rows of int8 with one scale each, which compressed-tensors calls a channel."""
 
     data: torch.Tensor
     """[N, K] int8."""
@@ -30,7 +30,6 @@ class Int8Channels:
     """[N] float32, finite and not negative."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if data and scales do not fit together."""
         fits = self.data.dim() == 2 and self.data.dtype == torch.int8
         fits = fits and self.scales.shape == self.data.shape[:1]
         if not fits or self.scales.dtype != torch.float32:
@@ -41,7 +40,6 @@ class Int8Channels:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows N and columns K."""
         return self.data.shape[0], self.data.shape[1]
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -51,7 +49,7 @@ class Int8Channels:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Channels:
-    """Rows of FP8 with one scale each; a scale of a whole tensor is that of all its rows."""
+    """Rows of FP8 with one scale each. A scale of a whole tensor is repeated for each row."""
 
     data: torch.Tensor
     """[N, K] float8_e4m3fn."""
@@ -59,12 +57,10 @@ class Fp8Channels:
     """[N] float32, finite and not negative."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if data and scales do not fit together."""
         _check_fp8(self.data, self.scales, self.data.shape[:1], "channels")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows N and columns K."""
         return self.data.shape[0], self.data.shape[1]
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +68,7 @@ class Fp8Channels:
         return self.data.float().mul_(self.scales[:, None]).to(dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`dequantised` of some of the rows ([L] int64)."""
+        """`dequantised` of the rows with numbers `rows`, [L] int64."""
         return Fp8Channels(_rows_of(self.data, rows), self.scales[rows]).dequantised(dtype)
 
 
@@ -81,7 +77,7 @@ class Fp8Blocks:
     """FP8 with a scale for each block of `rows` times FP8_GROUP numbers.
 
     Blocks at the end of an axis may be cut off. Checkpoints of DeepSeek and Qwen3 have blocks of
-    128 rows. If a projection's rows are no multiple of 128, the fused product has smaller blocks.
+    128 rows. If a projection's rows are no multiple of 128, its fused product has smaller blocks.
     """
 
     data: torch.Tensor
@@ -92,7 +88,6 @@ class Fp8Blocks:
     """Rows of a block: a power of two."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if data and scales do not fit together."""
         if self.rows < 1 or self.rows & (self.rows - 1):
             raise ValueError(f"blocks of {self.rows} rows")
         n, k = self.data.shape
@@ -100,7 +95,6 @@ class Fp8Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows N and columns K."""
         return self.data.shape[0], self.data.shape[1]
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -108,7 +102,7 @@ class Fp8Blocks:
         return self._dequantised(self.data, self.scales.repeat_interleave(self.rows, 0), dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`dequantised` of some of the rows ([L] int64)."""
+        """`dequantised` of the rows with numbers `rows`, [L] int64."""
         return self._dequantised(_rows_of(self.data, rows), self.scales[rows // self.rows], dtype)
 
     def _dequantised(
@@ -120,25 +114,24 @@ class Fp8Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Experts:
-    """FP8 matrices of all experts of a layer, of one kind of scales."""
+    """FP8 matrices of all experts of a layer, with one kind of scales."""
 
     data: torch.Tensor
     """[E, N, K] float8_e4m3fn."""
     scales: torch.Tensor
     """[E, N] float32 of channels, or [E, N / rows, K / FP8_GROUP] of blocks."""
     rows: int
-    """Rows of a block; 0: scales are of channels. Where gate and up are one matrix, no block has
-    rows of both.
+    """Rows of a block; 0: scales are of channels. If gate and up are one matrix, no block has rows
+    of both.
     """
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Experts E, rows N and columns K."""
         return self.data.shape[0], self.data.shape[1], self.data.shape[2]
 
     @classmethod
     def empty(cls, count: int, first: Fp8Matrix) -> Fp8Experts:
-        """Room for as many matrices like the first one."""
+        """Room for `count` matrices like the first one."""
         rows = first.rows if isinstance(first, Fp8Blocks) else 0
         data, scales = (one.new_empty((count, *one.shape)) for one in (first.data, first.scales))
         return cls(data, scales, rows)
@@ -147,7 +140,7 @@ class Fp8Experts:
         """Copies an expert's matrix to its place.
 
         Raises:
-            ValueError: It is of another shape or kind.
+            ValueError: The matrix has another shape or kind.
         """
         rows = matrix.rows if isinstance(matrix, Fp8Blocks) else 0
         if (matrix.shape, rows) != (self.shape[1:], self.rows):
@@ -160,14 +153,12 @@ class Fp8Experts:
 
 
 Fp8Matrix: TypeAlias = Fp8Channels | Fp8Blocks
-"""Any of the kinds of FP8 matrices."""
 
 QuantisedMatrix: TypeAlias = Int8Channels | Fp8Channels | Fp8Blocks
-"""Any of the kinds of quantised matrices."""
 
 
 def quantise_channels(weight: torch.Tensor) -> Int8Channels:
-    """Rounds each row to int8, the largest magnitude of the row being 127.
+    """Rounds each row to int8, so that its largest magnitude becomes 127.
 
     Args:
         weight: [N, K], any float dtype.
@@ -199,7 +190,7 @@ def _quantise_reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def quantise_fp8_channels(weight: torch.Tensor) -> Fp8Channels:
-    """Rounds each row to FP8, the largest magnitude of the row being FP8_MAX.
+    """Rounds each row to FP8, so that its largest magnitude becomes FP8_MAX.
 
     Args:
         weight: [N, K], any float dtype.
@@ -214,7 +205,7 @@ def quantise_fp8_channels(weight: torch.Tensor) -> Fp8Channels:
 
 
 def _fp8_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, and what to multiply by before rounding."""
+    """Scales, and the factors to apply before rounding."""
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("a weight that is not finite cannot be quantised")
     scales = largest / FP8_MAX
@@ -227,7 +218,7 @@ def _rounded_fp8(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(data: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of FP8, for which indexing has no operation."""
+    """Indexing has no operation for FP8, so that it goes through bytes."""
     return data.view(torch.uint8)[rows].view(FP8)
 
 

@@ -21,19 +21,20 @@ from weft.kernels.lora import (
 )
 
 OWN = -1
-"""The place of adapters that use the model's own matrix."""
+"""Place of a slot whose adapter uses the model's own matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacedMatrices:
     """The matrices of all loaded adapters for the embedding, or for the LM head.
 
-    Loading writes a matrix, then the slot's place; captured graphs read what is there then.
+    Loading writes a matrix first, then the slot's place. Captured graphs read both at replay.
     """
 
     places: torch.Tensor
     """[num_slots] int32: number of the matrix that the slot's adapter uses; `OWN`: the model's own,
-    as slot 0 does."""
+    as for slot 0.
+    """
     on_device: torch.Tensor | None = None
     """The matrices on a GPU, [n, vocabulary, hidden], contiguous, dtype of the model."""
     on_host: list[LinearWeight | None] = field(default_factory=list)
@@ -46,7 +47,7 @@ class ReplacedMatrices:
 
 
 def adapt_embeddings(out: torch.Tensor, token_ids: torch.Tensor, lora: LoraStep) -> None:
-    """Changes embeddings [T, H] of tokens [T] as the tokens' adapters do, in place."""
+    """Changes embeddings [T, H] of tokens [T] in place as their adapters do."""
     if lora.embeddings is not None:
         replace_embeddings(out, token_ids, lora.embeddings, lora.segments)
     added = lora.of("embed", 0)
@@ -60,12 +61,11 @@ def replace_embeddings(
     replaced: ReplacedMatrices,
     segments: LoraSegments,
 ) -> None:
-    """Overwrites rows of tokens whose adapters have an embedding of their own.
+    """Overwrites the rows of tokens whose adapters have an embedding of their own.
 
     Args:
         out: [T, H], contiguous: the model's own embeddings.
         token_ids: [T] int64.
-        replaced: Embeddings of adapters.
         segments: Of these tokens.
     """
     if out.is_cuda:
@@ -89,21 +89,17 @@ def replaced_linear(
     segments: LoraSegments,
     lora: LoraAddition | None,
 ) -> torch.Tensor:
-    """Computes logits, for each token by the LM head of its adapter.
+    """Logits of each token by the LM head of its adapter.
 
     Args:
         x: [L, K], contiguous, the weight's dtype.
         w: The model's own LM head.
         replaced: LM heads of adapters.
         segments: Of these tokens.
-        lora: What adapters add to either, or None.
+        lora: What adapters add to the product with either head, or None.
 
     Returns:
-        [L, N] float32. If a row's result does not depend on other rows in `linear`, it does not
-        here either.
-
-    Raises:
-        ValueError: An argument does not fit.
+        [L, N] float32. A row's result is independent of the other rows if it is in `linear`.
     """
     if x.is_cuda:
         from weft.kernels.gpu import lora as gpu_lora
@@ -127,17 +123,18 @@ def replaced_linear(
 
 
 UNKNOWN_LOGIT = -1e30
-"""Logit of tokens that an adapter does not have: finite, as samplers want, and of probability 0 at
-any temperature that they take."""
+"""Logit of tokens that an adapter does not have. It is finite, as samplers require, and has
+probability 0 at any temperature that they take.
+"""
 
 
 def hide_unknown_tokens(logits: torch.Tensor, vocab_size: int, lora: LoraStep | None) -> None:
-    """Hides tokens that only some adapters have from rows whose adapter does not have them.
+    """Hides tokens that only some adapters add from rows whose adapter does not have them.
 
     Args:
         logits: [L, vocab_size + added], overwritten.
         vocab_size: Tokens of the model itself.
-        lora: Adapters of these rows; None: none have any.
+        lora: Adapters of these rows; None: no adapter is in the step.
     """
     added = logits[:, vocab_size:]
     if lora is None or lora.vocabulary_ends is None:

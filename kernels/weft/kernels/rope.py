@@ -43,18 +43,16 @@ def rope_and_cache(
         cos_sin: [max_positions, D] float32: cosines of the D/2 pairs, then sines.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in 8 bits, or
             dtype of `qkv`; written.
-        layer: Layer of the pool to write.
         slots: [T] int64: page * page_size + offset, all different.
-        num_heads: Hq; 0: there is no q, K and V are stored.
-        num_kv_heads: Hkv.
+        num_heads: Hq; 0: `qkv` has no q, and only K and V are stored.
         q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None; dtype of
             `qkv` or float32.
-        k_norm: [D], the same for k; of one dtype where both are there.
+        k_norm: [D], the same for k; if both norms are given, they have one dtype.
         eps: Epsilon of these norms.
-        k_out: [T, Hkv, D] or None: gets what is stored of K; on a GPU.
+        k_out: [T, Hkv, D] or None: receives K as it is stored; on a GPU only.
         num_adjacent: Pairs of adjacent elements, up to D/2.
-        is_settled: On a GPU: the arguments are checked (`check_rope`), and positions and slots
-            were written before a launch that was not dependent.
+        is_settled: On a GPU: the caller has checked the arguments (`check_rope`), and positions and
+            slots were written before a launch that was not dependent.
 
     Returns:
         Rotated q [T, Hq, D], dtype of `qkv`.
@@ -172,7 +170,7 @@ def rotated(
     Args:
         x: [T, heads, D].
         turns: [T, D] float32: rows of `cos_sin`.
-        num_adjacent: See `rope_and_cache`.
+        num_adjacent: As in `rope_and_cache`.
         out: Where the result goes, of any strides, which may be `x` itself; None: new memory.
 
     Returns:
@@ -182,7 +180,7 @@ def rotated(
     half = x.shape[-1] // 2 - num_adjacent
     halves = slice(half), slice(half, 2 * half), slice(half)
     adjacent = slice(2 * half, None, 2), slice(2 * half + 1, None, 2), slice(half, None)
-    # Few launches: operations convert what they read and write themselves.
+    # Operations convert dtypes while they read and write, which saves launches.
     for first, second, pairs in (halves, adjacent):
         low, high = x[..., first], x[..., second]
         if low.shape[-1]:
@@ -237,7 +235,7 @@ def check_rope_pool(
     pool: torch.Tensor,
     heads: tuple[int, int],
 ) -> None:
-    """The part of `check_rope` that is the same in every step; `width` is that of a row of qkv."""
+    """The part of `check_rope` that holds for all steps alike; `width` is that of a row of qkv."""
     dim = head_dim(pool)
     fits = width == (heads[0] + 2 * heads[1]) * dim and pool.shape[1] == heads[1]
     if not fits or not holds(pool, dtype):

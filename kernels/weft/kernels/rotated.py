@@ -1,8 +1,8 @@
-"""Matrices in int8 that are multiplied with rows in int8: both are rotated before they are rounded.
+"""Matrices in int8 that are multiplied by rows in int8, both rotated before they are rounded.
 
 A block of BLOCK neighbours along K is multiplied by a Hadamard matrix, which spreads a number that
 is far larger than its neighbours over all of them (Ashkboos et al., QuaRot, 2024, rotates whole
-rows). Products of two rotated blocks are those of the blocks.
+rows). The product of two rotated blocks equals that of the blocks.
 """
 
 from __future__ import annotations
@@ -28,38 +28,35 @@ class RotatedChannels:
     """The rotated matrix, [N, K]."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if blocks are not whole."""
         if self.channels.shape[1] % BLOCK:
             raise ValueError(f"{self.channels.shape[1]} columns are no blocks of {BLOCK}")
 
     @property
     def data(self) -> torch.Tensor:
-        """[N, K] int8."""
         return self.channels.data
 
     @property
     def scales(self) -> torch.Tensor:
-        """[N] float32."""
         return self.channels.scales
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows N and columns K."""
         return self.channels.shape
 
     def columns(self, own: slice) -> RotatedChannels:
-        """Some of the columns, whole blocks of them, with the scales of all."""
+        """Some of the columns, in whole blocks, with the scales of the whole matrix."""
         return RotatedChannels(Int8Channels(self.data[:, own].contiguous(), self.scales))
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix in floats and not rotated, [N, K]."""
+        """The matrix in floats, [N, K], with the rotation undone."""
         return rotate(self.channels.dequantised(torch.float32)).to(dtype)
 
 
 def multiplies_rotated(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
     """Whether this machine multiplies a `RotatedChannels` of so many columns in int8.
 
-    It needs AMX or AVX512-VNNI, and rows in bfloat16. Elsewhere the matrix becomes floats at load.
+    That takes AMX or AVX512-VNNI, and rows in bfloat16. On other machines the matrix becomes floats
+    at load.
     """
     if dtype != torch.bfloat16 or device.type != "cpu" or columns % BLOCK:
         return False
@@ -68,7 +65,7 @@ def multiplies_rotated(dtype: torch.dtype, device: torch.device, columns: int) -
 
 
 def rotate(matrix: torch.Tensor) -> torch.Tensor:
-    """Each block of columns times the Hadamard matrix of norm 1, which is its own inverse.
+    """Multiplies each block of columns by the Hadamard matrix of norm 1, which is its own inverse.
 
     Args:
         matrix: [N, K], any float dtype; K is a multiple of BLOCK.
@@ -85,7 +82,8 @@ def rotate(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rotated(weight: torch.Tensor) -> RotatedChannels:
-    """Rotates each block of columns and rounds each row to int8, its largest magnitude being 127.
+    """Rotates each block of columns and rounds each row to int8, so that its largest magnitude
+    becomes 127.
 
     Args:
         weight: [N, K], any float dtype; K is a multiple of BLOCK.

@@ -1,4 +1,4 @@
-"""Draws a token for each row of logits; see sampling_reference.py for what exactly is drawn.
+"""Draws a token for each row of logits on a CPU, as sampling_reference.py defines it.
 
 The native path (csrc/sampling.c) and the numpy path draw the same tokens.
 """
@@ -37,7 +37,7 @@ __all__ = [
 
 SOURCE = Path(__file__).parent / "csrc" / "sampling.c"
 MIN_PARALLEL_LOGITS = 1 << 16
-"""Number of logits from which a call uses several threads; below, waking them costs more."""
+"""Number of logits from which a call uses several threads; for fewer, waking them costs more."""
 
 
 @functools.cache
@@ -76,12 +76,10 @@ _COLUMNS: dict[str, type[np.generic]] = {
     **{"temperature": np.float64, "top_p": np.float64, "gap": np.float64},
     **{"top_n_sigma": np.float64, "seed": np.uint64, "top_k": np.int64},
 }
-"""Columns that hold a number of `SlotParams`, and their types, in the order of sampling.c."""
+"""Columns that hold a field of `SlotParams`, and their types, in the order of sampling.c."""
 
 
 class _ColumnPointers(ctypes.Structure):
-    """`Columns` of sampling.c."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*_COLUMNS, "is_masked", "masks")),
         ("mask_words", ctypes.c_int64),
@@ -89,30 +87,30 @@ class _ColumnPointers(ctypes.Structure):
 
 
 class SamplingColumns:
-    """Sampling parameters of each slot: an array [max_slots] for each number of `SlotParams`.
+    """Sampling parameters of each slot: an array [max_slots] for each field of `SlotParams`.
 
-    Serves one thread at a time (it carries the native path's memory).
+    It serves one thread at a time, since it holds the native path's scratch memory.
     """
 
     temperature: npt.NDArray[np.float64]
-    """Below GREEDY_TEMPERATURE greedy."""
+    """Slots below GREEDY_TEMPERATURE are greedy."""
     top_p: npt.NDArray[np.float64]
     gap: npt.NDArray[np.float64]
     top_n_sigma: npt.NDArray[np.float64]
     seed: npt.NDArray[np.uint64]
     top_k: npt.NDArray[np.int64]
     is_masked: npt.NDArray[np.bool_]
-    """[max_slots]: only tokens of the slot's mask may be drawn."""
+    """Whether only tokens of the slot's mask may be drawn."""
     masks: npt.NDArray[np.uint32]
     """[max_slots, ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i. Bits from
-    vocab_size on have no meaning; rows of slots that are not masked neither."""
+    vocab_size on have no meaning, and neither have rows of slots that are not masked.
+    """
 
     def __init__(self, vocab_size: int, max_slots: int, *, use_native: bool = True) -> None:
         """Creates the columns with all slots greedy.
 
         Args:
             vocab_size: Length of each row of logits.
-            max_slots: Slots are 0..max_slots - 1.
             use_native: Whether to use the native library, if it can be built.
         """
         if vocab_size < 1 or max_slots < 1:
@@ -141,7 +139,7 @@ class SamplingColumns:
             getattr(self, name)[slot] = getattr(params, name)
 
     def threads_for(self, num_rows: int) -> int:
-        """Threads that a native call over so many rows uses."""
+        """Threads that a native call over `num_rows` rows uses."""
         is_small = num_rows < 2 or num_rows * self.vocab_size < MIN_PARALLEL_LOGITS
         return 1 if is_small else self.num_threads
 
@@ -156,14 +154,13 @@ def sample_rows(
 
     Args:
         logits: [L, vocab_size] float32 on the CPU, rows contiguous; not changed. Tokens at
-            MASKED_LOGIT are never drawn, nor those that a slot's mask forbids.
-        slots: [L], which slot's parameters a row uses.
-        positions: [L], absolute position of the token to be drawn.
-        columns: Parameters by slot.
+            MASKED_LOGIT are never drawn, and neither are tokens that a slot's mask forbids.
+        slots: [L]: slot whose parameters a row uses.
+        positions: [L]: absolute position of the token to be drawn.
 
     Returns:
-        [L] token ids; ERROR_NOT_FINITE where a row holds NaN or an infinity (a forbidden token's
-        counts too), ERROR_NO_CANDIDATE where all of a row is masked.
+        [L] token ids; ERROR_NOT_FINITE where a row holds NaN or an infinity, even for a forbidden
+        token; ERROR_NO_CANDIDATE where all of a row is masked.
     """
     num_rows = _check(logits, columns)
     if len(slots) != num_rows or len(positions) != num_rows:
@@ -200,7 +197,7 @@ def top_rows(
     Args:
         logits: [L, vocab_size] float32 on the CPU, rows contiguous; not changed.
         num_top: Most likely tokens wanted a row, at most the vocabulary.
-        columns: Carries the native path's memory.
+        columns: Holds the native path's scratch memory.
 
     Returns:
         Log-sum-exp of each row [L] (NaN for rows that are not finite), and ids [L, num_top] of

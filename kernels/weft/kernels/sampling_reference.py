@@ -40,14 +40,15 @@ ERROR_NOT_FINITE = -1
 ERROR_NO_CANDIDATE = -2
 
 NOISE_SPREAD = 36.74 + 3.61
-"""Largest minus smallest noise: tokens further below the largest scaled logit cannot win."""
+"""Largest minus smallest noise. A token that is further below the largest scaled logit cannot win.
+"""
 SMALL = 64
-"""A search with at most so many values left sorts them."""
+"""A search sorts the values once at most so many are left."""
 
 
 class SlotParams(NamedTuple):
-    """How the tokens of a slot are drawn: the numbers of `weft.contract.request.SamplingParams` on
-    which that depends.
+    """How the tokens of a slot are drawn: the fields of `weft.contract.request.SamplingParams` that
+    decide it.
     """
 
     temperature: float = 0.0
@@ -111,7 +112,7 @@ def _under_masks(logits: Float32Array, slots: Int64Array, columns: SamplingColum
 
 
 def _draw(row: Float32Array, slot: int, position: int, columns: SamplingColumns) -> int:
-    """Draws one token; the row is finite and not greedy."""
+    """`row` is finite, and the slot is not greedy."""
     temperature = float(columns.temperature[slot])
     ids = np.arange(len(row))
     if 0 < (top_k := int(columns.top_k[slot])) < len(row):
@@ -135,7 +136,7 @@ def _deviation(row: Float32Array) -> float:
 
 
 def _top_p_threshold(scaled: Float64Array, top_p: float) -> float:
-    """Smallest kept value: halves the range of values until few are left to sort."""
+    """Smallest kept value. The search halves the range of values until few are left to sort."""
     limit = top_p * float(np.exp(scaled).sum())
     above = 0.0
     while len(scaled) > SMALL and (low := scaled.min()) != (high := scaled.max()):

@@ -1,10 +1,9 @@
 """K and V in numbers of 8 bits, each vector with a scale of its own.
 
-A pool of them is `[num_pages, Hkv, layers, 2, page_size, D + SCALE_BYTES]`, uint8 if the numbers
-are FP8 (e4m3), int8 if they are integers: of each head,
-layer and part first the numbers of all the page's positions, then their scales, float32. So how a
-position's vectors are rounded does not depend on other positions. The vectors themselves may depend
-on how a prompt was cut, as in floats.
+Such a pool is `[num_pages, Hkv, layers, 2, page_size, D + SCALE_BYTES]`, uint8 for FP8 (e4m3), int8
+for integers. For each head, layer and part it has first the numbers of all the page's positions,
+then their scales, float32. So the rounding of a position's vectors does not depend on other
+positions. The vectors themselves may depend on how a prompt was cut into chunks, as in floats.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ INT8_MAX = 127
 SCALE_BYTES = 4
 """Bytes of a vector's scale."""
 SCALED_MULTIPLE = 16
-"""D is a multiple of it."""
+"""D must be a multiple of it."""
 ALL_BITS = {torch.uint8: 255, torch.int8: -1}
-"""Dtypes of pools in FP8 and int8, and their number whose bits are all set."""
+"""Dtypes of pools in FP8 and int8, and the number of each whose bits are all set."""
 
 
 def is_scaled(pool: torch.Tensor) -> bool:
@@ -34,12 +33,12 @@ def head_dim(pool: torch.Tensor) -> int:
 
 
 def holds(pool: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a pool holds vectors of a model that computes in a dtype."""
+    """Whether a pool holds vectors of a model that computes in `dtype`."""
     return pool.dtype == dtype or (is_scaled(pool) and dtype.is_floating_point)
 
 
 def parts_of(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers [..., page_size, D], FP8 or int8, and scales [..., page_size] of pages; views."""
+    """Views of pages: numbers [..., page_size, D], FP8 or int8, and scales [..., page_size]."""
     page_size, width = pool.shape[-2:]
     flat, end = pool.flatten(-2), page_size * (width - SCALE_BYTES)
     numbers = flat[..., :end].view(*flat.shape[:-1], page_size, -1)
@@ -49,7 +48,7 @@ def parts_of(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def entries_of(pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Everything that a pool has of its positions, each [..., page_size, elements]; views."""
+    """Views of all that a pool keeps of its positions, each [..., page_size, elements]."""
     if not is_scaled(pool):
         return (pool,)
     numbers, scales = parts_of(pool)
@@ -57,7 +56,9 @@ def entries_of(pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def dequantised(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The vectors of pages, [..., page_size, D], rounded once; of floats as they are."""
+    """The vectors of pages, [..., page_size, D], rounded once; pages in floats are returned as they
+    are.
+    """
     if not is_scaled(pages):
         return pages
     numbers, scales = parts_of(pages.contiguous())
@@ -65,8 +66,8 @@ def dequantised(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantised(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] in FP8 or int8, the largest magnitude of each being the format's; scales [...]
-    float32.
+    """[..., D] in FP8 or int8, so that the largest magnitude of each vector is the format's largest
+    number, and scales [...] float32.
     """
     most = FP8_MAX if dtype == FP8 else INT8_MAX
     wide = vectors.float()

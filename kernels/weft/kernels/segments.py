@@ -14,25 +14,27 @@ from typing import NamedTuple
 import torch
 
 LONGEST = 64
-"""Rows of a piece. A piece costs its length for each row, and its states are read once."""
+"""Rows of a piece. Work for each row grows with the length of its piece, and each piece reads and
+writes the states once.
+"""
 Piece = Callable[["Wave", torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Computes a wave from the states before it, [n, ...]: the rows' results, [n, L, ...], and the
-states behind it, [n, ...].
+"""Computes a wave from the states before it, [n, ...]. Returns the rows' results, [n, L, ...], and
+the states after it, [n, ...].
 """
 
 
 class Wave(NamedTuple):
-    """Pieces of as many sequences, padded to the longest one with rows of zeros."""
+    """Pieces of n sequences, padded with rows of zeros to the longest piece, L rows."""
 
     sequences: torch.Tensor
     """[n] int64."""
     rows: torch.Tensor
-    """[n, L] int64; of padding, any row."""
+    """[n, L] int64; any row for padding."""
     real: torch.Tensor | None
-    """[n, L] bool: false for padding; None: there is none."""
+    """[n, L] bool: false for padding; None: there is no padding."""
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The pieces of rows [N, ...]: [n, L, ...]."""
+        """[n, L, ...]: the pieces of `rows`, [N, ...]."""
         found = rows[self.rows]
         if self.real is None:
             return found
@@ -51,7 +53,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, cu_lens: torch.Tensor, longest: int = LONGEST) -> Segments:
-        """Cuts rows.
+        """Cuts rows into pieces.
 
         Args:
             cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
@@ -65,12 +67,12 @@ class Segments(NamedTuple):
         """Computes all waves in turn.
 
         Args:
-            piece: Computes one.
+            piece: Computes one wave.
             states: [S, ...], before the first rows; not changed.
-            out: [N, ...], written; what `piece` returns is converted to its dtype.
+            out: [N, ...], written; results of `piece` are converted to its dtype.
 
         Returns:
-            `out`, and the states behind the last rows, [S, ...].
+            `out`, and the states after the last rows, [S, ...].
         """
         after = states.clone()
         for wave in self.waves:
@@ -84,7 +86,7 @@ class Segments(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _segments(cu_lens: tuple[int, ...], longest: int, device: torch.device) -> Segments:
-    """Made once for all layers of a step."""
+    """Cached, so that it runs once for all layers of a step."""
     bounds = torch.tensor(cu_lens, dtype=torch.int64)
     lengths = bounds.diff()
     waves = []

@@ -1,4 +1,4 @@
-"""Mamba's state space: each channel has a state of its own, which it forgets at rates of its own.
+"""Mamba's state space: each channel has a state of its own, which decays at rates of its own.
 
 A channel's state s is a vector [N], here in float32 (arXiv 2312.00752, algorithm 2):
 
@@ -38,7 +38,7 @@ def selective_scan(
         sequences: Of T rows.
 
     Returns:
-        [T, C] of the dtype of `x`, and the states behind the last rows, [S, N, C].
+        [T, C] of the dtype of `x`, and the states after the last rows, [S, N, C].
 
     Raises:
         ValueError: Shapes do not fit.

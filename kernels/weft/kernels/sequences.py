@@ -1,5 +1,5 @@
-"""Where ragged sequences of rows lie, as recurrent operations want to know it: made once a step,
-for all layers.
+"""Where the ragged sequences of a step lie, in the form that recurrent operations read. It is made
+once a step, for all layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostSequences(NamedTuple):
 
     @classmethod
     def of(cls, lengths: npt.NDArray[np.int64]) -> HostSequences:
-        """Sequences of so many rows, [S], each at least one."""
+        """`lengths`: [S], rows of each sequence, each at least one."""
         cu_lens = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=cu_lens[1:])
         numbers = np.arange(len(lengths))
@@ -45,15 +45,15 @@ class Sequences(NamedTuple):
     owners: torch.Tensor
     """[N] int64: the sequence of each row."""
     chunks: torch.Tensor
-    """[C, 2] int64: first row and number of rows of each chunk; a sequence's chunks are full but
-    for the last one.
+    """[C, 2] int64: first row and number of rows of each chunk; all chunks of a sequence but the
+    last are full.
     """
     first_chunks: torch.Tensor
     """[S] int64: each sequence's first chunk."""
 
     @classmethod
     def of(cls, cu_lens: torch.Tensor) -> Sequences:
-        """The sequences with these bounds, [S + 1] int64, on their device, which is waited for."""
+        """The sequences with bounds `cu_lens`, [S + 1] int64; it waits for the device."""
         host = HostSequences.of(np.diff(cu_lens.cpu().numpy()))
         return cls(*(torch.from_numpy(each).to(cu_lens.device) for each in host))
 

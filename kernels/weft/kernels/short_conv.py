@@ -26,14 +26,13 @@ def short_conv(
         x: [T, C].
         weight: [K, C], K at least 2, the weight of a row's own value last.
         bias: [C], or None.
-        tails: [S, C, K - 1]: each sequence's values before its first row, the latest last; zeros
-            at the beginning of a context. Not changed.
+        tails: [S, C, K - 1]: each sequence's values before its first row, latest last; zeros at the
+            beginning of a context. Not changed.
         sequences: Of T rows.
-        has_silu: Whether SiLU is applied to the sums.
 
     Returns:
-        [T, C] of the dtype of `x`, computed in float32 or wider, and the tails behind the last
-        rows, [S, C, K - 1] of the dtype of `tails`.
+        [T, C] of the dtype of `x`, computed in float32 or wider, and the tails after the last rows,
+        [S, C, K - 1] of the dtype of `tails`.
 
     Raises:
         ValueError: Shapes do not fit.

@@ -1,6 +1,6 @@
 """Launches on a side stream while a graph is captured, so that the graph runs both in parallel.
 
-Outside of captures the necessary events cost the host more time than the device gains.
+Outside of captures, the events that this takes cost the host more time than the device gains.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _stream(device: torch.device, lane: Lane) -> torch.cuda.Stream:
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Context in which kernels are launched as during the capture of a graph, so that they are
-    compiled before it.
+    """Context in which kernels are launched as during a capture, so that they are compiled before
+    it.
     """
     token = _is_rehearsal.set(True)
     try:
@@ -50,20 +50,20 @@ class SideStreamWork(Generic[Result]):
     """Work that runs on a side stream if `is_forking`, else on the current one, at once.
 
     On the side stream it waits for everything launched before this object was created, but not for
-    launches between that and `join`. It is launched by `join`, after those launches, so that they
-    get their multiprocessors first.
+    launches between that and `join`. `join` launches it after those launches, so that they get
+    their multiprocessors first.
 
-    Freed memory of a lane goes to the lane's next work, even if the current stream has yet to read
-    it: each work of a lane must be created behind all that reads the results of those before.
+    The lane's next work may get memory that this work has freed, even if the current stream has yet
+    to read it. So each work of a lane must be created after all launches that read the results of
+    the lane's earlier work.
 
     Args:
-        device: Device of the current stream.
         work: Launches kernels; on the side stream neither they nor the first kernel after the join
             may start early (`weft.kernels.gpu.dependent_launch`). Their inputs must not change
             until the join.
-        lane: The side stream.
-        is_forked: Whether to use a side stream at all; if not, the work runs at once on the current
-            one.
+        lane: Names the side stream.
+        is_forked: Whether to use a side stream at all; if not, the work runs on the current stream
+            at once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Copies rows of tables by slot: the state that steps and drafts read and write for their
+"""Copies rows of tables by slot, the state that steps and drafts read and write for their
 requests.
 """
 
@@ -15,10 +15,10 @@ def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
         tables: Up to three of [N] or [N, W]; rows contiguous, of a multiple of 4 bytes.
 
     Returns:
-        Of each table [R] or [R, W].
+        For each table [R] or [R, W].
 
     Raises:
-        ValueError: There are too many tables, or their rows have another form.
+        ValueError: There are too many tables, or rows are not as described.
     """
     if rows.is_cuda:
         from weft.kernels.gpu import slot_rows as gpu
@@ -34,12 +34,12 @@ def put_rows(
 
     Args:
         to: [N, W] as in `take_rows`; changed.
-        to_rows: [R] int64, all different, unless equal ones receive equal rows.
+        to_rows: [R] int64; equal numbers must receive equal rows.
         source: [M, W], dtype of `to`.
         rows: [R] int64.
 
     Raises:
-        ValueError: The tables' rows have another form, or differ.
+        ValueError: Rows are not as described, or differ between the tables.
     """
     if to.is_cuda:
         from weft.kernels.gpu import slot_rows as gpu

@@ -1,15 +1,16 @@
-"""Recurrent layers in steps of few rows a request, on a GPU: blocks and rings are read and written
-in place, and only the device needs to know where requests begin.
+"""Recurrent layers in steps of few rows a request, on a GPU. Blocks and rings are read and written
+in place, and only the device knows where requests begin.
 
-A layer begins with the block of a request's last border, takes the positions since then from the
-ring, then the step's rows. Where the row behind a page border is certain, it writes the next block:
+A layer starts from the block of a request's last page border, takes the positions since then from
+the ring, then the step's rows. It writes the next block where the first row after a border is
+certain, which a draft is not:
 
     border          start   start + count
     |-- ring rows ----|-- new rows --|       a block is written at the last border <= start + 1
 
-States that lie between are not made: a row finds in one what it finds in the block, and in the keys
-and updates of the rows since, which the ring has too. So a step reads a request's states once, and
-writes them once in `page_size` tokens.
+States in between are never computed. What a row reads in such a state is what it reads in the
+block, and in the keys and updates of the rows since, which the ring holds too. So a step reads a
+request's states once, and writes them once in `page_size` tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import torch
 
 
 class SlotRows(NamedTuple):
-    """The first requests of a step, R, none of which has many rows."""
+    """The first R requests of a step, each of which has few rows."""
 
     plan: torch.Tensor
-    """[R, 9] int64; for each request its slot, first row of the step, number of rows, position of
-    that row, border, block of that border, border that is written (-1: none), its block, and the
-    first position whose key and update are not in the ring.
+    """[R, 9] int64. Columns: slot, first row of the step, number of rows, position of that row,
+    border, block of that border, border that is written (-1: none), its block, and the first
+    position whose key and update are not in the ring.
     """
 
 
@@ -38,15 +39,15 @@ class LayerMemory(NamedTuple):
     """[slots + 1, ring_rows, *shape] of each part; contiguous within a row."""
     found: tuple[torch.Tensor, ...] = ()
     """Keys, [slots + 1, ring_rows, heads of keys, Dk], and updates, [slots + 1, ring_rows, H, Dv],
-    of rows that were taken; of layers with heads.
+    of rows that were taken; for layers with heads.
     """
 
 
 class Channels(NamedTuple):
-    """Where heads lie in the channels of a convolution."""
+    """Where heads lie among the channels of a convolution."""
 
     first: int
-    """The first head's first channel."""
+    """First channel of the first head."""
     step: int
     """Channels from one head of keys to the next."""
 
@@ -54,10 +55,10 @@ class Channels(NamedTuple):
 class HeadForm(NamedTuple):
     """A layer whose heads have a matrix as state: the gated delta rule, or Mamba 2's.
 
-    The first part of its ring is what the convolution reads, the second one the logarithm of the
-    decay, [H] or [H, Dk], or, with `rates`, time steps [H]. The delta rule has beta, [H], as third.
-    Blocks have states [H, Dk, Dv] float32 and the convolution's tail, [channels, taps - 1], whose
-    channels may have an order of their own.
+    Parts of its ring: first the convolution's input; second the logarithm of the decay, [H] or [H,
+    Dk], or with `rates` time steps, [H]; for the delta rule beta, [H], third. Blocks hold states,
+    [H, Dk, Dv] float32, and the convolution's tail, [channels, taps - 1], whose channels may be in
+    another order (`in_tails`).
     """
 
     conv: torch.Tensor
@@ -69,7 +70,7 @@ class HeadForm(NamedTuple):
     values: Channels
     heads: int
     shared: int
-    """Heads for each head of keys, whose values lie side by side."""
+    """Heads that share a head of keys; their values are adjacent."""
     key_dim: int
     value_dim: int
     scale: float = 1.0
@@ -77,16 +78,16 @@ class HeadForm(NamedTuple):
     is_unit: bool = False
     """Whether keys and queries are normalised to length 1."""
     rates: torch.Tensor | None = None
-    """[H] float32: the decay of a time step of 1."""
+    """[H] float32: decay of a time step of 1."""
     skips: torch.Tensor | None = None
     """[H] float32: share of the values that is added to the result."""
     in_tails: torch.Tensor | None = None
-    """[channels] int64: each channel's place in the tail; None: its own number."""
+    """[channels] int64: each channel's place in the tail; None: the tail has the same order."""
 
 
 class DeltaGates(NamedTuple):
-    """How a gated delta net's decay and beta come from a product: see
-    `weft.kernels.gated_delta.delta_gates`.
+    """How `weft.kernels.gated_delta.delta_gates` makes a gated delta net's decay and beta of a
+    product.
     """
 
     rates: torch.Tensor
@@ -109,15 +110,14 @@ def plan_slots(
     """Decides where requests begin and what they write.
 
     Args:
-        slots: [R] int64, all different but for padding.
+        slots: [R] int64, all different except for padding.
         cu_q_lens: [R + 1] int32: rows of each request; padding may have none.
-        positions: [T] int64: of rows, complete.
+        positions: [T] int64, complete.
         borders: [slots + 1] int64: border of each slot's newest block; written.
-        ends: [slots + 1] int64: position behind each slot's last row that such a step took, which
-            may be one of drafts; written.
-        blocks: [R, 3] int64: the block at border b in column b / page_size mod 3; 0: there is none
-            to be written.
-        page_size: Token positions a page.
+        ends: [slots + 1] int64: position after the last row of each slot that such a step took,
+            which may be a draft; written.
+        blocks: [R, 3] int64: the block at border b in column b / page_size mod 3; 0: no block is to
+            be written there.
     """
     if slots.is_cuda:
         from weft.kernels.gpu import slot_states as gpu
@@ -145,9 +145,8 @@ def step_heads(
     """Takes rows through the states of a layer.
 
     Args:
-        form: The layer.
         rows: Requests and their rows.
-        memory: Rings get the new rows, keys and updates; blocks that `rows` names are written.
+        memory: Rings receive the new rows, keys and updates; blocks that `rows` names are written.
         inputs: For each part of the ring, [T, *shape].
 
     Returns:
@@ -165,15 +164,15 @@ def step_delta(
     memory: LayerMemory,
     inputs: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """`step_heads` of a gated delta net, whose gates are computed on the way.
+    """`step_heads` of a gated delta net that also computes its gates.
 
     Args:
-        form: The layer, with decays of heads, and without a bias of the convolution.
-        gates: The same.
+        form: A layer with a decay for each head, and without a bias of the convolution.
+        gates: How the gates come from the second input.
         rows: As for `step_heads`.
-        memory: The same.
-        inputs: The convolution's, [T, channels] or [T, Hk, channels of a key head] in any steps
-            from head to head, of the dtype of the ring; and the product of the gates, [T, 2 * H].
+        memory: As for `step_heads`.
+        inputs: The convolution's input, [T, channels] or [T, Hk, channels of a key head] with any
+            distance between heads, of the ring's dtype; and the product for the gates, [T, 2 * H].
 
     Returns:
         [T, H, Dv] of the dtype of the first input; zeros for rows of no request.
@@ -190,13 +189,13 @@ def step_conv(
     memory: LayerMemory,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """Takes rows through a short convolution, the whole state of a layer.
+    """Takes rows through a layer whose whole state is that of a short convolution.
 
     Args:
         weight: [taps, channels] float32.
         bias: [channels] float32, or None.
         rows: Requests and their rows.
-        memory: The ring has x, [channels]; blocks have its tail, [channels, taps - 1].
+        memory: The ring holds x, [channels]; blocks hold its tail, [channels, taps - 1].
         x: [T, channels].
 
     Returns:

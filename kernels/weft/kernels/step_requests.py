@@ -1,5 +1,5 @@
-"""Lays out the rows of a step on the device, from a few numbers for each request. Each request
-brings its last token and perhaps drafts behind it.
+"""Lays out the rows of a step on the device, from a few numbers for each request. A request brings
+its last token, and drafts may follow it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from weft.kernels.step_rows import SlotTokens, StepRows
 
 
 class DecodeColumns(NamedTuple):
-    """The columns of a step of R requests with a row each, in device memory: int64, [R] each."""
+    """Columns of a step of R requests with a row each, in device memory: int64, [R] each."""
 
     slots: torch.Tensor
     positions: torch.Tensor
-    """Positions of the tokens that they bring."""
+    """Positions of the tokens that the requests bring."""
     tokens: torch.Tensor
-    """The tokens; negative: the last token of the slot."""
+    """Input tokens; negative: the last token of the slot."""
     pages: torch.Tensor
-    """The page of each position, where the page table lacks it; negative elsewhere."""
+    """Page of each position, if the page table lacks it; negative: it has the page."""
 
 
 class StepColumns(NamedTuple):
-    """The columns of a step of T rows and R requests in device memory: int64, the last two int32. L
-    rows draw.
+    """Columns of a step of T rows and R requests in device memory, int64 except the last two, which
+    are int32. Tokens are drawn for L rows.
     """
 
     requests: torch.Tensor | None
-    """[1 + 4 * R]: see `expand_requests`; None: the other columns are given."""
+    """[1 + 4 * R], as `expand_requests` reads it; None: the other columns are given."""
     token_ids: torch.Tensor
     """[T]."""
     positions: torch.Tensor
@@ -40,15 +40,15 @@ class StepColumns(NamedTuple):
     logits_rows: torch.Tensor
     """[L]."""
     drawing_slots: torch.Tensor
-    """[L]: the slot that each row is drawn for."""
+    """[L]: slot for which each row draws."""
     sources: torch.Tensor
-    """[L]: see `weft.kernels.step_rows.resolve_rows`."""
+    """[L], as in `weft.kernels.step_rows.resolve_rows`."""
     owners: torch.Tensor
-    """[L]: as well."""
+    """[L], likewise."""
     verify_rows: torch.Tensor
-    """[R, 1 + most drafts]: rows of each request, -1 behind its last; [0, 1] without drafts."""
+    """[R, 1 + most drafts]: rows of each request, -1 after its last; [0, 1] without drafts."""
     ancestors: torch.Tensor | None
-    """[T]: which rows of its request each one sees; None: all before it."""
+    """[T]: words that say which rows of its request each row sees; None: all earlier ones."""
     cu_q_lens: torch.Tensor
     """[R + 1]."""
     kv_lens: torch.Tensor
@@ -62,15 +62,14 @@ def expand_requests(
 
     The first number is a flag: 0 leaves the columns as they are. Then come, for each request, a
     slot, the position of the last token (-1: only the device knows it), the number of rows, and a
-    limit that only chains of drafts obey. Entries behind the last request have no rows. All rows
-    draw.
+    limit that only chains of drafts obey. Entries after the last request have no rows. A token is
+    drawn for every row.
 
     Args:
-        step: Changed. T = L; rows that no request brings, and requests without rows, are those of
-            the dummy slot, in the null page.
+        step: Changed. T = L. Rows that no request brings, and requests without rows, belong to the
+            dummy slot and the null page.
         page_table: [num_slots, max_pages] int32; the null page is page 0.
-        page_size: Token positions a page.
-        num_slots: The last one is the dummy.
+        num_slots: The last slot is the dummy.
     """
     assert step.requests is not None, "the step is given by its columns"
     if step.requests.is_cuda:
@@ -117,15 +116,13 @@ def expand_decodes(
     page_table: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Writes the remaining columns of a step of one row for each request, and new pages into the
+    """Writes the remaining columns of a step with one row for each request, and new pages into the
     page table.
 
     Args:
-        given: The step. A request in the dummy slot, the last one, is padding.
-        step: Changed: tokens, places and lengths (0 for padding). Positions are those given.
-        known: Device state of the slots.
+        given: A request in the dummy slot, which is the last one, is padding.
+        step: Changed: tokens, places and lengths (0 for padding). `given` has the positions.
         page_table: [slots + 1, max_pages] int32, changed.
-        page_size: Token positions a page.
     """
     if given.slots.is_cuda:
         from weft.kernels.gpu import step_requests as gpu

@@ -10,43 +10,48 @@ from weft.kernels.attention import depths_of
 
 
 class SlotTokens(NamedTuple):
-    """State of each slot on the device; the last slot is a dummy."""
+    """State of each slot on the device; the last slot is a dummy for padding."""
 
     tokens: torch.Tensor
-    """[1 + drafts, slots + 1] int64, contiguous: last tokens, and behind them what is drafted."""
+    """[1 + drafts, slots + 1] int64, contiguous: last tokens, and after them the drafted tokens."""
     starts: torch.Tensor
-    """[slots + 1] int64: positions of the last tokens, where drafts were verified last."""
+    """[slots + 1] int64: positions of the last tokens, for slots whose drafts were verified last.
+    """
     words: torch.Tensor | None = None
-    """[1 + drafts, slots + 1] int64: where drafts may form trees, which of its request's rows each
-    one sees (`StepRows.ancestors`). Of last tokens -1."""
+    """[1 + drafts, slots + 1] int64: the words of `StepRows.ancestors`, where drafts may form
+    trees; -1 for last tokens.
+    """
 
 
 class StepRows(NamedTuple):
     """A step of R requests on the device."""
 
     token_ids: torch.Tensor
-    """Token ids, [T] int64."""
+    """[T] int64."""
     positions: torch.Tensor
-    """Positions, [T] int64."""
+    """[T] int64."""
     places: torch.Tensor
     """[T] int64: page * page_size + offset."""
     cu_q_lens: torch.Tensor
-    """Row offsets, [R + 1] int32."""
+    """[R + 1] int32."""
     kv_lens: torch.Tensor
-    """Context lengths, [R] int32."""
+    """[R] int32."""
     ancestors: torch.Tensor | None = None
-    """[T] int64: which rows of its request each one sees; None: all before it."""
+    """[T] int64: words that say which rows of its request each row sees; None: all earlier ones."""
 
 
 class Verified(NamedTuple):
     """Requests whose drafts a step has verified; some may have none."""
 
     rows: torch.Tensor
-    """[V, 1 + most drafts] int64: their rows of the step; -1 behind each one's last. A request
-    without rows is none: the dummy slot stands for it."""
+    """[V, 1 + most drafts] int64: rows of the step that belong to each request; -1 after its last
+    row. A request without rows is not verified: the dummy slot stands for it.
+    """
     slots: torch.Tensor
-    """[L] int64: of the rows whose tokens were drawn. The rows before those of all drafts, and
-    these, have all been drawn from: up to there L and T are the same."""
+    """[L] int64: slots of the rows for which tokens were drawn. Tokens were drawn for all rows with
+    drafts and all rows before them: up to there a row has the same number among the L as among the
+    T rows.
+    """
 
 
 def resolve_rows(
@@ -60,15 +65,13 @@ def resolve_rows(
     """Completes the first rows of a step.
 
     Args:
-        step: Changed: tokens of the first N rows, and where a request starts late also its
-            positions, places and length. With `ancestors` also these, and the positions of trees,
-            which before are those of chains.
-        sources: [N] int64: d * (slots + 1) + slot, where row is the d-th behind the last token; -1:
+        step: Changed: tokens of the first N rows. For a request that starts late, also positions,
+            places and length. With `ancestors` also these, and the positions in trees, which were
+            those of chains before.
+        sources: [N] int64: d * (slots + 1) + slot for the d-th row after the slot's last token; -1:
             the row is complete.
-        owners: [N] int64: the row's request, if that starts late: at `known.starts`; else -1.
-        known: Device state of the slots.
+        owners: [N] int64: the row's request, if it starts late, at `known.starts`; else -1.
         page_table: [slots + 1, max_pages] int32.
-        page_size: Token positions a page.
     """
     if sources.shape[0] == 0:
         return
@@ -78,7 +81,8 @@ def resolve_rows(
         gpu.resolve_rows(step, sources, owners, known, page_table, page_size)
         return
     count, width = sources.shape[0], known.tokens.shape[1]
-    # Numpy: operations on so few numbers are calls only, and torch's take several times as long.
+    # Numpy, since the time for so few numbers is that of the calls, and torch's calls take several
+    # times as long.
     drawn = known.tokens.numpy().reshape(-1)[sources.numpy()]
     np.copyto(step.token_ids.numpy()[:count], drawn, where=sources.numpy() >= 0)
     if (owners.numpy() >= 0).any():
@@ -104,15 +108,14 @@ def group_places(
     page_size: int,
     places: torch.Tensor,
 ) -> torch.Tensor:
-    """Where K and V of a step's rows go in a further page group.
+    """Where K and V of a step's rows go in another page group than the first.
 
     Args:
         positions: [T] int64, complete.
-        cu_q_lens: [R + 1] int32; rows behind the last are padding.
+        cu_q_lens: [R + 1] int32; rows after the last are padding.
         page_tables: [R, max_pages] int32: the group's; the null page is page 0.
-        page_size: Token positions a page.
-        places: [T] int64: where they go in the first group. Rows that write nothing, whose places
-            are in its null page, write nothing here either.
+        places: [T] int64: places in the first group. Rows whose place is in its null page write
+            nothing there, and nothing here either.
 
     Returns:
         [T] int64: page * page_size + offset.
@@ -126,10 +129,10 @@ def group_places(
 
 
 def keep_tokens(drawn: torch.Tensor, slots: torch.Tensor, known: SlotTokens) -> None:
-    """Makes drawn tokens the last ones of their slots.
+    """Makes drawn tokens the last tokens of their slots.
 
     Args:
-        drawn: [L] int64: tokens; negative where there is none.
+        drawn: [L] int64; negative where no token was drawn.
         slots: [L] int64.
         known: Changed.
     """
@@ -146,9 +149,9 @@ def accept_drafts(
     """Accepts each request's drafts as far as they equal the drawn tokens.
 
     Args:
-        drawn: [L] int64: tokens; negative where there is none. Drawing stops where a request ends:
-            the token before goes on then, if it does.
-        step: That drew.
+        drawn: [L] int64; negative where no token was drawn. Drawing stops where a request ends; if
+            it goes on nevertheless, the token before is its last one.
+        step: The step that drew.
         verified: Its verified drafts.
         known: Changed: the requests' last tokens, and their positions.
 
@@ -181,21 +184,20 @@ def chain_places(
     depth: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the positions and pool slots of the tokens of chains.
+    """Positions and places of the tokens of draft chains.
 
     Args:
         slots: [R] int64.
-        starts: [R] int64: positions of the first tokens; negative: those of `late_starts`.
-        limits: [R] int64: positions from which on a chain has no pages; at least 1.
+        starts: [R] int64: positions of the first tokens; negative: take them from `late_starts`.
+        limits: [R] int64: position from which on a chain has no pages; at least 1.
         late_starts: [slots + 1] int64.
         page_table: [slots + 1, max_pages] int32; the null page is page 0.
-        depth: Depth of the chains.
-        page_size: Token positions a page.
+        depth: Tokens of a chain.
 
     Returns:
         Positions [depth, R] int64; places [depth, R] int64, page * page_size + offset; lengths
-        [depth, R] int32, positions + 1. Without pages a token is at the last position that has
-        one, and its place is in the null page.
+        [depth, R] int32, positions + 1. A token without a page gets the last position that has one,
+        and a place in the null page.
     """
     if slots.is_cuda:
         from weft.kernels.gpu import step_rows as gpu

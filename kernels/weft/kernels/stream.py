@@ -1,9 +1,9 @@
 """The residual stream: the one contract between layers.
 
-A layer reads the stream through a norm and returns what it adds. That is `Pending` until the
-stream settles it, so that a GPU can compute an addition, the norm behind it and the product that
-reads that norm in fewer launches (`weft.kernels.gpu.stream`). No layer writes to the stream itself,
-so `Stream` is the place for code that concerns every addition.
+A layer reads the stream through a norm and returns what it adds, as `Pending`. The stream applies
+it later, so that a GPU can compute an addition, the norm that follows it and the product that reads
+that norm in fewer launches (`weft.kernels.gpu.stream`). No layer writes to the stream itself, so
+`Stream` is the place for code that concerns every addition.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Normed:
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
-        """[T, H]; not changed by later additions."""
+        """[T, H]; later additions do not change it."""
 
     def linear(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
-        """[T, N]: the product with a weight, with what adapters add."""
+        """[T, N]: the product with `w`, plus what adapters add."""
         return linear(self.value, w, lora=lora)
 
     def gate_up_silu(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Normed:
 
 
 class Sum(NamedTuple):
-    """An addition x @ weight^T + bias, [T, H], and what adapters add to it."""
+    """An addition x @ weight^T + bias, [T, H], plus what adapters add to it."""
 
     x: torch.Tensor
     """[T, K]."""
@@ -45,24 +45,24 @@ class Sum(NamedTuple):
     lora: LoraAddition | None
 
     def inner(self) -> Sum:
-        """This: all but the product is computed."""
+        """Itself: only the product remains to be computed."""
         return self
 
     def value(self) -> torch.Tensor:
-        """[T, H]: the product, with what adapters add."""
+        """[T, H]: the product, plus what adapters add."""
         return linear(self.x, self.w, lora=self.lora)
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum with [T, H], which is not changed."""
+        """`value`, [T, H], plus this; `value` is not changed."""
         return linear(self.x, self.w, value, lora=self.lora)
 
     def partial(self) -> torch.Tensor:
-        """[T, H] float32: this rank's part of the sum, where each has a part of x."""
+        """[T, H] float32: this rank's part of the sum, if each rank has a part of x."""
         return linear(self.x, self.w, out_dtype=torch.float32, lora=self.lora)
 
 
 class GatedSum(NamedTuple):
-    """An addition down(silu(gate(x)) * up(x)), of which nothing is computed yet."""
+    """An addition down(silu(gate(x)) * up(x)) that is not computed yet."""
 
     x: Normed
     gate_up: LinearWeight
@@ -84,15 +84,15 @@ class GatedSum(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """An addition of routed experts, of which nothing is computed yet."""
+    """An addition of routed experts that is not computed yet."""
 
     x: Normed
     w: SparseMlpWeight
     lora: LoraStep | None
     layer: int
-    """The layer's index, for `lora`."""
+    """Index of the layer, for `lora`."""
     router_x: Normed | None = None
-    """Input of the router, if it is not `x`."""
+    """Input of the router; None: `x`."""
 
     def router_logits(self) -> torch.Tensor:
         """[T, E] float32."""
@@ -127,11 +127,11 @@ class Combine(NamedTuple):
 
 
 class SharedCombine(NamedTuple):
-    """An addition of routed experts and of one that all rows have, both of the same rows."""
+    """An addition of routed experts and a shared expert, which read the same rows."""
 
     shared: GatedSum | Sum
     gate: LinearWeight | None
-    """[1, H]: the shared expert's part is times its sigmoid; None: it is added as it is."""
+    """[1, H]: the sigmoid of its product scales the shared expert's part; None: no gate."""
     routed: Combine
     factor: float = 1.0
     """Factor on the shared expert's part."""
@@ -160,7 +160,7 @@ class Computed(NamedTuple):
     value: torch.Tensor
     """[T, H], contiguous."""
     is_partial: bool = False
-    """Whether it is a rank's part of the sum, where there are several; else all ranks have it."""
+    """Whether it is this rank's part of a sum over ranks; if not, all ranks have it whole."""
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         return value + self.value
@@ -174,13 +174,13 @@ Pending = Sum | GatedSum | Combine | SharedCombine | Computed
 
 
 class Stream:
-    """The stream of one forward pass, operation by operation on any device.
+    """The stream of one forward pass, computed operation by operation on any device.
 
     Args:
         value: [T, H].
-        taps: Gets what enters some layers, or None.
-        peers: Ranks that have parts of what is added, which every addition sums up; the stream is
-            equal on all of them. None: this process computes all of it.
+        taps: Receives the stream as it enters some layers, or None.
+        peers: Ranks that hold parts of what is added; every addition sums the parts, so that all
+            ranks have equal streams. None: this process computes all of it.
     """
 
     def __init__(
@@ -196,18 +196,18 @@ class Stream:
         return self._value.shape[0]
 
     def begin_run(self, folds: bool) -> None:
-        """Begins a run of layers of equal shape; `folds`: whether `can_fold` holds for all of their
+        """Begins a run of layers of equal shape. `folds`: whether `can_fold` holds for all their
         blocks.
         """
 
     def enter(self, layer: int) -> None:
-        """Notes that the stream's present content enters this layer of the pool."""
+        """Notes that the present stream enters this layer of the pool."""
         if self.taps is not None:
             self.taps.take(layer, self._value)
 
     def normed(self, norm: AnyNorm | None) -> Normed:
-        """The stream, normalised, for the products of one block; None: as it is, until the next
-        addition.
+        """The normalised stream for the products of one block; without a norm, the stream itself,
+        valid until the next addition.
         """
         return Normed(self._value if norm is None else norm(self._value))
 
@@ -219,7 +219,9 @@ class Stream:
             self._value = self.peers.add_sum(pending.partial(), self._value)
 
     def computed(self, pending: Pending) -> torch.Tensor:
-        """What an addition adds, [T, H], for what changes it before it is added; of all ranks."""
+        """What an addition adds, [T, H], summed over ranks: for a caller that changes it before it
+        is added.
+        """
         if self.peers is not None:
             return self.peers.add_sum(pending.partial(), torch.zeros_like(self._value))
         if isinstance(pending, GatedSum):
@@ -233,25 +235,27 @@ class Stream:
         return self._value
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiplies the stream, with all additions, by [1]."""
+        """Multiplies the stream, with all additions, by `factor`, [1]."""
         self._value = self.settle() * factor
 
     def replace(self, value: torch.Tensor) -> None:
-        """Goes on with [T, H] in place of the stream, right behind `normed`; may be overwritten."""
+        """Continues with `value`, [T, H], in place of the stream; `value` may be overwritten. Call
+        it directly after `normed`.
+        """
         self._value = value
 
     def of_rows(self, rows: torch.Tensor) -> Stream:
-        """A stream of some of the rows ([L] int64)."""
+        """A stream of the rows with numbers `rows`, [L] int64."""
         return Stream(self.settle().index_select(0, rows), peers=self.peers)
 
 
 def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = None) -> Stream:
-    """The stream through consecutive layers, in the form that is fast where it is.
+    """The stream through consecutive layers, in the form that is fast on its device.
 
     Args:
         hidden: [T, H], contiguous; on a GPU it is overwritten.
-        taps: Gets what enters some of these layers, or None.
-        peers: See `Stream`.
+        taps: Receives the stream as it enters some of these layers, or None.
+        peers: As in `Stream`.
     """
     if not hidden.is_cuda or (peers is not None and peers.device_type != "cuda"):
         return Stream(hidden, taps, peers)
@@ -267,8 +271,8 @@ def can_fold(
     last: LinearWeight,
     to_last: LoraAddition | None,
 ) -> bool:
-    """Whether, on a GPU and for so many rows, a block's first product includes the norm before it
-    and its last product adds to the stream, which saves two launches.
+    """Whether, on a GPU and for `rows` rows, a block's first product can include the norm before it
+    and its last product can add to the stream, which saves two launches.
     """
     if not first.data.is_cuda:
         return False
@@ -278,12 +282,14 @@ def can_fold(
 
 
 class Follower(Protocol):
-    """Work that continues from the tapped states, in the threads of the native operation or beside
-    the following layers.
+    """Work that continues from the tapped states, in the threads of the native operation or
+    concurrently with the following layers.
     """
 
     def native(self) -> cpu.DraftWriteStruct | None:
-        """The work's native form, valid as long as this object lives; None if it has none."""
+        """The work for native operations, valid as long as this object lives; None if it has no
+        native form.
+        """
 
     def done(self) -> None:
         """Called when the native operation has run it."""
@@ -293,16 +299,16 @@ class Follower(Protocol):
 
 
 class Taps:
-    """Collects the residual stream as it enters some layers, side by side.
+    """Collects the residual stream, side by side, as it enters some layers.
 
     Args:
-        layers: Indices in the pool; a layer may be there twice.
-        out: [T, len(layers) * H], contiguous, of a step of T rows: written.
-        follower: Work that begins once all states are tapped. If it does not begin here, the caller
-            must do it. Or None.
+        layers: Indices in the pool; a layer may be listed twice.
+        out: [T, len(layers) * H], contiguous, for a step of T rows; written.
+        follower: Work that begins once all states are tapped, or None. If these layers cannot begin
+            it, the caller must.
 
     Raises:
-        ValueError: Too many layers, or `out` cannot be divided among them.
+        ValueError: There are too many layers, or `out` cannot be divided among them.
     """
 
     def __init__(
@@ -316,29 +322,33 @@ class Taps:
         self._follower = follower
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
-        """Copies the stream that enters `layer`, [T, H], if it is wanted."""
+        """Copies `hidden`, [T, H], if the stream that enters `layer` is wanted."""
         for place in self.places_of(layer):
             place.copy_(hidden)
 
     def have_taken(self, layer: int) -> None:
-        """Begins the follower if `layer`, which was taken, is the last wanted one."""
+        """Begins the follower if `layer`, whose stream has been taken, is the last that is
+        wanted.
+        """
         if self._follower is not None and layer == max(self._layers):
             self._follower.begin()
 
     def places_of(self, layer: int) -> list[torch.Tensor]:
-        """The places for the stream that enters `layer`, [T, H] each: columns of a wider matrix."""
+        """Where the stream that enters `layer` goes, [T, H] each: columns of a wider matrix."""
         places = self._out.chunk(len(self._layers), dim=1)
         return [
             place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer
         ]
 
     def follower_of(self, first: int, count: int) -> Follower | None:
-        """The work that can run directly behind these layers, if any."""
+        """The work that can run directly after these layers, if any."""
         ends = (min(self._layers), max(self._layers))
         return self._follower if first <= ends[0] and ends[1] < first + count else None
 
     def native(self, hidden: torch.Tensor) -> cpu.TapsStruct:
-        """The taps as the native operation on `hidden` reads them; valid as long as this lives."""
+        """The taps as the native operation on `hidden` reads them; valid as long as this object
+        lives.
+        """
         rows, width = hidden.shape
         count = len(self._layers)
         if self._out.shape != (rows, count * width) or self._out.dtype != hidden.dtype:

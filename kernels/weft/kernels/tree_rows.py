@@ -1,10 +1,10 @@
 """Trees of drafts after a step: finds the drawn path, and moves its K and V.
 
-A verified request brings its last token as row 0 and its drafts as rows behind it, parents first.
-Each row's K and V lie where a chain's would, and its word of `ancestors` says which rows it follows
-(`weft.kernels.attention.paged_attention`). The token drawn from a row is the one that follows the
-row, so exactly one path agrees with the drawn tokens (SpecInfer, Miao et al., arXiv
-2305.09781, section 4.3, with the target's own draws in place of trials).
+A verified request brings its last token as row 0 and its drafts as the rows after it, parents
+first. Each row's K and V lie where a chain's would, and its word of `ancestors` says which rows it
+sees (`weft.kernels.attention.paged_attention`). The token drawn from a row follows that row, so
+that exactly one path agrees with the drawn tokens (SpecInfer, Miao et al., arXiv 2305.09781,
+section 4.3, with the target's own draws in place of trials).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 
 def parent_of(word: int, row: int) -> int:
-    """The row that a row of a tree follows, which is the last of its ancestors; -1 for row 0.
+    """The row's parent in its tree, which is the last of its ancestors; -1 for row 0.
 
     Args:
-        word: Word of the row; see `ancestors`.
+        word: The row's word of `ancestors`.
         row: Number of the row in its request.
     """
     return (word & (1 << row) - 1).bit_length() - 1
@@ -31,14 +31,14 @@ def accept_trees(
     """Follows the drawn tokens through each request's tree; the form of `accept_drafts` for trees.
 
     Args:
-        drawn: [L] int64: tokens; negative where there is none: such a row is on no path.
+        drawn: [L] int64; negative where no token was drawn: such a row is on no path.
         step: The step that drew, with `ancestors`.
         verified: Its verified drafts; at most 32 rows each.
         known: Changed: the requests' last tokens, and their positions.
 
     Returns:
         [V] int64: row of the step that each request's last token was drawn from; [V] int64: its
-        slot; [V, 1 + most drafts] int64: the rows of its path, row 0 first, -1 behind its end.
+        slot; [V, 1 + most drafts] int64: the rows of its path, row 0 first, -1 after its end.
     """
     if drawn.is_cuda:
         from weft.kernels.gpu import tree_rows as gpu
@@ -76,12 +76,9 @@ def move_paths(
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits;
             changed.
         places: [T] int64: page * page_size + offset of the step's rows.
-        rows: [V, N] int64: each request's rows, -1 behind its last.
-        paths: [V, N] int64: rows of its path, -1 behind its end: that at (v, d) goes to the place
-            of row (v, d), which never lies behind it.
-
-    Raises:
-        ValueError: `pool` is not contiguous within a page.
+        rows: [V, N] int64: each request's rows, -1 after its last.
+        paths: [V, N] int64: rows of each path, -1 after its end. The row at (v, d) moves to the
+            place of row (v, d), which never lies after its own.
     """
     if not has_dense_pages(pool):
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")

@@ -3,9 +3,9 @@
 The decode kernel takes requests of one row, and splits their contexts over programs. It also takes
 requests of few rows, as for verified drafts, if all requests have few rows or rows form trees. The
 extend kernel takes the other requests; a program holds a tile of their rows. A step with both kinds
-has two launches. Each launch skips the other's requests by their lengths, which only the device
-knows. Long prompts without cached positions go to FlashAttention-3 if it is installed, else to
-cuDNN if that is faster.
+has two launches. Each launch skips the other launch's requests by their lengths, which only the
+device knows. Long prompts without cached positions go to FlashAttention-3 if it is installed, else
+to cuDNN if that is faster.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from weft.kernels.gpu.flash_attention import flash_attention, supports
 
 _SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)
 _FEW_OF_MANY = 8
-"""A bound on the rows of a request where there may be many requests ..."""
+"""Most rows of a request that is decoded, where there may be many requests."""
 _FEW_REQUESTS = 8
-"""... and a bound on the requests where each may bring more rows, since all requests pay for the
-bound that only some reach."""
+"""Most requests whose bound on rows may be larger: all requests pay for the bound, and only some
+reach it.
+"""
 
 
 def paged_attention(
@@ -36,18 +37,18 @@ def paged_attention(
     *,
     earlier_rows: int = 0,
 ) -> torch.Tensor:
-    """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
+    """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments have been checked.
 
-    Only bounds are needed of `max_q_len` and `max_kv_len`; they decide about the launches.
-    With `own`, what requests of several rows bring is not read from the pool unless there are
-    `ancestors`, which leave those of few rows to the decode kernel. `first_position` must be 0 with
-    `own` or a window. With `is_fixed`, without `own`, all requests take one kernel, unless there is
-    a first position: what drafts see decides no bits. If the step is settled, offsets, lengths, the
-    page table and what the pool has before the rows of this call were written before a launch that
+    `max_q_len` and `max_kv_len` may be bounds; they decide which launches are made. With `own`, K
+    and V of requests with several rows are not read from the pool; with `ancestors`, the decode
+    kernel takes requests of few rows and reads the pool. `first_position` must be 0 with `own` or a
+    window. With `is_fixed` and without `own`, one kernel takes all requests, unless there is a
+    first position: what drafts attend to decides no bits of the text. If the step is settled,
+    offsets, lengths, page table and earlier positions of the pool were written before a launch that
     was not dependent (`weft.kernels.gpu.dependent_launch`), and may be read ahead.
 
     Raises:
-        ValueError: There is no kernel for it.
+        ValueError: No kernel takes these arguments.
     """
     tokens, heads, dim = q.shape
     page_table, _, cu_q_lens, kv_lens, max_q_len, max_kv_len, ancestors, *_ = step
@@ -103,7 +104,7 @@ def paged_attention(
             max_kv_len,
             is_uniform=False,
             first_position=first_position,
-            # Few sizes, which are compiled each for itself.
+            # Few sizes, since each is compiled separately.
             max_rows=next(size for size in _SIZES if size >= min(max_q_len, MAX_FEW_ROWS)),
             window=window,
             is_chunked=chunked,
@@ -115,8 +116,8 @@ def paged_attention(
         )
         if max_q_len <= MAX_FEW_ROWS:
             return out
-    # A bound of few rows is for requests of one row too, be they alone; where it is of many, one
-    # request is extended whatever it brings.
+    # With a bound of few rows, the decode kernel takes requests of one row too, even alone. With a
+    # bound of many rows, a single request goes to the extend kernel, however many rows it brings.
     has_decodes = max_q_len == 1 or requests > 1 or max_q_len <= _FEW_OF_MANY
     if max_q_len > 1 and prompts is None:
         extend_attention(
@@ -150,7 +151,8 @@ def paged_attention(
             kv_lens,
             scale,
             max_kv_len,
-            # As many rows as requests, none with two: a request with no row leaves one behind.
+            # As many rows as requests and no request with two rows: each request then has exactly
+            # one.
             is_uniform=max_q_len == 1 and tokens == requests,
             first_position=first_position,
             window=window,
@@ -163,12 +165,11 @@ def paged_attention(
 
 
 def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> OwnKv | None:
-    """Where K and V of a settled step's rows are beside the pool, if kernels read them there.
+    """K and V of a settled step's rows in memory of their own, if kernels read them there; else
+    None.
 
     Args:
-        qkv: [T, (Hq + 2 * Hkv) * D]: has V already; memory for K is made.
-        spec: The layer's constants.
-        step: The step.
+        qkv: [T, (Hq + 2 * Hkv) * D]: contains V already; the function allocates memory for K.
     """
     rows, max_q_len = qkv.shape[0], step.max_q_len
     is_few = are_few_rows(qkv.dtype, max_q_len, step.page_table.shape[0])
@@ -183,6 +184,6 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> O
 
 
 def are_few_rows(dtype: torch.dtype, max_q_len: int, requests: int) -> bool:
-    """Whether requests of at most this many rows run as decodes, reading K and V only once."""
+    """Whether requests of at most `max_q_len` rows run as decodes, which read K and V only once."""
     most = MAX_FEW_ROWS if requests <= _FEW_REQUESTS else _FEW_OF_MANY
     return dtype.itemsize == 2 and 1 < max_q_len <= most

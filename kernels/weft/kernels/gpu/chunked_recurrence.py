@@ -1,12 +1,12 @@
 """Recurrent operations on a GPU for many rows a sequence: by chunks of 64, in matrix products.
 
 The states at the beginnings of chunks are computed one after another, everything else at once. The
-gated delta rule's updates of a chunk solve a triangular system (arXiv 2412.06464, section 3.3): its
-inverse T turns values and keys into U and W, so that the updates behind a state S are U - W S.
-Mamba 2 (arXiv 2405.21060, section 6) has given updates. With decays of each element of a key
-(arXiv 2510.26692, section 3.2) a decay between two rows is a product of two that are both at most
-1: up to the first row of the later one's block of 16, and behind it. Within a block it is computed
-for each pair. Products take the operands' 16 bits and accumulate in float32.
+gated delta rule's updates of a chunk solve a triangular system (arXiv 2412.06464, section 3.3). Its
+inverse T turns values and keys into U and W, so that the updates after a state S are U - W S. Mamba
+2 (arXiv 2405.21060, section 6) has given updates. If each element of a key has a decay (arXiv
+2510.26692, section 3.2), the decay between two rows is a product of two factors, both at most 1:
+the decay up to the first row of the later row's block of 16, and the decay after it. Within a block
+it is computed for each pair. Products take operands of 16 bits and accumulate in float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FEWEST = 32
 """Fewest rows a sequence, on average, for which chunks are faster than row by row."""
 _LARGEST_KEY = 256
 _VALUES, _NARROW_VALUES, _WIDE_VALUES = 64, 32, 128
-"""Values of a program; fewer where states follow one another. The delta rule with decays of heads
-takes twice as many where they suffice for two programs on each multiprocessor: eight prompts of
-1,024 rows of Qwen3-Next's sizes then take 714 us on an H100 by wider states, 797 us by wider
-outputs, and 859 us without either.
+"""Values that a program computes; fewer in the kernel whose states follow one another. The delta
+rule with a decay for each head takes twice as many if that leaves two programs for each
+multiprocessor. Eight prompts of 1,024 rows of Qwen3-Next's sizes take 714 us on an H100 with wider
+states, 797 us with wider outputs, and 859 us without either.
 """
 
 
@@ -100,7 +100,7 @@ def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Ten
 def _keys(
     x: tl.tensor, row: tl.tensor, element: tl.tensor, mask: tl.tensor, IS_UNIT: tl.constexpr
 ) -> tl.tensor:
-    """Keys or queries of a chunk in float32, [CHUNK, BLOCK_KEYS], of length 1 if `IS_UNIT`."""
+    """[CHUNK, BLOCK_KEYS] float32: keys or queries of a chunk, of length 1 if `IS_UNIT`."""
     found = tl.load(x + row[:, None] + element[None], mask=mask, other=0.0).to(tl.float32)
     if IS_UNIT:
         found *= tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
@@ -117,7 +117,7 @@ def _grown_kernel(
     BLOCK_KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Sums of the decays of elements from the beginning of a chunk."""
+    """Running sums of the elements' decays from the beginning of a chunk."""
     begin = tl.load(chunks + tl.program_id(0) * 2)
     length = tl.load(chunks + tl.program_id(0) * 2 + 1)
     index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
@@ -143,18 +143,18 @@ def _alike(
     CHUNK: tl.constexpr,
     IS_UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """Products of rows of `left` with keys at or before them, of which each element has decayed.
+    """Products of rows of `left` with keys at or before them, times the decay of each element.
 
     Args:
         left: [CHUNK, BLOCK_KEYS] float32.
-        keys: The same.
-        grown: The same: sums of decays.
+        keys: Like `left`.
+        grown: Like `left`: sums of decays.
         k: The head's keys.
-        k_row: Their distance.
+        k_row: Distance between keys.
         of_gate: The head's sums of decays.
-        gate_row: Their distance.
-        begin: The chunk's first row.
-        length: Its rows.
+        gate_row: Distance between sums.
+        begin: First row of the chunk.
+        length: Rows of the chunk.
     """
     index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
     is_key = element < KEYS
@@ -204,7 +204,7 @@ def _solve_kernel(
     TILE: tl.constexpr,
     IS_UNIT: tl.constexpr,
 ) -> None:
-    """W and U of a chunk of one head, and what is left of keys at its end."""
+    """W and U of a chunk of one head, and the keys with their decay up to the chunk's end."""
     head = tl.program_id(1)
     begin = tl.load(chunks + tl.program_id(0) * 2)
     length = tl.load(chunks + tl.program_id(0) * 2 + 1)
@@ -238,7 +238,8 @@ def _solve_kernel(
         to = lasting + (row * heads + head)[:, None] * KEYS + element[None]
         tl.store(to, left.to(kind), mask=both)
         system = tl.where(index[:, None] > index[None], alike * share[:, None], 0.0)
-        # Its inverse: blocks of 16 by substitution, all at once, then pairs of blocks.
+        # The inverse of the system: blocks of 16 by substitution, all at once, then pairs of
+        # blocks.
         block, inner = tl.arange(0, CHUNK // 16), tl.arange(0, 16)
         is_own = block[:, None, None, None] == block[None, None, :, None]
         blocks = tl.reshape(system, (CHUNK // 16, 16, CHUNK // 16, 16))
@@ -374,7 +375,7 @@ def _outputs_kernel(
     TILE: tl.constexpr,
     IS_UNIT: tl.constexpr,
 ) -> None:
-    """What the queries of a chunk read, of some values of one head."""
+    """The results of a chunk's queries, some values of one head."""
     head = tl.program_id(1)
     chunk = tl.program_id(0).to(tl.int64)
     begin, length = tl.load(chunks + chunk * 2), tl.load(chunks + chunk * 2 + 1)

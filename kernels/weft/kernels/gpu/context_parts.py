@@ -1,11 +1,11 @@
 """Cuts contexts into parts, so that several programs attend to one context at the same time.
 
 A program of `extend_attention` attends to all positions before its rows. The next turn of a long
-chat brings few rows, and so few programs: a part of the GPU is idle, or a few programs are left
-over and the GPU runs them in a second round, alone. Therefore each context is cut into parts, one
-program attends to each part, and `merge_parts` combines their results (Dao et al., Flash-Decoding,
-2023). Only the device knows how long a context is. A short context has one part, and its program
-writes the result itself.
+chat brings few rows and so makes few programs. Then a part of the GPU is idle, or a few programs
+are left over and run alone in a second round. Therefore each context is cut into parts, one program
+attends to each part, and `merge_parts` combines their results (Dao et al., Flash-Decoding, 2023).
+Only the device knows how long a context is. A short context has one part, and its program writes
+the result itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from weft.kernels.gpu.softmax import with_sink
 
 MAX_PARTS = 8
 MIN_POSITIONS = tl.constexpr(512)
-"""Least positions of a context for each of its parts."""
+"""Least positions in each part of a context."""
 _MOST_BYTES = 64 << 20
 """Most memory for the results of all parts."""
 _COST = 0.02
-"""What one more part costs, as a share of the time that attention takes with one part."""
+"""Cost of one more part, as a share of the time that attention takes with one part."""
 _MERGED_ROWS = 16
-"""Rows of a program that combines results."""
+"""Rows of a program that merges parts."""
 
 
 class Parts(NamedTuple):
@@ -37,7 +37,9 @@ class Parts(NamedTuple):
     number: int
     """Most parts of a context, 2 to MAX_PARTS."""
     mixed: torch.Tensor
-    """[number, T, Hq, D] float32: values by their weights, not yet divided by the weights' sum."""
+    """[number, T, Hq, D] float32: values times their weights, not yet divided by the sum of
+    weights.
+    """
     sums: torch.Tensor
     """[number, T, Hq, 2] float32: the largest score, and the sum of weights relative to it."""
 
@@ -47,8 +49,8 @@ def make_parts(q: torch.Tensor, programs: int, at_once: int) -> Parts | None:
 
     Args:
         q: [T, Hq, D], queries.
-        programs: Number of programs if each context is one part.
-        at_once: Number of programs that the GPU runs at the same time.
+        programs: Programs if each context is one part.
+        at_once: Programs that the GPU runs at the same time.
 
     Returns:
         None if attention ends soonest with one part.
@@ -57,7 +59,6 @@ def make_parts(q: torch.Tensor, programs: int, at_once: int) -> Parts | None:
     most = min(MAX_PARTS, _MOST_BYTES // (4 * tokens * heads * dim))
 
     def duration(count: int) -> float:
-        """Rounds of programs, each shorter the more parts there are."""
         return cdiv(programs * count, at_once) / count * (1 + _COST * count)
 
     count = min(range(1, most + 1), key=duration, default=1)
@@ -77,11 +78,10 @@ def merge_parts(
     scale: float,
     least_rows: int,
 ) -> None:
-    """Combines the results of parts, for the rows of `out` whose contexts have several.
+    """Merges the results of parts, for the rows of `out` whose contexts have several.
 
     Args:
         out: [T, Hq * D].
-        parts: The results.
         cu_q_lens: [R + 1] int32.
         kv_lens: [R] int32, new rows included.
         sinks: [Hq] float32, or None.
@@ -112,7 +112,7 @@ def merge_parts(
 
 @triton.jit
 def parts_of(cached: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """Number of parts of a context that has `cached` positions before the step."""
+    """Number of parts of a context with `cached` positions before the step."""
     return tl.maximum(1, tl.minimum(PARTS, cached // MIN_POSITIONS))
 
 
@@ -132,7 +132,7 @@ def leave_part(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """Stores a part's result for some rows under one head; `Parts` describes the memory."""
+    """Stores a part's result for some rows of one head, as `Parts` describes it."""
     column = tl.arange(0, BLOCK_DIM)
     at = (part.to(tl.int64) * tokens + row) * heads + head
     mask = is_row[:, None] & (column < DIM)[None, :]
@@ -159,7 +159,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """Combines the parts' results for up to ROWS rows of one request, under one head."""
+    """Merges the parts' results for up to ROWS rows of one request, for one head."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     head, heads = tl.program_id(0), tl.num_programs(0)

@@ -1,5 +1,6 @@
-"""Tiles of matrices that a GPU's copy engine fetches (compute capability 9.0): a load of them costs
-a program neither registers nor the arithmetic of addresses."""
+"""Tiles of matrices that a GPU's copy engine fetches (TMA, compute capability 9.0). Loading them
+costs a program neither registers nor arithmetic on addresses.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def can_copy(matrix: torch.Tensor) -> bool:
-    """Whether there is such an engine, and it takes tiles of `matrix`, [rows, columns]."""
+    """Whether the GPU has such an engine that can fetch tiles of `matrix`, [rows, columns]."""
     itemsize = matrix.dtype.itemsize
     return (
         is_dependent(matrix.device)
@@ -24,6 +25,7 @@ def can_copy(matrix: torch.Tensor) -> bool:
 
 
 def copied_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describes a matrix that `can_copy` accepts to a kernel, which loads tiles of so many rows and
-    columns; what a tile has outside the matrix is 0."""
+    """Describes a matrix that `can_copy` accepts to a kernel, which loads tiles of `rows` rows and
+    `columns` columns. Elements of a tile outside the matrix are 0.
+    """
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])

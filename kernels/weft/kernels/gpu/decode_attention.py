@@ -1,8 +1,8 @@
 """Attention of requests that bring one row, or a few, over paged K and V on a GPU.
 
 A program holds all query heads of one KV head, for all rows of a request or for a block of its
-rows, so that it reads K and V once. It walks one split of the request's context. The splits are
-merged in order, so a request's result depends only on its length and on the number of splits.
+rows, so that it reads K and V once. It walks one split of the request's context. Splits are merged
+in order, so that a request's result depends only on its length and on the number of splits.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ class DecodeLaunchConfig(NamedTuple):
 
 
 MAX_FEW_ROWS = MAX_TREE_ROWS
-"""Most rows per request; with more, `extend_attention` has enough work for each head."""
+"""Most rows of a request; with more, `extend_attention` has enough work for each head."""
 _SMALL_ROWS = 8
-"""Up to this many rows, rows are not divided among programs, and as many programs run as for one
-row.
+"""Most rows of a request that one program holds together; as many programs then run as for one row.
 """
 _BLOCK_MEMBERS = 128
-"""Rows of a program times query heads of a KV head, at most, where a request has more rows."""
+"""Most rows of a program times query heads of a KV head, for requests of more rows."""
 MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
-"""Target number of programs per multiprocessor, whose loads keep the memory busy."""
+"""Programs per multiprocessor to aim for: their loads keep the memory busy."""
 _PAIRS_PER_SM = 1.9
-"""Pairs of request and head per multiprocessor from which splitting costs more than it gains: on an
-H100, of 132, 64 requests of four KV heads take 52 us in one part and 60 in two at 1,000 tokens."""
+"""Pairs of request and head per multiprocessor from which on splitting costs more than it gains. On
+an H100 (132 multiprocessors), 64 requests of four KV heads take 52 us in one part and 60 us in two
+at 1,000 tokens.
+"""
 
 
 def decode_attention(
@@ -86,27 +87,25 @@ def decode_attention(
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D].
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits.
-        layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
         kv_lens: [R] int32.
-        scale: Factor on the scores.
         max_kv_len: Bound of `kv_lens`.
-        is_uniform: Every request brings one row; `cu_q_lens` is not read.
-        first_position: Positions before it are not attended to.
+        is_uniform: Whether every request brings one row; `cu_q_lens` is not read then.
+        first_position: Rows do not attend to positions before it.
         max_rows: Most rows of a request, up to MAX_FEW_ROWS; a power of two.
-        window: Positions that a row attends to at most, or None; not beside a `first_position`.
-        is_chunked: See `AttentionSpec`.
+        window: Most positions that a row attends to, or None; not with a `first_position`.
+        is_chunked: As in `AttentionSpec`.
         ancestors: [T] int64 where rows form trees (`weft.kernels.attention.paged_attention`), or
             None.
         earlier_rows: Earlier rows of each tree; 0 with a window.
         is_settled: `page_table`, `cu_q_lens`, `kv_lens` and what requests have in the pool before
-            their rows in this step may be read before the last kernel has ended.
+            their rows in this step may be read before the preceding kernel has ended.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
-        softcap: Bound of the scores, scaled; 0: none.
+        softcap: Cap of the scaled scores; 0: none.
 
     Raises:
-        ValueError: `first_position` or `earlier_rows` beside a window.
+        ValueError: `first_position` or `earlier_rows` with a window.
     """
     if (first_position or earlier_rows) and window is not None:
         raise ValueError("a first position or earlier rows are not taken beside a window")
@@ -124,27 +123,29 @@ def decode_attention(
     if max_rows > _SMALL_ROWS:
         warps = 8 if block_group > 64 else warps
         if ancestors is not None:
-            # A program of many rows fills a multiprocessor, and its part takes long to merge. Of
-            # chains only a bound is known: most requests may bring one row.
+            # A program of many rows fills a multiprocessor, and its part takes long to merge. For
+            # chains only a bound on rows is known: most requests may bring one row.
             share = max(1, block_group // 32)
     # A window may begin anywhere in a tile.
     walked = max_kv_len if window is None else min(max_kv_len, window + max_rows + tile)
     splits = num_splits(share * blocks * kv_heads, cdiv(walked, tile), q.device)
     programs = share * blocks * kv_heads * splits
     if block_group == 16 and dim <= 128 and (splits == 1 or is_scaled(pool)):
-        # Many programs hide each other's waits, and more warps would each widen the same keys for
-        # their part of the product: fewer spend less on both.
+        # Many programs hide each other's waits, and each additional warp would widen the same keys
+        # for its part of the product. Fewer warps cost less of both.
         warps = min(warps, 2)
     if splits == 1:
         partial, sums = out, out
     else:
-        # The number of tokens does not decide: prompts beside bring many, which leave no parts.
+        # The number of tokens does not decide: prompts in the same step bring many tokens, which
+        # need no parts.
         parts = (requests * max_rows, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
-    # Programs that fill the device have other loads to wait for, those of many rows no registers.
+    # Programs that fill the device wait for other loads meanwhile; programs of many rows have no
+    # registers to spare.
     is_early = is_settled and splits > 1 and block_group <= 32 and not is_scaled(pool)
-    # A first tile that comes early takes a few registers more than four programs have.
+    # A first tile that is loaded early takes a few more registers than four programs have.
     is_capped = is_early and warps == 4 and block_group == 16 and dim <= 128
     _decode_kernel[(kv_heads, blocks, splits)](
         partial,
@@ -224,7 +225,6 @@ def rows_of_program(dtype: torch.dtype, group: int, max_rows: int) -> int:
     """Rows of a request that a program holds; a power of two that divides `max_rows`.
 
     Args:
-        dtype: Dtype of q.
         group: Query heads of a KV head.
         max_rows: Most rows of a request; a power of two.
     """
@@ -243,7 +243,6 @@ def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
     Args:
         pairs: Requests times KV heads.
         tiles: Tiles of the longest context.
-        device: Whose multiprocessors are to be filled.
     """
     multiprocessors = num_multiprocessors(device)
     if pairs >= _PAIRS_PER_SM * multiprocessors:
@@ -253,16 +252,18 @@ def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
 
 
 def launch_config(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchConfig:
-    """The launch for heads of `dim` elements of `dtype`, of at most `max_rows` a request."""
+    """The launch for heads of `dim` elements of `dtype` and at most `max_rows` rows a request."""
     if dtype == torch.float32:
         return DecodeLaunchConfig(tile=16, warps=8)
-    # A tile of one short row is soon multiplied: fewer warps wait less for each other.
+    # A tile of one short row is multiplied quickly, and fewer warps wait less for each other.
     is_short = dim <= 64 and max_rows == 1
     return DecodeLaunchConfig(tile=32 if dim > 128 else 64, warps=2 if is_short else 4)
 
 
 def num_stages(programs: int, splits: int, q: torch.Tensor, is_scaled: bool) -> int:
-    """Number of tiles that a program loads ahead; their memory limits the number of programs."""
+    """Number of tiles that a program loads ahead; their memory limits how many programs run at
+    once.
+    """
     if q.dtype == torch.float32:
         return 1
     if is_scaled and splits == 1 and q.shape[2] <= 128:
@@ -293,7 +294,7 @@ def _first_seen(
 
 @triton.jit
 def _depth(words: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Set bits of each word before its row's own: of at most 31."""
+    """Number of set bits in each word below the row's own bit, at most 31."""
     # Rows that are not there have no bit.
     bits = words & ((1 << (row & 31)) - 1)
     bits = bits - ((bits >> 1) & 0x55555555)
@@ -376,7 +377,8 @@ def _decode_kernel(
     MORE: tl.constexpr = SCALE_BYTES if IS_SCALED else 0
     first = begin + tl.arange(0, TILE)
     if IS_EARLY:
-        # Of the first tile what earlier steps have written comes while the last kernel ends.
+        # The part of the first tile that earlier steps have written is loaded while the preceding
+        # kernel ends.
         there = tl.where((q_len > block) & (q_len <= ROWS), end, begin)
         page = tl.load(table + first // PAGE_SIZE, mask=first < there, other=0)
         is_old = _is_seen(first, there, first_seen, FIRST_POSITION, WINDOW)
@@ -391,7 +393,7 @@ def _decode_kernel(
     if IS_SPLIT & (begin >= end):
         return
 
-    # Of each row of the request the heads of this KV head.
+    # For each row of the request, the heads of this KV head.
     member = tl.arange(0, BLOCK_GROUP)
     in_request = block + member // GROUP
     num_rows = q_len
@@ -419,7 +421,7 @@ def _decode_kernel(
         if WINDOW > 0:
             at = root + _depth(words, last_seen - root)
     if IS_EARLY:
-        # Always so: with a branch fewer registers are needed.
+        # The condition always holds: with a branch the compiler needs fewer registers.
         if begin < end:
             is_seen = _is_seen(first, end, first_seen, FIRST_POSITION, WINDOW)
             is_new = (is_seen & (first >= kv_len - q_len))[:, None] & in_dim[None, :]
@@ -514,8 +516,8 @@ def _k_at(
     DIM: tl.constexpr,
     MORE: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Where K of positions is; V is one page's rows behind it. `MORE`: elements that a position
-    has besides, behind those of all.
+    """Address of K at the given positions; V is one page's rows further. `MORE`: elements that each
+    position has after those of all positions.
     """
     in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
     at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
@@ -546,8 +548,8 @@ def _weigh_tile(
     IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Each member's largest score and sum of weights with one more tile, what its earlier sums
-    shrink by, and the tile's weights. `k_scales`: of keys in 8 bits, or None.
+    """Each member's largest score and sum of weights with one more tile, the factor on its earlier
+    sums, and the tile's weights. `k_scales`: of keys in 8 bits, or None.
     """
     if IS_SUMMED:
         # Summed as a tree: a product's chain over the head would lose too much of float32.
@@ -589,8 +591,8 @@ def _hide(
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
 ) -> tl.tensor:
-    """Hides positions of a tile that a row does not see; with `words`, also the rows from `root`
-    on that its word does not name.
+    """Hides positions of a tile that a row does not see: with `words`, also the rows from `root` on
+    that its word does not name.
     """
     is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
     if IS_CHUNKED:
@@ -601,13 +603,13 @@ def _hide(
         of_tree = position - root
         is_named = (words[:, None] >> (of_tree & 31)[None, :]) & 1
         is_hidden |= (of_tree >= 0)[None, :] & (is_named == 0)
-    # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
+    # Finite where a whole tile may be hidden: its weight vanishes beside any other tile's.
     return tl.where(is_hidden, -1e30, scores)
 
 
 @triton.jit
 def request_of(row: tl.tensor, cu_q_lens: tl.tensor, requests: int) -> tl.tensor:
-    """The request that a row belongs to: the last one that does not begin behind it."""
+    """The request that a row belongs to: the last one that does not begin after it."""
     low = 0
     high = requests
     while high - low > 1:
@@ -664,7 +666,7 @@ def _merge_kernel(
         wait_for_last(IS_DEPENDENT)
     if (q_len > ROWS) | (member >= q_len):
         return
-    # The splits that had something to walk, as in _decode_kernel.
+    # The splits that had positions to walk, as in _decode_kernel.
     walk = _first_seen(kv_len, q_len, WINDOW, IS_CHUNKED) // TILE * TILE if WINDOW > 0 else 0
     tiles = tl.cdiv(kv_len - walk, TILE)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))

@@ -1,9 +1,9 @@
-"""Gated delta nets in steps of few rows a request on a GPU: what comes before blocks are read, in
-one launch.
+"""Gated delta nets in steps of few rows a request, on a GPU: all that precedes the reading of
+blocks, in one launch.
 
-`slot_states` has a launch that convolves and one that finds products with the ring's keys; here a
-program does both for some heads of one key head, and computes their gates. Channels of keys and
-queries are convolved by each such program, which costs less than another launch.
+`slot_states` has one launch that convolves and one that computes products with the ring's keys.
+Here a program does both for some heads of one key head, and computes their gates. Each such program
+convolves the channels of keys and queries again, which costs less than another launch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ if TYPE_CHECKING:
 
 
 class _LaunchConfig(NamedTuple):
-    """Sizes of a launch."""
-
     warps: int
     rows: int
     """Rows of the ring whose keys a program takes at once."""
 
 
 _LAUNCH_CONFIGS = {1: _LaunchConfig(4, 16), 64: _LaunchConfig(2, 8)}
-"""Sizes of launches, by the least number of requests for which each is used. On an H100 a layer of
-Qwen3-Next's sizes takes 15.5 and 16.3 us for one request, 281 and 263 us for 256.
+"""Launches by the least number of requests for which each is used. On an H100 a layer of
+Qwen3-Next's sizes takes 15.5 and 16.3 us for one request, and 281 and 263 us for 256.
 """
 _HEADS = 2
-"""Heads of a program, of those that share a key."""
+"""Heads that a program takes, of the heads that share a key."""
 _REGISTERS = 128
-"""Registers of a thread: with 255, 256 requests take 294 us."""
+"""Registers of a thread; with 255, 256 requests take 294 us."""
 
 
 def step_delta(
@@ -89,8 +87,8 @@ def _input(
     RING_ROWS: tl.constexpr,
     BEFORE: tl.constexpr,
 ) -> tl.tensor:
-    """What the convolution reads of a position, by one load: of a new row, whose channels lie
-    `between` further, of the ring, or of the block.
+    """The convolution's input at a position, by one load: from a new row, whose channels are
+    `between` further, from the ring, or from the block.
     """
     own = new + (position - start) * new_row + between
     base = tl.where(position >= start, own, ring + position % RING_ROWS * ring_row)
@@ -128,8 +126,8 @@ def _convolved(
     RING_ROWS: tl.constexpr,
     TAPS: tl.constexpr,
 ) -> tl.tensor:
-    """Some channels of a position behind the convolution and SiLU, rounded as they are stored at
-    `to`; the ring gets what a new row has of them.
+    """Some channels of a position after the convolution and SiLU, rounded as they are stored at
+    `to`. The ring receives the channels of a new row.
     """
     in_tail = _places_in_tails(in_tails, channel, mask)
     total = tl.zeros(channel.shape, tl.float32)
@@ -224,8 +222,8 @@ def _prepare_kernel(
     GATES_SHARED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """`slot_states._conv_kernel` and `slot_states._shares_kernel` of `AT_ONCE` heads of one key
-    head, behind `recurrent_rows.delta_gates`.
+    """`slot_states._conv_kernel` and `slot_states._shares_kernel` for `AT_ONCE` heads of one key
+    head, with the gates of `recurrent_rows.delta_gates` computed first.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -271,7 +269,8 @@ def _prepare_kernel(
         of_key = tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
         of_query = scale * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
         key, query = key * of_key, query * of_query
-        # All programs of a key head write the same, since each reads it in its next row.
+        # All programs of a key head write the same values, since each program reads them in its
+        # next row.
         tl.store(ring_keys + ring_at * keys_row, key.to(ring_keys.dtype.element_ty), mask=is_key)
         if behind >= 0:
             b_at = ba + behind * ba_row

@@ -1,7 +1,8 @@
-"""Causal attention of long cold prompts by cuDNN: no position before the step, lengths all equal.
+"""Causal attention of long prompts by cuDNN, for steps in which no request has cached positions and
+all have equal lengths.
 
-On an H200 it computes 1.05 to 1.2 times as fast as the Triton kernel from 4,096 rows of 32 heads on
-(two prompts of 4,096: 568 TFLOP/s beside 488, one: 498 beside 479), not below.
+On an H200 it is 1.05 to 1.2 times as fast as the Triton kernel from 4,096 rows of 32 heads on (two
+prompts of 4,096: 568 TFLOP/s against 488; one: 498 against 479), and not faster below.
 bench/gpu_kernels.py has rows of both.
 """
 
@@ -14,14 +15,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MIN_FLOPS = 100e9
-"""Below this the Triton kernel is as fast."""
+"""Below this much work the Triton kernel is as fast."""
 
 
 def is_dense(tokens: int, requests: int, max_q_len: int, max_kv_len: int) -> bool:
-    """Whether all requests bring equally many rows and have nothing before them.
+    """Whether all requests bring equally many rows and have no cached positions.
 
-    The bounds suffice: with `requests` times `max_q_len` rows no request can be shorter, and no
-    context is longer than `max_kv_len`.
+    Bounds suffice: with `requests` times `max_q_len` rows no request can be shorter, and no context
+    is longer than `max_kv_len`.
     """
     return tokens == requests * max_q_len and max_kv_len == max_q_len
 
@@ -29,14 +30,8 @@ def is_dense(tokens: int, requests: int, max_q_len: int, max_kv_len: int) -> boo
 def is_faster(
     q: torch.Tensor, kv_heads: int, requests: int, max_q_len: int, max_kv_len: int
 ) -> bool:
-    """Whether cuDNN supports a step's attention and is faster.
-
-    Args:
-        q: [T, Hq, D] on a GPU.
-        kv_heads: Heads of K and V.
-        requests: Requests in the step.
-        max_q_len: A bound on their rows.
-        max_kv_len: A bound on their contexts, these rows included.
+    """Whether cuDNN supports a step's attention and is faster. `max_q_len` and `max_kv_len` may be
+    bounds; the latter includes the new rows.
     """
     tokens, heads, dim = q.shape
     return is_long_and_cold(heads, dim, tokens, requests, max_q_len, max_kv_len) and _cudnn_takes(
@@ -47,7 +42,7 @@ def is_faster(
 def is_long_and_cold(
     heads: int, dim: int, tokens: int, requests: int, max_q_len: int, max_kv_len: int
 ) -> bool:
-    """Whether a step is dense and so much work that the longer call pays."""
+    """Whether a step is dense and has enough work to pay for the longer call."""
     flops = 2.0 * tokens * max_q_len * heads * dim
     return flops >= MIN_FLOPS and is_dense(tokens, requests, max_q_len, max_kv_len)
 
@@ -62,7 +57,6 @@ def dense_attention(
         k: [T, Hkv, D], any stride between rows.
         v: [T, Hkv, D], likewise.
         requests: Prompts; divides T.
-        scale: Factor on the scores.
 
     Returns:
         [T, Hq * D], dtype of `q`.
@@ -77,9 +71,7 @@ def dense_attention(
 
 @functools.cache
 def _cudnn_takes(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, device: int) -> bool:
-    """Whether cuDNN supports a shape; queried once per shape, since devices before Hopper, head
-    sizes and builds differ.
-    """
+    """Cached by shape, since devices before Hopper, head sizes and builds of cuDNN differ."""
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
     q = torch.empty((1, heads, 128, dim), dtype=dtype, device=f"cuda:{device}")

@@ -1,10 +1,12 @@
-"""Programmatic dependent launch (compute capability 9.0): a kernel begins as the last one ends.
+"""Programmatic dependent launch (compute capability 9.0): a kernel begins while the one before it
+ends.
 
 Every such kernel calls `release_next` once it runs, and `wait_for_last` before it touches anything
-but weights: only after the wait are the writes of earlier kernels complete, since the last kernel
-may itself have begun early. Exceptions are data written before a launch that was not dependent
-(`is_settled`), and, behind a kernel that releases only after its own wait, data written before that
-kernel. Some program of each launch must wait, since the next kernel waits for this launch only.
+but weights. Only after the wait are the writes of earlier kernels complete, since the preceding
+kernel may itself have begun early. A kernel may read two kinds of data before its wait: data
+written before a launch that was not dependent (`is_settled`), and, after a kernel that releases
+only after its own wait, data written before that kernel. Some program of each launch must wait,
+since the next kernel waits for this launch only.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import triton
 import triton.language as tl
 
 LaunchOptions = dict[str, bool]
-"""Arguments of a launch: the kernel's own, and Triton's."""
+"""Keyword arguments of a launch, for the kernel and for Triton."""
 
 _are_ordinary: ContextVar[bool] = ContextVar("are_ordinary", default=False)
 
@@ -41,13 +43,10 @@ def is_dependent(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device, *, is_alone: bool = False) -> LaunchOptions:
-    """Launch options of a kernel that starts while its predecessor ends (programmatic dependent
-    launch).
+    """Launch options of a kernel that starts while its predecessor ends.
 
-    Args:
-        device: Where it runs.
-        is_alone: Whether the kernel begins only after its predecessor has ended; the next one may
-            still begin early.
+    `is_alone`: the kernel begins only after its predecessor has ended; the next one may still begin
+    early.
     """
     if _are_ordinary.get() or not is_dependent(device):
         return {"IS_DEPENDENT": False}

@@ -1,4 +1,6 @@
-"""Input rows of a draft head: each token's embedding joined with the state before it."""
+"""Input rows of a draft head: the embedding of each token, joined with the state at the position
+before.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def join_rows(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Joins each row's embedding and state, both normed: [T], [T, H] -> [T, 2 * H]."""
+    """Joins each row's embedding and state, both normalised: [T], [T, H] -> [T, 2 * H]."""
     return _join(w, token_ids, state, None, None)
 
 
@@ -27,8 +29,7 @@ def join_shifted(
     state.
 
     Args:
-        w: The head.
-        rows: T of R requests; rows of padding get anything.
+        rows: T rows of R requests; results for padding are undefined.
         g: [T, H], contiguous: states.
         kept: [slots, H], contiguous; counts as zeros at position 0.
 
@@ -39,7 +40,7 @@ def join_shifted(
 
 
 def keep_last(g: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> None:
-    """Puts each request's last row of `g` [T, H] into its slot of `kept` [slots, H]."""
+    """Copies each request's last row of `g`, [T, H], to its slot of `kept`, [slots, H]."""
     requests, width = rows.request_slots.shape[0], g.shape[1]
     if requests == 0:
         return
@@ -131,7 +132,7 @@ def _join_kernel(
         slot = tl.load(request_slots + request)
         kept_width = tl.where(tl.load(positions + row) > 0, width, 0)
         if not IS_UNIFORM:
-            # Of the two one is nothing. Padding may be the very first row.
+            # One of the two is zero. Padding may be the very first row.
             first = tl.load(cu_q_lens + request)
             kept_width = tl.where(row == first, kept_width, 0)
             state_width = tl.where(row == first, 0, tl.where(row > 0, width, 0))
@@ -153,7 +154,7 @@ def _join_kernel(
 
 @triton.jit
 def _parent_row(word: tl.tensor, row: tl.tensor, first: tl.tensor) -> tl.tensor:
-    """The row that a row of a tree follows: its nearest ancestor; -1 stands for all before it."""
+    """The row that a tree's row follows, its nearest ancestor; -1 stands for all rows before it."""
     bit = tl.arange(0, 64)
     is_seen = ((word >> bit) & 1 == 1) & (bit < row - first)
     nearest = first + tl.max(tl.where(is_seen, bit, 0), axis=0)

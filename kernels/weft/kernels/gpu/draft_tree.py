@@ -1,5 +1,5 @@
-"""`weft.kernels.draft_tree` on a GPU: two launches between two turns of the head, and one launch to
-choose the nodes.
+"""`weft.kernels.draft_tree` on a GPU: two launches between two runs of the head, and one that
+chooses the nodes to keep.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.kernels.draft_tree import DraftTrees, Nodes
 
 _TILE = 2048
-"""Entries of the vocabulary per program."""
+"""Entries of the vocabulary that a program reads."""
 
 
 def grow(
@@ -27,8 +27,9 @@ def grow(
     trees: DraftTrees,
     depth: int,
 ) -> Expanded:
-    """`weft.kernels.draft_tree.grow_reference` for CUDA tensors; of equally likely tokens the first
-    one comes first."""
+    """`weft.kernels.draft_tree.grow_reference` for CUDA tensors; equally likely tokens come in the
+    order of their ids.
+    """
     (rows, vocab_size), width, device = logits.shape, trees.width, logits.device
     requests, tiles = len(trees.starts), cdiv(vocab_size, _TILE)
     of_tiles = torch.empty((2, rows, tiles), dtype=torch.float32, device=device)
@@ -112,7 +113,7 @@ def _tile_kernel(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """The largest of a tile of a row, and its share of the sum of exponentials."""
+    """The largest logits of a tile of a row, and the tile's sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     column = tile * TILE + tl.arange(0, TILE)

@@ -1,4 +1,6 @@
-"""Low-rank additions to an embedding on a GPU: a token's ranks are looked up, not multiplied."""
+"""Low-rank additions to an embedding on a GPU. A token's ranks are looked up in A, not
+multiplied.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def _gather_kernel(
     vocabulary: int,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """The ranks of one of a token's rows."""
+    """The ranks of a token from one of its adapter's rows."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     token, index = tl.program_id(0), tl.program_id(1)

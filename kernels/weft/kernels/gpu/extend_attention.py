@@ -1,11 +1,11 @@
 """Causal attention of requests that bring several rows, over paged K and V on a GPU.
 
-A program holds a tile of one request's rows under one head and walks the positions that they see:
+A program holds a tile of one request's rows for one head and walks the positions that they see:
 first the pages of positions before the step, then the step's own K and V up to the diagonal. If the
 caller has own K and V outside the pool, the kernel reads them there, and a prompt without cached
-positions reads no page; else it reads them from pages too. With a window the walk begins with the
+positions reads no page; else it reads them from pages too. With a window, the walk begins at the
 first tile of which the first row sees a part. If there are too few programs to fill the GPU,
-several share the positions before the step (`context_parts`).
+several programs share the positions before the step (`context_parts`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from weft.kernels.gpu.softmax import capped, with_sink
 
 
 class PromptRows(NamedTuple):
-    """The rows of a step by request; rows of padding count as one more request."""
+    """The rows of a step by request; padding counts as one more request."""
 
     cu_lens: torch.Tensor
-    """[R + 2] int32: first row of each, and the number of all."""
+    """[R + 2] int32: first row of each request, and the number of all rows."""
     lens: torch.Tensor
-    """[R + 1] int32: number of rows; 0 of a request that brings one."""
+    """[R + 1] int32: number of rows; 0 for a request that brings one row."""
 
 
 class OwnKv(NamedTuple):
@@ -60,21 +60,21 @@ class OwnKv(NamedTuple):
     k: torch.Tensor
     """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
     v: torch.Tensor
-    """Values of the new tokens, [T, Hkv, D]."""
+    """[T, Hkv, D]; heads contiguous, any stride between rows."""
     prompts: PromptRows | None = None
-    """Given if requests of several rows have nothing before the step, for FlashAttention-3."""
+    """For FlashAttention-3: set if requests of several rows have no cached positions."""
 
 
 class ExtendLaunchConfig(NamedTuple):
     """Rows of a program, and how it iterates over its context."""
 
     rows: int
-    """Rows of one request under one head; a multiple of `tile`."""
+    """Rows of one request for one head; a multiple of `tile`."""
     tile: int
     """Positions per iteration."""
     warps: int
     stages: int
-    """Tiles whose loads are under way."""
+    """Tiles that are being loaded."""
 
 
 def extend_attention(
@@ -101,22 +101,20 @@ def extend_attention(
         out: [T, Hq * D], dtype of `q`.
         q: [T, Hq, D].
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
-        layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
         kv_lens: [R] int32, new rows included.
-        scale: Factor on the scores.
         max_q_len: Bound of the requests' rows.
         own: The step's K and V; None: they are read from the pool.
-        first_position: Positions before it are not attended to; 0 with `own`.
-        window: Positions that a row attends to at most, or None; not beside a `first_position`.
-        is_chunked: See `AttentionSpec`.
+        first_position: Rows do not attend to positions before it; 0 with `own`.
+        window: Most positions that a row attends to, or None; not with a `first_position`.
+        is_chunked: As in `AttentionSpec`.
         least_rows: Fewest rows of a request.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
-        softcap: Bound of the scores, scaled; 0: none.
+        softcap: Cap of the scaled scores; 0: none.
 
     Raises:
-        ValueError: `first_position` beside `own` or a window.
+        ValueError: `first_position` with `own` or a window.
     """
     if first_position and own is not None:
         raise ValueError("a first position needs K and V in the pool")
@@ -128,7 +126,7 @@ def extend_attention(
     own_matrices = [] if own is None else [part.flatten(1) for part in (own.k, own.v)]
     is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
     launch = launch_config(q.dtype, dim, max_q_len, is_copied=is_copied)
-    # A bound: each request leaves at most one tile that is not full.
+    # An upper bound: each request has at most one tile that is not full.
     tiles = tokens // launch.rows + requests
     k_tiles, v_tiles = (
         (copied_tiles(part, launch.tile, dim) for part in own_matrices)
@@ -188,7 +186,7 @@ def extend_attention(
 def launch_config(
     dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool
 ) -> ExtendLaunchConfig:
-    """The launch for a head of `dim` elements of `dtype` and at most `rows` rows per request.
+    """The launch for a head of `dim` elements of `dtype` and at most `rows` rows a request.
 
     `is_copied`: the copy engine fetches own K and V, so that two programs share a multiprocessor.
     """
@@ -206,7 +204,7 @@ def launch_config(
 def parts_of_contexts(
     q: torch.Tensor, launch: ExtendLaunchConfig, *, can_share: bool
 ) -> Parts | None:
-    """Parts of the contexts of a step, chosen as if all rows were one request's; each further
+    """Parts of a step's contexts, chosen as if all rows belonged to one request; each further
     request adds at most one tile.
 
     `can_share`: a multiprocessor runs two programs at the same time.
@@ -265,8 +263,8 @@ def _extend_kernel(
     request = request_of_tile(index, cu_q_lens, requests, ROWS)
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
-    # Later tiles of a request see more of it: the longest work begins first, and that of the first
-    # requests, which go on with a prompt.
+    # Later tiles of a request see more of it. The longest work begins first, and so does that of
+    # the first requests, which continue a prompt.
     begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
     cached = tl.load(kv_lens + request) - q_len
     part, parts = tl.program_id(2), parts_of(cached, PARTS)
@@ -303,8 +301,8 @@ def _extend_kernel(
     own_begin, own_end = begin, tl.minimum(begin + ROWS, q_len)
     if PARTS > 1:
         # This program attends to one part of the common positions, and in the last part also to
-        # what is behind them. Positions are counted from the part's first page: a loop from 0 on
-        # takes a fifth fewer instructions, since the compiler then knows that none is negative.
+        # those after them. Positions are counted from the part's first page: a loop from 0 on takes
+        # a fifth fewer instructions, since the compiler then knows that none is negative.
         part_begin = part * (common // PART_UNIT) // parts * PART_UNIT
         part_end = (part + 1) * (common // PART_UNIT) // parts * PART_UNIT
         is_last = part == parts - 1
@@ -372,7 +370,7 @@ def _extend_kernel(
     if IS_SCALED:
         mixed = mixed * unit
         if own_k is not None:
-            # Not in units; read once more, so that no registers keep it.
+            # The query without units is read once more, so that it takes no registers.
             query = tl.load(q + q_at, mask=mask, other=0.0)
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
@@ -414,7 +412,7 @@ def _extend_kernel(
                 first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
             )  # fmt: skip
     if PARTS > 1:
-        # The result of a context with one part is complete: the code below writes it.
+        # The result of a context with one part is complete; the code below writes it.
         is_shared = parts > 1
         if is_shared:
             leave_part(
@@ -442,8 +440,8 @@ def window_of_rows(
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """For rows at positions from `at` on: the first position that any of them sees, and the first
-    tile boundary, before `end`, from which all of them see everything. Positions are counted from
-    `before` on.
+    tile boundary, before `end`, from which on all of them see everything. Positions are counted
+    from `before` on.
     """
     if IS_CHUNKED:
         first = tl.maximum(first_of_chunk(at, before, WINDOW), 0)
@@ -456,7 +454,7 @@ def window_of_rows(
 
 @triton.jit
 def first_of_chunk(at: tl.tensor, before: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """First position of the chunk of positions `at`, all counted from `before` on."""
+    """First position of the chunk that holds positions `at`, all counted from `before` on."""
     return (at + before) // WINDOW * WINDOW - before
 
 
@@ -475,8 +473,9 @@ def k_of_pages(
     DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where K of positions is, V being one page's rows behind it; in 8 bits also where scales are,
-    else nothing of use."""
+    """Address of K at the given positions; V is one page's rows further. In 8 bits also the address
+    of the scales, which is meaningless in other formats.
+    """
     MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
     if IS_PARTIAL:
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
@@ -517,9 +516,10 @@ def attend_tile(
     scale_at: tl.tensor = None,
     TO_V: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds a tile of positions to a running softmax; where partial, what each row sees of it.
+    """Adds a tile of positions to a running softmax. With IS_PARTIAL each row adds what it sees of
+    the tile.
 
-    In 8 bits `scale_at` says where scales of K are, and TO_V how far from them those of V.
+    In 8 bits `scale_at` points to the scales of K, and those of V are TO_V further.
     """
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if IS_PARTIAL:
@@ -562,13 +562,13 @@ def seen_alone(
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
 ) -> tl.tensor:
-    """The scores of what each row sees of a tile; the others are hidden."""
+    """Scores of the positions of a tile that each row sees; the others are hidden."""
     is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
     if IS_CHUNKED:
         is_seen &= position[None, :] >= first_of_chunk(last_seen, before, WINDOW)[:, None]
     elif WINDOW > 0:
         is_seen &= position[None, :] > last_seen[:, None] - WINDOW
-    # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
+    # Finite where a whole tile may be hidden: its weight vanishes beside any other tile's.
     return tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
 
 
@@ -598,8 +598,8 @@ def attend_scaled_tile(
     IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """`attend_tile` of pages in 8 bits, with scales left to scores and weights; `unit`: see
-    `weights_in_units`.
+    """`attend_tile` for pages in 8 bits, whose scales are applied to scores and weights; `unit` as
+    in `weights_in_units`.
     """
     OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
     is_there = position < end
@@ -649,7 +649,7 @@ def mix_tile(
     IS_FUSED: tl.constexpr,
     MAY_SEE_NONE: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds values by their scores to a running softmax."""
+    """Adds values, weighed by their scores, to a running softmax."""
     largest, total, shrink, weights = weigh_tile(
         largest, total, scores, scale, IS_FUSED, MAY_SEE_NONE
     )
@@ -667,22 +667,24 @@ def weigh_tile(
     IS_FUSED: tl.constexpr,
     MAY_SEE_NONE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Each row's largest score and sum of weights with one more tile, what its earlier sums shrink
-    by, and the tile's weights.
+    """Each row's largest score and sum of weights with one more tile, the factor on its earlier
+    sums, and the tile's weights.
     """
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     reference = new_largest
     if MAY_SEE_NONE:
-        # Of this tile and those before it: what is infinite has no difference.
+        # The maximum over this tile and those before it, kept finite, since infinities have no
+        # difference.
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    # Scaled after the subtraction: exactly 1 where a tile brings nothing larger, also where a row
-    # sees none of it. (As a difference of products it would not be: one of them is not rounded.)
+    # Scaled after the subtraction, so that it is exactly 1 where a tile brings nothing larger, also
+    # where a row sees none of it. A difference of products would not be 1, since a fused
+    # multiply-add does not round one of them.
     shrink = tl.exp2((largest - reference) * scale)
     if IS_FUSED:
-        # One instruction a score; what it loses is far below the rounding of the weights.
+        # One instruction a score; its error is far below the rounding of the weights.
         weights = tl.exp2(tl.fma(scores, scale, -(reference * scale)[:, None]))
     else:
-        # As above: loses nothing among the scores that matter.
+        # As above: exact for the scores that matter.
         weights = tl.exp2((scores - reference[:, None]) * scale)
     total = tl.fma(total, shrink, tl.sum(weights, axis=1))
     return new_largest, total, shrink, weights

@@ -1,10 +1,10 @@
-"""Attention on a GPU whose rows are the same bits whatever other rows there are.
+"""Attention on a GPU in which a row's bits do not depend on the other rows.
 
 One kernel takes requests of any number of rows. It reads K and V from pages, in tiles of positions
 from position 0 on; positions of a tile that a row does not see add exact zeros. Contexts are cut
-into segments at absolute positions, and the sums of segments are merged in order, always with the
-same arithmetic. One program merges all segments that it walks; if there are few programs, each
-takes one segment, and a second launch merges them (KV splits of a fixed size: H. He et al.,
+into segments at absolute positions, and the segments' sums are merged in order with the same
+arithmetic in every case. A program merges all segments that it walks. If there are few programs,
+each takes one segment, and a second launch merges them (KV splits of a fixed size: H. He et al.,
 Defeating Nondeterminism in LLM Inference, 2025).
 """
 
@@ -29,12 +29,13 @@ from weft.kernels.gpu.request_tiles import request_of_tile
 from weft.kernels.gpu.softmax import with_sink
 
 SEGMENT = 1024
-"""Positions of a segment, a multiple of every tile. It is the same for all models and steps, since
-results depend on it."""
+"""Positions of a segment, a multiple of every tile. Results depend on it, so that it is the same
+for all models and steps.
+"""
 _PROGRAMS_PER_SM = 2
-"""Programs per multiprocessor from which separate segments gain nothing."""
+"""Programs per multiprocessor from which on separate segments gain nothing."""
 _MAX_PARTS = 4096
-"""Rows times segments that are kept for the merge: some 70 MB of 32 heads."""
+"""Most rows times segments that are kept for the merge: about 70 MB for 32 heads."""
 
 
 def fixed_attention(
@@ -53,29 +54,27 @@ def fixed_attention(
     *,
     is_chunked: bool = False,
 ) -> None:
-    """Writes the rows of `out` of all requests.
+    """Writes all rows of `out`.
 
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D], T at least 1.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits.
-        layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
         kv_lens: [R] int32, new rows included.
-        scale: Factor on the scores.
-        max_kv_len: Bound of `kv_lens`; decides about the launches, not about the bits.
-        window: Positions that a row attends to at most, or None.
+        max_kv_len: Bound of `kv_lens`; it decides on launches, and changes no bits.
+        window: Most positions that a row attends to, or None.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
-        softcap: Bound of the scores, scaled; 0: none.
-        is_chunked: See `AttentionSpec`.
+        softcap: Cap of the scaled scores; 0: none.
+        is_chunked: As in `AttentionSpec`.
     """
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
     kv_heads, page_size = pool.shape[1], pool.shape[4]
     group = heads // kv_heads
     launch = launch_config(q.dtype, dim, 0, is_copied=False)
-    # A bound: each request leaves at most one tile that is not full.
+    # An upper bound: each request has at most one tile that is not full.
     tiles = tokens // (launch.rows // group) + requests
     segments = cdiv(max_kv_len, SEGMENT)
     is_split = segments > 1 and tokens * segments <= _MAX_PARTS
@@ -166,7 +165,9 @@ def _fixed_kernel(
     SOFTCAP: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
-    """A tile of one request's rows under the heads of one KV head, as [ROWS] of (row, head)."""
+    """A tile of one request's rows for the query heads of one KV head, as [ROWS] pairs of row and
+    head.
+    """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     kv_head = tl.program_id(0)
@@ -287,7 +288,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """The segments of one row under one head, as _fixed_kernel merges them."""
+    """The segments of one row for one head, merged as _fixed_kernel merges them."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -316,8 +317,8 @@ def _merge_kernel(
 def _weights(
     all_largest: tl.tensor, largest: tl.tensor, scale: float
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Weights of the sums so far and of one more segment's (0 if nothing of it is seen, or it
-    vanishes beside the others), and the larger of the two maxima.
+    """Weights of the sums so far and of one more segment's, and the larger of the two maxima. A
+    segment's weight is 0 if no position of it is seen, or if it vanishes beside the others.
     """
     new_largest = tl.maximum(all_largest, largest)
     is_seen = largest > float("-inf")

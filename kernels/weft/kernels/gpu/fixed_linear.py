@@ -1,9 +1,9 @@
-"""Products on a GPU whose rows are the same bits whatever other rows there are.
+"""Products on a GPU in which a row's bits do not depend on the other rows.
 
-cuBLAS and `small_linear` choose how a product is cut by the number of rows, and with it the order
-in which an element's terms are added. Here each element is one chain of tensor core instructions
-over K, from its begin to its end, for every number of rows: neither the tile that the element is
-in, nor its place there, nor the tile's depth, nor which operand is turned changes it
+cuBLAS and `small_linear` choose by the number of rows how a product is cut, and so the order in
+which an element's terms are added. Here each element is one chain of tensor core instructions over
+K, from beginning to end, for every number of rows. The tile that holds the element, its place in
+the tile, the tile's depth, and which operand is transposed do not change that chain
 (batch-invariant products: H. He et al., Defeating Nondeterminism in LLM Inference, 2025).
 """
 
@@ -27,7 +27,9 @@ _GROUP = 8
 
 
 class FixedLaunchConfig(NamedTuple):
-    """Tile of a program; a multiple of 64 rows, so that all take the same instruction."""
+    """Tile of a program. It has a multiple of 64 rows, so that all tiles take the same
+    instruction.
+    """
 
     rows: int
     columns: int
@@ -43,7 +45,7 @@ def fixed_linear(
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x @ weight^T + bias, rounded, and `residual` added to that.
+    """x @ weight^T + bias, rounded; then `residual` is added.
 
     Args:
         x: [M, K], contiguous.
@@ -57,8 +59,8 @@ def fixed_linear(
     if rows == 0:
         return out
     if rows <= MAX_ROWS and depth > FIXED.tile:
-        # With few rows, reading the weight is the limit, and `small_linear` streams it. The chain
-        # of instructions is the same.
+        # With few rows, reading the weight is the limit, and `small_linear` streams it, with the
+        # same chain of instructions.
         return small_linear(x, weight, bias, residual, out_dtype, is_fixed=True)
     launch = launch_config(rows, columns)
     is_copied = can_copy(x) and can_copy(weight)

@@ -1,13 +1,14 @@
-"""FlashAttention-3 over prompts with nothing before them, where a package that has it is installed.
+"""FlashAttention-3 over prompts without cached positions, where a package that has it is installed.
 
-Shah et al., arXiv 2407.08608. Lengths are read from the device, so that its launches can be
-captured for any of them. On an H200 it computes 1.3 times as fast as the Triton kernel from 2,048
-rows on, and 1.2 times as fast as cuDNN, not below. It does not see what is cached before a prompt:
-what is installed has no pages, and merging its result with the rest costs more than it gains.
+Shah et al., arXiv 2407.08608. It reads lengths from the device, so that its launches can be
+captured for any lengths. On an H200 it is 1.3 times as fast as the Triton kernel and 1.2 times as
+fast as cuDNN from 2,048 rows on, and not faster below. It does not attend to positions cached
+before a prompt: the installed packages take no pages, and merging its result with the rest costs
+more than it gains.
 
-A tile at the end of a prompt also reads the rows after it, with weights of zero, so that values
-there that are not finite would spread. Therefore padding is computed as a prompt of its own, and
-steps with adapters, which may produce such values, use other kernels.
+A tile at the end of a prompt also reads the rows after the prompt, with weights of zero, so that
+values there that are not finite would spread. Therefore padding is computed as a prompt of its own,
+and steps with adapters, which may produce such values, use other kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from weft.kernels.latent_attention import NOTHING
 logger = logging.getLogger(__name__)
 
 _PACKAGES = {"fa3_fwd._C": "fa3_fwd", "flash_attn_3._C": "flash_attn_3"}
-"""Modules of packages that have it, and where they register it: fa3-fwd on PyPI, and
-FlashAttention's own build, of which the former is a part.
+"""Modules of packages that have it, and the namespace in which each registers it: fa3-fwd on PyPI,
+and FlashAttention's own build, of which the former is a part.
 """
 _MAX_DIM = 256
 MIN_TOKENS = 2048
@@ -32,23 +33,17 @@ MIN_TOKENS = 2048
 
 
 def supports(dtype: torch.dtype, dim: int, tokens: int) -> bool:
-    """Whether it is there for such a step, and faster.
-
-    Args:
-        dtype: Of queries, K and V.
-        dim: D.
-        tokens: T.
-    """
+    """Whether it is installed, takes such a step, and is faster."""
     is_fit = dtype == torch.bfloat16 and dim <= _MAX_DIM and dim % 8 == 0
     return is_fit and tokens >= MIN_TOKENS and _namespace() is not None
 
 
 def prompt_rows(cu_q_lens: torch.Tensor, tokens: int) -> PromptRows:
-    """Which rows of a step it takes.
+    """The rows of a step that FlashAttention-3 takes.
 
     Args:
         cu_q_lens: [R + 1] int32.
-        tokens: T, rows of padding included.
+        tokens: T, padding included.
     """
     cu_lens = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), tokens)])
     lens = cu_lens.diff()
@@ -59,15 +54,14 @@ def prompt_rows(cu_q_lens: torch.Tensor, tokens: int) -> PromptRows:
 def flash_attention(
     out: torch.Tensor, q: torch.Tensor, own: OwnKv, rows: PromptRows, scale: float
 ) -> None:
-    """Writes the rows of `out` whose requests bring several, and those of padding: causal attention
-    among the rows of each.
+    """Writes the rows of `out` of padding and of requests with several rows: causal attention among
+    the rows of each.
 
     Args:
         out: [T, Hq * D], dtype of `q`.
         q: [T, Hq, D] bfloat16.
         own: K and V of the same rows, all of them finite.
-        rows: Which rows.
-        scale: Factor on the scores.
+        rows: From `prompt_rows`.
     """
     namespace = _namespace()
     assert namespace is not None
@@ -90,7 +84,7 @@ def flash_attention(
 
 
 def supports_own_rows(dtype: torch.dtype, dim: int, value_dim: int, tokens: int) -> bool:
-    """Whether `own_attention` is there for heads of so many elements, and pays for so many rows."""
+    """Whether `own_attention` takes heads of `dim` elements, and pays for so many rows."""
     is_fit = dim == value_dim or (128 < dim <= 192 and 96 < value_dim <= 128)
     return is_fit and supports(dtype, dim, tokens)
 
@@ -98,9 +92,10 @@ def supports_own_rows(dtype: torch.dtype, dim: int, value_dim: int, tokens: int)
 def own_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.latent_attention.own_attention` for CUDA tensors; padding has finite results.
+    """`weft.kernels.latent_attention.own_attention` for CUDA tensors; results for padding are
+    finite.
 
-    Rows of K and V are finite, with any stride between rows and between heads.
+    Rows of K and V must be finite; strides between rows and between heads are free.
     """
     namespace = _namespace()
     assert namespace is not None
@@ -130,7 +125,9 @@ def earlier_attention(
     cu_kv_lens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.latent_attention.earlier_attention` for CUDA tensors, as `own_attention`."""
+    """`weft.kernels.latent_attention.earlier_attention` for CUDA tensors, with the conditions of
+    `own_attention`.
+    """
     namespace = _namespace()
     assert namespace is not None
     rows, keys = q.shape[0], k.shape[0]
@@ -149,8 +146,8 @@ def earlier_attention(
         is_causal=False,
         num_splits=1,
     )
-    # For rows without keys the library writes zeros and a log-sum-exp of minus infinity, of which
-    # a merge would make NaN.
+    # For rows without keys the library writes zeros and a log-sum-exp of minus infinity, which a
+    # merge would turn into NaN.
     return out, sums.transpose(0, 1).clamp(min=NOTHING)
 
 

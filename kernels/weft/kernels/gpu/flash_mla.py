@@ -1,8 +1,8 @@
 """FlashMLA over paged latents of DeepSeek's sizes, where a package that has it is installed.
 
-github.com/deepseek-ai/FlashMLA, whose kernels for Hopper `sgl-flash-mla` on PyPI keeps. They take
-pages of 64 positions and requests of one row, so that each of a prompt's rows is given as a request
-of its own, which has the prompt's pages. Rows of one prompt find its latents in the L2 cache.
+github.com/deepseek-ai/FlashMLA, whose kernels for Hopper `sgl-flash-mla` on PyPI ships. They take
+pages of 64 positions and requests of one row, so that each row of a prompt is passed as a request
+of its own with the prompt's pages. Rows of one prompt find its latents in the L2 cache.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 64
 _DIMS = (576, 512)
-"""Elements of a position's vector, and of its value."""
+"""Elements of a position's vector and of its value."""
 _ROWS_AT_ONCE = 2048
-"""Rows of a launch: each has a float32 result beside its own, and a place in the shared memory of
-the kernel that divides the work.
+"""Most rows of a launch. Each row has a float32 result in addition to its own, and a place in the
+shared memory of the kernel that divides the work.
 """
 
 
 class _Launch(NamedTuple):
-    """How the work of consecutive rows is divided; on the device."""
-
     first: int
     tiles: torch.Tensor
     splits: torch.Tensor
 
 
 class RowsPlan(NamedTuple):
-    """Rows and the positions that each attends to: the first of its pages. On the device."""
+    """Rows, and the positions that each attends to, which are the first ones of its pages. On the
+    device.
+    """
 
     page_table: torch.Tensor
     """[rows, max_pages] int32."""
     lens: torch.Tensor
-    """[rows] int32; 0: nothing."""
+    """[rows] int32; 0: the row attends to nothing."""
     read_lens: torch.Tensor
-    """[rows] int32, at least 1: rows with nothing read the first position of their page table."""
+    """[rows] int32, at least 1: rows that attend to nothing read the first position of their page
+    table.
+    """
     launches: tuple[_Launch, ...]
 
 
@@ -53,14 +55,14 @@ class LatentPlan(NamedTuple):
     seen: RowsPlan
     """Each row's attention to all positions that it may see."""
     before: RowsPlan | None = None
-    """Attention to the positions before the step alone; None where each request has one row. It has
-    all rows, or each request's last row where no request of several rows has such positions, or
-    heads of them are computed.
+    """Attention to the positions before the step alone. It has all rows; or each request's last
+    row, where no request of several rows has such positions, or their keys and values by head are
+    computed. None: each request has one row.
     """
 
 
 def supports(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> bool:
-    """Whether it is there for such latents."""
+    """Whether FlashMLA is installed and takes such latents."""
     return _fits(dtype, dim, spec) and page_size == PAGE_SIZE and _operations() is not None
 
 
@@ -70,7 +72,9 @@ def _fits(dtype: torch.dtype, dim: int, spec: LatentSpec) -> bool:
 
 
 def lacking(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> str | None:
-    """What to change so that it computes attention to such latents; None: nothing, or it cannot."""
+    """What the user must change so that FlashMLA takes such latents; None: nothing, or it cannot
+    take them.
+    """
     if not _is_hopper() or not _fits(dtype, dim, spec):
         return None
     if _operations() is None:
@@ -79,12 +83,8 @@ def lacking(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> s
 
 
 def plan_latents(step: AttentionMetadata, rows: int, heads: int) -> LatentPlan:
-    """Divides the work of a step's layers.
-
-    Args:
-        step: Without trees.
-        rows: T; as many as requests if each of them has one.
-        heads: H.
+    """Divides the work of a step's layers. `rows`: T; as many as requests if each has one. The step
+    has no trees.
     """
     if step.max_q_len <= 1:
         return LatentPlan(_plan(step.page_table, step.kv_lens, heads))
@@ -93,7 +93,7 @@ def plan_latents(step: AttentionMetadata, rows: int, heads: int) -> LatentPlan:
     number = torch.arange(rows, device=counts.device)
     ends = step.cu_q_lens[1:]
     request = torch.searchsorted(ends, number, right=True, out_int32=True)
-    # Rows of padding belong to no request: they read one position of the last one's.
+    # Rows of padding belong to no request: they read one position of the last request.
     is_row = request < len(counts)
     request = request.clamp(max=len(counts) - 1)
     table = step.page_table.index_select(0, request)
@@ -123,8 +123,9 @@ def flash_mla(
     """Attention of a plan's rows.
 
     Returns:
-        [T, H, V], of rows with nothing any finite numbers, and [T, H] float32: the logarithm of
-        each softmax's sum, also of rows with nothing that of one position.
+        [T, H, V], with arbitrary finite numbers for rows that attend to nothing; and [T, H]
+        float32, the logarithm of each softmax's sum. For rows that attend to nothing that is the
+        sum over one position.
     """
     operations = _operations()
     assert operations is not None

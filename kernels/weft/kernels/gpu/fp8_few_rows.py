@@ -1,6 +1,6 @@
-"""Products of one or two rows with FP8 or int8 weights on a GPU: bound by reading the weight, which
-each program streams and widens in registers. Rows are not rounded, and a row's result does not
-depend on the other one's values.
+"""Products of one or two rows with FP8 or int8 weights on a GPU. Reading the weight is the limit:
+each program streams its part and widens it in registers. Rows are not rounded, and a row's result
+does not depend on the other row.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from weft.kernels.gpu.sliced_linear import residual_of, store_product
 from weft.kernels.quantised import FP8_GROUP, Fp8Matrix, Int8Channels
 
 MAX_ROWS = 2
-"""Most rows: rounded rows and tensor cores are faster from three on."""
+"""Most rows; from three on, rounded rows and tensor cores are faster."""
 _MAX_NORMED_ELEMENTS = 1152
-"""Most elements of rows whose norm a product takes, as in `weft.kernels.gpu.small_linear`."""
+"""Most elements of the rows for which a product computes the norm itself, as in
+`weft.kernels.gpu.small_linear`.
+"""
 
 
 class SpreadLaunchConfig(NamedTuple):
-    """How a program of plain multiplication covers its part of the weight."""
+    """How a program of the multiplication without tensor cores covers its part of the weight."""
 
     columns: int
-    """Output columns per program: a power of two, at most the rows of a block of scales."""
+    """Output columns of a program: a power of two, at most the rows of a block of scales."""
     groups: int
     """Groups of K taken at once, a power of two."""
     warps: int
 
 
 class FewRows(NamedTuple):
-    """What else concerns a product, as `small_linear` has it."""
+    """Optional operands of a product, as `small_linear` has them."""
 
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
@@ -46,14 +48,14 @@ class FewRows(NamedTuple):
 def spread_launch_config(
     columns: int, k: int, *, is_gated: bool, is_blocks: bool
 ) -> SpreadLaunchConfig:
-    """The launch of plain multiplication (measured on an H100 with Llama-3.1-8B's products,
-    whole and divided between two).
+    """The launch of a product (measured on an H100 with Llama-3.1-8B's products, whole and divided
+    between two ranks).
     """
     groups = next_power_of_2(cdiv(k, FP8_GROUP))
     if groups <= 8:
         return SpreadLaunchConfig(4, groups, warps=2 if groups <= 4 else 4)
     if k <= _MAX_NORMED_ELEMENTS:
-        return SpreadLaunchConfig(4, groups, 4)  # A norm before it takes all of K at once.
+        return SpreadLaunchConfig(4, groups, 4)  # A norm takes all of K at once.
     is_long = k > 8192
     if is_blocks:
         return SpreadLaunchConfig(4, 8, 2) if is_long else SpreadLaunchConfig(8, 8, 4)
@@ -69,7 +71,7 @@ def spread_launch_config(
 
 
 def can_take_norm(rows: int, k: int) -> bool:
-    """Whether `few_rows` of [rows, k] takes a norm before it."""
+    """Whether `few_rows` of [rows, k] can compute the norm of its input."""
     return 0 < rows <= MAX_ROWS and rows * k <= _MAX_NORMED_ELEMENTS
 
 
@@ -84,14 +86,14 @@ def few_rows(
 
     Args:
         x: [M, K], contiguous, 16-bit floats, 1 <= M <= MAX_ROWS.
-        matrix: The weight, [N, K]; where gated the rows of gate come first.
+        matrix: [N, K]; where gated the rows of gate come first.
         out: [M, N], where gated [M, N / 2], contiguous: receives the result, accumulated in float32
             and rounded once; may be the residual.
-        given: See `FewRows`; a norm as `can_take_norm` says.
-        launch: How to launch; None: what suits.
+        given: A norm only if `can_take_norm` holds.
+        launch: None: the launch for these sizes.
 
     Raises:
-        ValueError: Rows of such a length take no norm.
+        ValueError: Rows are too long for a norm.
     """
     (rows, k), columns = x.shape, out.shape[1]
     scales, gated = WeightScales.of(matrix), given.is_gated
@@ -99,7 +101,7 @@ def few_rows(
     if given.norm is not None and k > launch.groups * FP8_GROUP:
         raise ValueError(f"products of {rows} rows of {k} take no norm")
     if scales.rows:
-        # Columns of a program have their scales in common.
+        # Columns of a program share their scales.
         launch = launch._replace(columns=min(launch.columns, scales.rows))
     _fp8_spread_kernel[(cdiv(columns, launch.columns),)](
         out,
@@ -146,7 +148,9 @@ def _fp8_spread_kernel(
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Each thread has elements of K of all the program's columns; they are summed in the end."""
+    """Each thread has elements of K in all of the program's columns; the threads' parts are summed
+    at the end.
+    """
     release_next(IS_DEPENDENT)
     STEP: tl.constexpr = GROUPS * GROUP
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -156,13 +160,14 @@ def _fp8_spread_kernel(
     begin = weight + last.to(tl.int64)[:, None, None] * K
     begin_up = begin + tl.cast(columns, tl.int64) * K
     group = tl.arange(0, GROUPS)
-    # Eight numbers a thread, of the weight as of the rows, so that neither changes threads.
+    # Eight numbers a thread, both of the weight and of the rows, so that neither moves between
+    # threads.
     in_group = tl.arange(0, GROUP)
     if IS_NATIVE:
         in_group = tl.max_contiguous(in_group, 8)
     part = group[:, None] * GROUP + in_group[None, :]
     row = tl.arange(0, ROWS)
-    # The first tile of the weight is on its way while the last kernel ends.
+    # The first tile of the weight is loaded while the preceding kernel ends.
     tile = _groups(begin, part, 0, K, STEP)
     tile_up = tile
     if IS_GATED:
@@ -186,7 +191,7 @@ def _fp8_spread_kernel(
             # A row that does not exist reads the first again, and is not stored.
             second_row = _row(x + tl.where(rows > 1, K, 0), at, K)
         if gain is not None:
-            # K is a single step then.
+            # With a norm, K is a single step.
             weights = tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
             norm = tl.rsqrt(tl.sum(tl.sum(first_row * first_row, axis=1), axis=0) / K + eps)
             first_row *= weights * norm
@@ -242,7 +247,7 @@ def _row(x: tl.tensor, at: tl.tensor, K: tl.constexpr) -> tl.tensor:
 def _scales_of(
     at_scale: tl.tensor, in_groups: tl.tensor, NUM_GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr
 ) -> tl.tensor:
-    """[GROUPS, 1], which are 1 where scales are not in blocks."""
+    """[GROUPS, 1]; 1 where scales are not in blocks."""
     if SCALE_ROWS > 0:
         scale = tl.load(at_scale + in_groups, mask=in_groups < NUM_GROUPS, other=0.0)
     else:

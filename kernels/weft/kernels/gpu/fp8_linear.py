@@ -1,9 +1,9 @@
 """Linear layers with FP8 weights on a GPU.
 
-Few rows are multiplied as they are by weights that are widened in registers; more rows are rounded
-to FP8 first, each with a scale of its own, or each group of 128 of its columns where the weight's
-scales lie in blocks. In deterministic mode rows are rounded however few they are, and all products
-take one tile shape.
+Few rows are multiplied as they are by weights that are widened in registers. More rows are rounded
+to FP8 first. Each row has a scale, or each group of 128 of its columns has one if the weight's
+scales are in blocks. In deterministic mode rows are always rounded, and all products take one tile
+shape.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
 
 MAX_OWN_ROWS = 256
-"""Most rows of products with weights of channels that our own kernel multiplies faster than torch
-(measured on an H100)."""
+"""Most rows for which our own kernel is faster than torch, with weights whose scales are of
+channels (measured on an H100).
+"""
 _OWN_BLOCKS = ((16, 8192), (64, 4096))
-"""Most rows and columns of products with weights of blocks that our own kernel multiplies faster
-than torch (measured on an H100)."""
+"""Most rows and columns for which our own kernel is faster than torch, with weights whose scales
+are of blocks (measured on an H100).
+"""
 
 
 def linear(
@@ -40,8 +42,8 @@ def linear(
     out_dtype: torch.dtype | None = None,
     lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.linear.linear` for FP8 weights on a GPU; what adapters add is computed of `x`
-    as it is.
+    """`weft.kernels.linear.linear` for FP8 weights on a GPU; adapters read `x` before it is
+    rounded.
     """
     check_operands(x, w, residual)
     return with_adapters(x, w, partial(_product, x, w), residual, out_dtype, lora)
@@ -84,7 +86,9 @@ def _gated(x: Fp8Rows, w: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounded_linear(x: Fp8Rows, w: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
-    """`linear` without adapters, of rows that were rounded for such a weight (`rounds_rows`)."""
+    """`linear` without adapters, for rows that have been rounded for such a weight
+    (`rounds_rows`).
+    """
     return _multiply_rounded(x, matrix_of(w), w.bias, None, dtype)
 
 
@@ -95,10 +99,10 @@ def gated_mlp(
     lora: LoraAddition | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)) of more than MAX_ROWS; `lora`: to gate and up.
+    """down(silu(gate(x)) * up(x)) for more than MAX_ROWS rows. `lora` is added to gate and up.
 
-    The activation rounds its result, which is then not kept in other floats. `rounded` are the rows
-    of x if they were rounded already; not with adapters.
+    The activation rounds its result, which is kept in FP8 alone. `rounded` are the rows of x if
+    they have been rounded already; not with adapters.
     """
     check_operands(x, gate_up, None)
     matrix, of_gate = matrix_of(down), matrix_of(gate_up)
@@ -120,14 +124,14 @@ def _is_activated_within(rows: int, matrix: Fp8Matrix) -> bool:
 
 
 def rounds_rows(rows: int, w: LinearWeight) -> bool:
-    """Whether a product multiplies rounded rows by the tiles that suit their number. One in
-    deterministic mode does not: it rounds any number, for the tile `FIXED`.
+    """Whether a product multiplies rounded rows with the tiles that suit their number. In
+    deterministic mode it does not: it rounds any number of rows, for the tile `FIXED`.
     """
     return rows > MAX_ROWS and not w.is_fixed and isinstance(w.form, Fp8Channels | Fp8Blocks)
 
 
 def has_groups(w: LinearWeight) -> bool:
-    """Whether rows that such a weight multiplies have a scale for each group of columns."""
+    """Whether rows for such a weight have a scale for each group of columns."""
     return isinstance(w.form, Fp8Blocks)
 
 
@@ -155,7 +159,6 @@ def add_product(
 
 
 def matrix_of(w: LinearWeight) -> Fp8Matrix:
-    """The weight of a layer in FP8."""
     assert isinstance(w.form, Fp8Channels | Fp8Blocks)
     return w.form
 
@@ -183,7 +186,7 @@ def _multiply_rounded(
 
 
 def is_faster_in_torch(rows: int, matrix: Fp8Matrix) -> bool:
-    """Whether torch multiplies so many rounded rows, and faster than our own kernel."""
+    """Whether torch can multiply so many rounded rows, and is faster than our own kernel."""
     if isinstance(matrix, Fp8Channels):
         return rows > MAX_OWN_ROWS and not any(size % 16 for size in matrix.shape)
     columns, k = matrix.shape
@@ -194,7 +197,7 @@ def is_faster_in_torch(rows: int, matrix: Fp8Matrix) -> bool:
 
 
 def torch_product(x: Fp8Rows, matrix: Fp8Matrix) -> torch.Tensor:
-    """The product by cuBLAS, [M, N] bfloat16."""
+    """[M, N] bfloat16: the product by cuBLAS."""
     weight = matrix.data.t()
     if isinstance(matrix, Fp8Channels):
         return torch._scaled_mm(

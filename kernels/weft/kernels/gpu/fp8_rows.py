@@ -14,11 +14,11 @@ from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.quantised import FP8_GROUP
 
 ROWS_OF_GROUPS = 16
-"""Rows with scales by group are padded in memory to a multiple of this number."""
+"""Rows with scales by group are padded in memory to a multiple of this."""
 _ELEMENTS_PER_WARP = 1024
 _MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(1e-30)
-"""Smallest divisor: rows whose largest magnitude is below it become zeros."""
+"""Smallest divisor; rows whose largest magnitude is below it become zeros."""
 
 
 class Fp8Rows(NamedTuple):
@@ -29,21 +29,22 @@ class Fp8Rows(NamedTuple):
     scales: torch.Tensor
     """[M] float32, or [K / FP8_GROUP, M] where each group of a row has one."""
     rows: int
-    """How many rows there are."""
+    """M, without padding."""
 
     @property
     def has_groups(self) -> bool:
-        """Whether each group of a row has a scale of its own."""
+        """Whether each group of a row has a scale."""
         return self.scales.dim() == 2
 
 
 def quantise_rows(x: torch.Tensor, *, has_groups: bool, is_gated: bool = False) -> Fp8Rows:
-    """Rounds rows to FP8, the largest magnitude of a row or of a group of it being FP8_MAX.
+    """Rounds rows to FP8, so that the largest magnitude of a row, or of a group of it, becomes
+    FP8_MAX.
 
     Args:
         x: [M, K], contiguous, 16-bit floats; M at least 1; where gated [M, 2 * K].
-        has_groups: Groups of FP8_GROUP columns have scales of their own.
-        is_gated: silu of the first half times the second half is rounded.
+        has_groups: Whether groups of FP8_GROUP columns have scales of their own.
+        is_gated: Whether to round silu of the first half times the second half.
     """
     rows, k = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
     groups = cdiv(k, FP8_GROUP)
@@ -61,8 +62,8 @@ def quantise_rows(x: torch.Tensor, *, has_groups: bool, is_gated: bool = False) 
 
 
 def empty_rows(rows: int, k: int, device: torch.device, *, has_groups: bool) -> Fp8Rows:
-    """Memory for so many rows of k numbers, and their scales."""
-    # torch's product of groups takes whole tiles of rows; what stands in the last ones is ignored.
+    """Memory for `rows` rows of `k` numbers, and their scales."""
+    # torch's product of groups takes whole tiles of rows; the rows of padding are ignored.
     whole = cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
     data = torch.empty((whole, k), dtype=FP8, device=device)
     shape = (cdiv(k, FP8_GROUP), whole) if has_groups else (rows,)

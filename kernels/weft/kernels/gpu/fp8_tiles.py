@@ -1,7 +1,7 @@
 """Products of rows and weights that are both FP8, on a GPU's FP8 tensor cores.
 
-Where scales lie in groups of K, the product of each group is scaled and added up in float32 (as in
-DeepSeek-V3, section 3.3.2); else they are applied in the end.
+If scales are in groups of K, each group's product is scaled and added up in float32 (as in
+DeepSeek-V3, section 3.3.2); else scales are applied at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.kernels.gpu.sliced_linear import residual_of, store_product
 from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
 
 _LONG = 8192
-"""K from which on fewer columns are computed at once, so that all multiprocessors have some."""
+"""K from which on programs compute fewer columns at once, so that all multiprocessors have work."""
 _FEW_COLUMNS = 4096
 """Columns up to which programs share K, or 65 to 256 rows are cut smaller, for the same reason."""
 _ROW_TILES_TOGETHER = 8
@@ -33,17 +33,18 @@ class TileLaunchConfig(NamedTuple):
 
     rows: int
     columns: int
-    """Output columns; of a gated pair, of each."""
+    """Output columns; of a gated pair, columns of each."""
     tile: int
-    """Elements of K taken at once; FP8_GROUP where scales lie in groups."""
+    """Elements of K taken at once; FP8_GROUP if scales are in groups."""
     warps: int
     stages: int
     is_turned: bool = False
-    """The weight's rows are those of an instruction: of few rows that wastes less."""
+    """Whether the weight is the first operand of the instruction, which wastes less for few rows.
+    """
     is_copied: bool = False
-    """The copy engine fetches tiles."""
+    """Whether the copy engine fetches tiles."""
     splits: int = 1
-    """Programs that share K; a further launch sums their parts. Not where gated."""
+    """Number of programs that share K; a further launch sums their parts. 1 where gated."""
 
 
 FIXED = TileLaunchConfig(64, 64, FP8_GROUP, 4, 4, is_copied=True)
@@ -88,13 +89,12 @@ def multiply_fp8(
 
     Args:
         x: [M, K], M at least 1; with scales of groups exactly if those of the weight lie in blocks.
-        matrix: The weight, [N, K]; where gated the rows of gate come first.
+        matrix: [N, K]; where gated the rows of gate come first.
         out: [M, N], where gated [M, N / 2], contiguous: receives the result, accumulated in float32
             and rounded once; may be the residual.
         bias: [N], or None.
         residual: [M, N], contiguous, or None; not where gated.
-        is_gated: Apply the activation.
-        launch: How to launch; None: what suits.
+        launch: None: the launch for these sizes.
     """
     rows, k, columns = x.rows, x.data.shape[1], out.shape[1]
     scales = WeightScales.of(matrix)
@@ -167,7 +167,7 @@ def _fp8_tiles_kernel(
     SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
-    """Where programs share K, `out` is [SPLITS, M, N] float32 and gets each program's part."""
+    """If programs share K, `out` is [SPLITS, M, N] float32 and receives each program's part."""
     release_next(IS_DEPENDENT)
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     OWN: tl.constexpr = ((K + TILE - 1) // TILE + SPLITS - 1) // SPLITS * TILE
@@ -267,7 +267,7 @@ def _add_scaled(
     scale: tl.tensor,
     IS_TURNED: tl.constexpr,
 ) -> tl.tensor:
-    """Adds the product of one group, whose scale is that of its rows."""
+    """Adds one group's product, times a scale for each row."""
     if IS_TURNED:
         product += tl.dot(tile, tl.trans(values)) * scale[None, :]
     else:

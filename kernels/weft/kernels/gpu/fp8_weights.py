@@ -40,14 +40,14 @@ FOUR_TO_BFLOAT16 = tl.constexpr(
     }
     """
 )
-"""Four numbers at once: exponent and mantissa of e4m3 move to where bfloat16 has them, and 2^120
-makes up for the difference of the exponents' biases; exact, numbers below 2^-6 included. The
+"""Converts four numbers at once. Exponent and mantissa of e4m3 move to their places in bfloat16,
+and a factor of 2^120 corrects the exponents' bias; this is exact, also for numbers below 2^-6. The
 instructions that convert e4m3 go through two other formats at an eighth of the rate.
 """
 
 
 class WeightScales(NamedTuple):
-    """Scales as kernels take them."""
+    """Scales in the form that kernels take."""
 
     scales: torch.Tensor
     """[N] float32 of channels, or [N / SCALE_ROWS, K / GROUP]."""
@@ -56,7 +56,6 @@ class WeightScales(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Fp8Matrix | Int8Channels | Fp8Experts) -> WeightScales:
-        """The scales of a weight."""
         match matrix:
             case Fp8Channels(_, scales) | Int8Channels(_, scales):
                 return cls(scales, 0)
@@ -64,7 +63,6 @@ class WeightScales(NamedTuple):
                 return cls(scales, rows)
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of a kernel."""
         is_native = dependent_launch.is_dependent(device)
         return {"scales": self.scales, "SCALE_ROWS": self.rows, "IS_NATIVE": is_native}
 
@@ -72,14 +70,16 @@ class WeightScales(NamedTuple):
 def data_of(
     weight: torch.Tensor | Fp8Experts,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The numbers of experts' weights and what else a kernel of floats and FP8 takes of them."""
+    """The numbers of experts' weights, and the further arguments of a kernel that takes floats and
+    FP8.
+    """
     if isinstance(weight, torch.Tensor):
         return weight, {"scales": None, "SCALE_ROWS": 0, "IS_NATIVE": False}
     return weight.data, WeightScales.of(weight).arguments(weight.data.device)
 
 
 def scaled_data(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[str, Any]]:
-    """`data_of` for kernels that do not convert numbers by instructions of their own."""
+    """`data_of` for kernels that do not convert numbers with their own instructions."""
     data, scaling = data_of(weight)
     return data, {name: scaling[name] for name in ("scales", "SCALE_ROWS")}
 
@@ -88,7 +88,7 @@ def scaled_data(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[s
 def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.tensor:
     """A tile of FP8 in the 16-bit floats `like`, without its scales; exact.
 
-    Native: the device has compute capability 9.0.
+    IS_NATIVE: the device has compute capability 9.0.
     """
     if IS_NATIVE and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
@@ -103,7 +103,7 @@ def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.
 def scales_of_expert(
     scales: tl.tensor, expert: tl.tensor, rows: int, K: tl.constexpr, SCALE_ROWS: tl.constexpr
 ) -> tl.tensor:
-    """Where the scales of experts' matrices begin, of so many rows; of floats there are none."""
+    """Where the scales of experts' matrices of `rows` rows begin; floats have none."""
     begin = scales
     if scales is not None:
         if SCALE_ROWS > 0:
@@ -122,7 +122,7 @@ def scaled(
     K: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Numbers of rows `column` and columns `at` of a matrix, times their scales, in float32."""
+    """Numbers at rows `column` and columns `at` of a matrix, times their scales, in float32."""
     wide = tile.to(tl.float32)
     if of_expert is not None:
         if SCALE_ROWS > 0:
@@ -142,7 +142,9 @@ def summed_row(
     K: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """The product of one row of a matrix, [TILE] from its begin, with [TILE] float32."""
+    """The product of the first TILE numbers of one row of a matrix with `values`, [TILE]
+    float32.
+    """
     product = tile.to(tl.float32) * values
     if SCALE_ROWS == 0:
         total = tl.sum(product, axis=0)
@@ -171,7 +173,7 @@ def scaled_experts(
     K: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """[EXPERTS, COLUMNS, TILE] times the scales of some rows ([COLUMNS]) of experts ([EXPERTS])."""
+    """[EXPERTS, COLUMNS, TILE] times the scales of some rows, [COLUMNS], of experts, [EXPERTS]."""
     if SCALE_ROWS == 0:
         product *= tl.load(of_expert[:, None] + column[None, :])[:, :, None]
     else:

@@ -20,9 +20,9 @@ def greedy_rows(
 
     Args:
         logits: [L, vocab_size] float32, rows contiguous.
-        names: [vocab_size] int64: ids of the tokens in the result, where the first one then also
-            stands for rows that are not finite; None: the tokens' own numbers.
-        out: [L] int64, contiguous: where the result goes.
+        names: [vocab_size] int64: ids that tokens have in the result; the first also stands for
+            rows that are not finite. None: tokens keep their numbers.
+        out: [L] int64, contiguous: where the result goes; None: new memory.
     """
     rows, vocab_size = logits.shape
     tokens = out
@@ -130,7 +130,7 @@ def _largest_of_row_kernel(
 def _largest(
     begin: tl.tensor, first: int, vocab_size: int, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The largest of a row's logits from `first` on, and its token; -1: some are not finite."""
+    """The largest of a row's logits from `first` on, and its token; -1 if a logit is not finite."""
     column = first + tl.arange(0, TILE)
     mask = column < vocab_size
     values = tl.load(begin + column, mask=mask, other=float("-inf"))
