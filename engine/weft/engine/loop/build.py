@@ -88,23 +88,19 @@ if TYPE_CHECKING:
 SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
 MAX_SWITCH_S = 5e-4
-"""Switch interval of Python's lock. With the default of 5 ms, steps would be that late while
-another thread reads an adapter or makes masks.
+"""Longest switch interval of Python's lock. With the default of 5 ms, steps would be that late
+while another thread reads an adapter or makes masks.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Models:
-    """The model, and the head or model that drafts for it."""
-
     loaded: LoadedModel
-    """The loaded model; with a draft head, `drafted` contains it."""
+    """The target model. If it has a draft head, `drafted` contains it."""
     drafted: DraftedModel | None
-    """The model with a draft head; None: it has none."""
+    """The model with its draft head; None: it has none."""
     draft: DraftModel | None
-    """A separate draft model; None: there is none."""
     layout: CacheLayout
-    """Layout of the pool's pages."""
     max_context_tokens: int
     """Most tokens of a request, as far as the model and the settings limit it."""
     model_context_tokens: int
@@ -120,13 +116,13 @@ def load_parts(
     """Loads the model and creates the pool.
 
     Args:
-        config: settings.
-        wake: called from other threads when the engine should turn.
-        progress: called with (done, in all, what in words) as each phase begins and proceeds: of
-            bytes while weights load, of graphs while they are captured; in all 0: not known.
+        config: Settings.
+        wake: Called from other threads when the engine should turn.
+        progress: Called with (done, total, what in words) as each phase begins and proceeds: in
+            bytes while weights load, in graphs while they are captured. A total of 0 is unknown.
 
     Raises:
-        ModelError, ConfigError: the directory or the settings cannot be used.
+        ModelError, ConfigError: The directory or the settings cannot be used.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -173,7 +169,7 @@ def _load_parts(
     models = _load_models(config, model, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
-        check_recurrent(config, loaded.config)  # Classes of others may not tell by their files.
+        check_recurrent(config, loaded.config)  # Files of other classes may not tell.
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
@@ -300,7 +296,7 @@ def make_store(
     clock: Clock,
     blocks: StoredBlocks | None,
 ) -> StoreLink | None:
-    """An engine's side of the KV store, if there is one for its model; see `StoreLink`."""
+    """An engine's side of the KV store; None: there is no store for its model."""
     if not keeps_in_store(config, parts.layout):
         return None
     sizes = config.page_size, parts.memory
@@ -318,7 +314,6 @@ def _load_models(
     peers: Peers | None,
     progress: Progress,
 ) -> _Models:
-    """Loads the model, and the head or the model that drafts for it."""
     loaded = load_model(
         config.model_dir,
         config.dtype,
@@ -355,7 +350,7 @@ def _load_models(
 def _windows(
     config: EngineConfig, layout: CacheLayout, counts: Sequence[int], prefixes: PrefixTree | None
 ) -> tuple[WindowPages, ...]:
-    """The pages of the groups behind the first one."""
+    """The pages of the page groups after the first one."""
     windows = []
     for group, num_pages in zip(layout.groups[1:], counts, strict=True):
         assert group.reach is not None
@@ -379,7 +374,6 @@ def _make_executor(
     peers: SharedGroup | DevicePeers | None,
     progress: Progress,
 ) -> LocalExecutor:
-    """Allocates the pool and captures the steps."""
     layout, pool, blocks = models.layout, None, None
     if shared is not None:
         layout, pool = pool_of(config, shared, layout, pools.num_pages)
@@ -416,6 +410,6 @@ def _make_executor(
 
 
 def _max_step_tokens(config: EngineConfig, models: _Models) -> int:
-    """Rows of the largest step; an encoder's has room for the longest prompt."""
+    """Most rows of a step; an encoder's has room for the longest prompt."""
     whole = models.max_context_tokens if models.loaded.config.is_encoder else 0
     return max(config.max_step_tokens + config.decodes_beside, whole)

@@ -15,7 +15,6 @@ def make_sessions(
     """Creates the session pins within the configured shares of the pool; None: disabled.
 
     Args:
-        config: Settings.
         prefixes: None: nothing is cached.
         num_pages: Number of pages of the pool.
         clock: Monotonic seconds.
@@ -35,7 +34,7 @@ class Sessions:
         self._clock = clock
 
     def on_leaving(self, request: Request) -> None:
-        """Called when a session's request ends well, while it still has its pages."""
+        """Called when a session's request ends without an error, while it still has its pages."""
         if request.ends_session:
             self.release(request.cache_salt, request.session_id)
         elif request.cache_leaf is not None and request.cache_leaf.page >= 0:

@@ -1,6 +1,6 @@
-"""Combinations of settings and a model that no engine runs, as far as the settings and the files of
-configuration tell them. No torch: `weft up` asks before it starts a worker, the engine before it
-loads weights.
+"""Refuses combinations of settings and a model that no engine runs, as far as the settings and the
+model's configuration files tell. Imports no torch: `weft up` asks before it starts a worker, the
+engine before it loads weights.
 """
 
 from __future__ import annotations
@@ -32,14 +32,11 @@ MAX_FIXED_GROUP = 64
 """Most query heads of a KV head for deterministic attention on a GPU: a tile's rows."""
 _TREE_ROWS = 1 + MAX_TREE_NODES
 _VECTOR = 16
-"""Numbers that one instruction of a CPU takes at most, of those that activations are made with."""
+"""Most numbers that one CPU instruction of the activations' computation takes."""
 
 
 def check_combination(config: EngineConfig) -> ModelConfig:
-    """Refuses settings under which this model cannot be served.
-
-    Returns:
-        The model's configuration.
+    """Refuses settings under which this model cannot be served. Returns the model's configuration.
 
     Raises:
         ConfigError: Settings that do not go with the model; the message names one.

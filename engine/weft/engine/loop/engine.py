@@ -1,7 +1,7 @@
 """The engine: takes requests, returns tokens and filled pages, one step at a time.
 
-`Engine.turn(inbox)` is the whole life of a request on a worker: take what came in, plan, run the
-model, sample, commit, and return what has to go out. It never waits for the outside world.
+`Engine.turn(inbox)` takes what came in, plans a step, runs the model, samples, commits, and returns
+what has to go out. It never waits for other processes.
 """
 
 from __future__ import annotations
@@ -63,15 +63,17 @@ logger = logging.getLogger(__name__)
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
 IDLE_S = 0.1
-"""Longest time between two turns, unless nothing happens (`QUIET_REPORT_S`)."""
+"""Longest time between two turns while nothing happens, unless the load reports become rarer
+(`QUIET_REPORT_S`).
+"""
 STANDSTILL_S = 0.001
-"""Longest time between two turns while requests wait for what no message announces."""
+"""Longest time between two turns while requests wait for something that no message announces."""
 ARRIVAL_POLL_S = 2e-4
-"""Interval between two looks for notifications of NIXL, which do not wake this process, while one
-is due; on a worker whose device computes beside this process, while any may come.
+"""Interval between two looks for NIXL's notifications, which do not wake this process. It holds
+while one is due, or, on a worker whose device computes beside this process, while any may come.
 """
 MOVE_POLL_S = 5e-5
-"""Interval between two looks whether pages have moved into the pool, a matter of microseconds."""
+"""Interval between two looks whether pages have moved into the pool, which takes microseconds."""
 DISTANT_POLL_S = 1e-3
 """Interval between looks for notifications on a CPU, where looking takes time from computing."""
 
@@ -80,9 +82,9 @@ class Engine:
     """Scheduler, memory, model, sampler and fills of one worker, in one thread.
 
     Args:
-        config: settings.
-        parts: loaded model, pool and transport (`weft.engine.loop.build.load_parts`).
-        clock: monotonic seconds.
+        config: Settings.
+        parts: Loaded model, pool and transport (`weft.engine.loop.build.load_parts`).
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Engine:
         self._intake = parts.intake
         self.memory: PageMemory = parts.memory
         self.memories = (parts.memory, *(window.memory for window in parts.windows))
-        """The pages of each group; `memory` is the first one's."""
+        """The pages of each group. `memory` is the first one's."""
         self.info = parts.info
         self._out = Outgoing()
         self._kv_events = KvEvents(config.page_size)
@@ -197,10 +199,10 @@ class Engine:
         self._pace = StreamPace(interval_s, clock)
         self._expire_at = self._report_at = 0.0
         self._is_reported = False
-        """Whether the last turn reported the load, so that nothing has happened since."""
+        """Whether the last turn reported the load, and nothing has happened since."""
 
     def _watch_pages(self) -> None:
-        """Lets gateways know of the pages that are cached or evicted."""
+        """Tells gateways which pages are cached or evicted."""
         stored, removed = self._kv_events.stored, self._kv_events.removed
         if self.parts.states is not None:
             self.parts.states.watch(stored, removed)
@@ -250,7 +252,6 @@ class Engine:
         )
 
     def _make_filler(self) -> Filler:
-        """The side of this worker that fills pages of others."""
         config, parts, clock = self.config, self.parts, self._clock
         jobs = ComputeJobs(
             config,
@@ -286,7 +287,6 @@ class Engine:
 
     @property
     def flight(self) -> FlightRecorder | None:
-        """Records each plan for crash dumps, once set."""
         return self.pipeline.flight
 
     @flight.setter
@@ -300,7 +300,9 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request, fill or lease exists: stopping the engine disturbs nobody."""
+        """Whether no request, fill or lease exists, so that stopping the engine
+        interrupts nothing.
+        """
         return not (
             self.scheduler.num_requests
             or self.pipeline.num_steps
@@ -311,7 +313,7 @@ class Engine:
 
     @property
     def num_copies(self) -> int:
-        """Number of pages held for copies to elsewhere."""
+        """Number of pages held while they are copied to tiers or the KV store."""
         num_copies = self.store.num_open_pages if self.store is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
 
@@ -365,7 +367,9 @@ class Engine:
         return self.parts.transport.has_arrived()
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
-        """Takes the inbox, starts and completes at most one step each; returns what to send."""
+        """Takes the inbox, begins at most one step, commits at most one, and returns
+        what to send.
+        """
         self.pipeline.host_goes_on()
         self._executor.check()
         if inbox is not None:
@@ -418,7 +422,7 @@ class Engine:
         return self._out.take(with_batches=goes)
 
     def close(self) -> None:
-        """Ends the transport's threads and agents, and the compiler of constraints."""
+        """Stops the threads of the transport, the adapters, the drafter and the constraints."""
         self._constraints.close()
         self.adapters.close()
         if self.drafter is not None:
@@ -511,8 +515,9 @@ class Engine:
         if self.sessions is not None:
             self.sessions.pins.clear()
         if self.parts.states is not None:
-            self.parts.states.memory.flush_cache()  # Before tiers are given what pages lose.
-        # The first group comes last: the tiers would be given window pages whose nodes it drops.
+            self.parts.states.memory.flush_cache()  # Before the tiers get what pages lose.
+        # The first group comes last: it drops the nodes of window pages, and the tiers would copy
+        # those.
         num_pages = sum(memory.flush_cache() for memory in reversed(self.memories))
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
@@ -543,7 +548,7 @@ class Engine:
             self._constraints.end(request, is_last=True)
 
     def _check_queue(self) -> None:
-        """Raises Overloaded if too many samples wait; samples to be forked later count too."""
+        """Raises Overloaded if too many samples wait, counting those to be forked later."""
         num_waiting = self.scheduler.num_waiting + self._groups.num_unforked()
         if num_waiting >= self.config.max_waiting_requests:
             message = f"{num_waiting} requests are waiting"
@@ -565,7 +570,7 @@ class Engine:
     # -- the step --------------------------------------------------------------------------------
 
     def _note_plan(self) -> None:
-        """Reports the results of planning: preemptions, cached pages of fill jobs, and wipes."""
+        """Reports preemptions and cached pages of fill jobs, and zeroes the pages that need it."""
         for request in self.scheduler.preempted:
             self._out.preempted(request)
         self.scheduler.preempted.clear()
@@ -584,12 +589,12 @@ class Engine:
         if self.tiers is not None:
             if self.tiers.num_due and self.store is not None:
                 # Loads do not wait for steps. A copy for the store may still read a page that was
-                # lent to one since, and its zeroing may be of pages that one writes to.
+                # since lent to a load, and the zeroing may be of pages that a load writes to.
                 self.store.settle()
             self.tiers.begin_loads()
 
     def _read_early(self, plan: Plan) -> None:
-        """Enqueues the reading of pages for others behind the step that was just begun."""
+        """Has pages for other workers read as soon as the step that was just begun ends."""
         fills = [item for item in plan.chunks if item.request.is_fill]
         if fills:
             mark = self._executor.mark()
@@ -616,7 +621,7 @@ class Engine:
             gate.observe(plan, runs, duration_s)
 
     def _take_vectors(self, plan: Plan, vectors: LaterVectors) -> None:
-        """Emits vectors, and ends the requests whose prompts are complete."""
+        """Sends vectors, and ends the requests whose prompts are complete."""
         before = len(plan.decodes) + len(plan.verifies)
         for pooled, made in vectors.wait():
             request, start, *_ = plan.chunks[pooled.request - before]
@@ -628,11 +633,8 @@ class Engine:
                 self._groups.end_sample(request, "stop", None)
 
     def _take_tokens(self, drawn: SampledTokens, plan: Plan) -> int:
-        """Appends and emits new tokens; ends samples where they end, and forks others.
-
-        Args:
-            drawn: The drawn tokens.
-            plan: Plan of the step; the tokens of its decodes are not first tokens.
+        """Appends and sends new tokens; ends samples where they end, and forks others. The tokens
+        of the plan's decodes are not first tokens.
 
         Returns:
             Tokens of requests that had ended while the step was under way.
@@ -674,7 +676,6 @@ class Engine:
             self._groups.fail(request.key, error)
 
     def _on_finish(self, request: Request) -> None:
-        """Handles the end of a request, whose pages are released."""
         if request.is_fill:
             if request.error is not None:
                 self.filler.on_job_failed(request, request.error.message)
@@ -695,11 +696,10 @@ class Engine:
         return area.counts() if area is not None else None
 
     def counters(self) -> dict[str, int]:
-        """Counts since start, by name."""
         return engine_counters(self)
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of everything that grows with requests, by name; see `snapshot`."""
+        """Sizes of everything that grows with requests, by name, as `snapshot` reports them."""
         return {
             "groups": len(self._groups),
             "sampling_slots": self._drawer.num_slots,

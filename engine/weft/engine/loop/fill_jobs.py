@@ -15,17 +15,17 @@ from weft.engine.sources.lease import FillJob
 
 
 class ComputeJobs:
-    """Implements `Jobs` over the scheduler.
+    """Implements `Jobs` with the scheduler: each fill is a prompt that is computed.
 
     Args:
-        config: bounds.
-        intake: makes requests and knows namespaces.
-        scheduler: runs them.
-        max_tokens: longest prompt.
-        num_pages: pages of the pool.
-        look_up: asks the KV store about a new request.
-        has_adapter: whether pages can be computed with the adapter of this digest.
-        clock: monotonic seconds.
+        config: Bounds of queued work.
+        intake: Makes requests and knows namespaces.
+        scheduler: Runs the requests.
+        max_tokens: Longest prompt.
+        num_pages: Pages of the pool.
+        look_up: Asks the KV store about a new request.
+        has_adapter: Whether pages can be computed with the adapter of this digest.
+        clock: Monotonic seconds.
     """
 
     def __init__(

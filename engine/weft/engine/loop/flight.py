@@ -16,7 +16,7 @@ from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
 
 MAX_ITEMS = 64
-"""Most items recorded of a plan; of a longer one only its length and token count are kept."""
+"""Most items recorded of a plan. Of a longer one, the rest shows only in its counts."""
 MAX_SLOTS = 4096
 _HEADER = struct.Struct("<QddII")
 """Header: steps begun, begin and end of the last one (monotonic seconds), its items, its tokens."""
@@ -38,8 +38,8 @@ class FlightRecorder:
     the process ends.
 
     Args:
-        path: The file, made anew.
-        clock: monotonic seconds.
+        path: The file, which is overwritten.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, path: Path, clock: Clock = monotonic) -> None:
@@ -52,7 +52,6 @@ class FlightRecorder:
         self._arrivals: dict[int, int] = {}
         """Arrival number of the request whose name is in the file, by slot."""
         self._decodes: Sequence[Request] = ()
-        """Decodes of the last plan."""
 
     def begin(self, plan: Plan) -> None:
         """Records the start of a step."""
@@ -82,7 +81,6 @@ class FlightRecorder:
         _HEADER.pack_into(self._map, 0, self._num_steps, began_at, ended_at, num_items, num_tokens)
 
     def _name(self, request: Request) -> None:
-        """Records the name of the request that has the slot, unless the file has it."""
         slot = request.slot
         if self._arrivals.get(slot) == request.arrival:
             return

@@ -1,4 +1,4 @@
-"""The requests that gateways submitted: each is a group of samples, which share its prompt."""
+"""The requests that gateways submitted. Each is a group of samples that share its prompt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from weft.engine.scheduler.state import Request, RequestKey, State, end_of
 
 
 class RequestGroups:
-    """Follows the samples of each request to their ends, and tells its gateway.
+    """Follows the samples of each request to their ends, and reports to its gateway.
 
     Args:
-        intake: Makes the samples behind the first one.
-        scheduler: Runs them.
+        intake: Makes the samples after the first one.
         constraints: Compiles the requests' constraints.
         out: Outbox for the messages to gateways.
         clock: Monotonic seconds.
@@ -37,7 +36,8 @@ class RequestGroups:
         self._clock = clock
         self._groups: dict[RequestKey, list[Request]] = {}
         self._forking: set[RequestKey] = set()
-        """Requests whose samples are still to be forked; a forked request may still be in the set.
+        """Requests whose samples are still to be forked. A request that was forked may still be in
+        it.
         """
 
     def __len__(self) -> int:
@@ -53,15 +53,12 @@ class RequestGroups:
             self._forking.add(first.key)
 
     def num_unforked(self) -> int:
-        """Number of samples that are still to be forked."""
         firsts = {key: self._groups[key][0] for key in self._forking if key in self._groups}
         self._forking = {key for key, first in firsts.items() if first.unforked_samples}
         return sum(len(firsts[key].unforked_samples) for key in self._forking)
 
     def take_compiled(self) -> None:
-        """Releases the requests whose constraints have been compiled, and fails those whose cannot
-        be.
-        """
+        """Releases the requests whose constraints have been compiled. Fails those with an error."""
         for key, error in self._constraints.take_compiled():
             if error is not None:
                 self.fail(key, error)
@@ -74,7 +71,7 @@ class RequestGroups:
         """Hands requests back to their gateways, which resume them elsewhere.
 
         Args:
-            is_running_too: Hand running requests back too.
+            is_running_too: Whether running requests are handed back too.
         """
         queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
         for key, group in list(self._groups.items()):
@@ -88,7 +85,6 @@ class RequestGroups:
             self._out.all_tokens(request)
 
     def cancel(self, key: RequestKey, sample: int | None = None) -> None:
-        """Cancels one sample of a request, or all."""
         if sample is None:
             self._cancel_all_of(key)
             return
@@ -101,12 +97,11 @@ class RequestGroups:
                 return
 
     def cancel_all(self, gateway: int) -> None:
-        """Cancels all requests of a gateway."""
         for key in [key for key in self._groups if key.gateway == gateway]:
             self.cancel(key)
 
     def fork(self, first: Request, now: float) -> None:
-        """Creates the other samples of a prompt whose KV exists now; they share its full pages."""
+        """Creates the other samples of a prompt whose KV exists now. They share its full pages."""
         group = self._groups.get(first.key)
         samples, first.unforked_samples = first.unforked_samples, {}
         if group is None:
@@ -140,7 +135,7 @@ class RequestGroups:
             self._scheduler.finish(request, error)
 
     def on_finished(self, request: Request) -> None:
-        """Notes that a sample has ended, and the request with its last one."""
+        """Notes that a sample has ended; with the last one, the request has ended."""
         group = self._groups.get(request.key)
         if request.error is not None:
             self.fail(request.key, request.error)
@@ -150,7 +145,7 @@ class RequestGroups:
             self._constraints.end(request, is_last=request.key not in self._groups)
 
     def _end_unforked(self, first: Request, sample: int) -> None:
-        """Cancels a sample before it was forked."""
+        """Cancels a sample that was not forked yet."""
         generated = first.unforked_samples.pop(sample)
         never = self._intake.sibling(first, sample, generated, self._clock())
         never.timeline.finish_s = self._clock() - never.timeline.submitted_at
@@ -165,18 +160,17 @@ class RequestGroups:
 
 
 def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> Request | None:
-    """Takes a request resumed from another owner: reports the samples that their last tokens had
-    ended before that one was lost.
+    """Reports the samples of a resumed request whose last tokens had already ended them.
 
     Args:
         first: A resumed request as `Intake.from_submit` made it.
         intake: Makes its siblings.
-        out: Where ends are reported.
+        out: Outbox for the reports.
         now: On the engine's clock.
 
     Returns:
-        The first sample that still has to run; the rest will be forked from it. None: all had
-        ended.
+        The first sample that still has to run, from which the rest will be forked. None: all had
+            ended.
     """
     unforked, first.unforked_samples = first.unforked_samples, {}
     siblings = [intake.sibling(first, sample, ids, now) for sample, ids in unforked.items()]

@@ -1,4 +1,4 @@
-"""What an engine tells its worker of itself."""
+"""What an engine tells its worker of itself at start."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ def describe_engine(
     transport: Transport,
     notices: list[str],
 ) -> EngineInfo:
-    """What an engine tells its worker of itself at start.
+    """Describes an engine to its worker.
 
     Args:
-        config: Settings.
-        loaded: The model.
-        layout: Of the pool's pages.
         num_pages: Pages of the pool, the null page included.
-        max_tokens: Longest request.
-        transport: Carries pages between workers.
+        max_tokens: Length of the longest request.
         notices: Sentences for the log and for status.
     """
     return EngineInfo(

@@ -29,15 +29,15 @@ class Intake:
     """Builds the engine's requests.
 
     Args:
-        config: engine settings.
-        layout: page shape, part of the namespace.
+        config: Settings.
+        layout: Page layout, part of the namespace.
         model_digest: 32 bytes.
-        vocab_size: token ids are below it.
-        eos_token_ids: of the model.
-        max_tokens: longest prompt plus output that the context and the pool allow.
-        adapter_parts: names of the projections that adapters may change here.
-        pooling: the task that the model serves, and how it makes vectors; None: it generates.
-        embedding_size: entries of an embedding; 0: unknown.
+        vocab_size: Token ids are below it.
+        eos_token_ids: The model's.
+        max_tokens: Longest prompt and output together that the context and the pool allow.
+        adapter_parts: Names of the projections that adapters may change here.
+        pooling: The task that the model serves, and how it makes vectors; None: it generates.
+        embedding_size: Entries of an embedding; 0: unknown.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Intake:
     def from_submit(self, submit: Submit, now: float) -> Request:
         """Builds the first sample of a submit that is to run; the others are forked from it.
 
-        A resumed request brings the tokens of its earlier attempts and continues as if it had drawn
-        them here. These tokens may already have ended it (`end_of`).
+        A resumed request brings the tokens of its earlier attempts and continues as if it had
+        sampled them here. These tokens may already have ended it (`end_of`).
 
         Raises:
-            InvalidRequest, ContextTooLong: it can never run.
+            InvalidRequest, ContextTooLong: The submit can never run.
         """
         num_prompt = len(submit.prompt)
         if num_prompt == 0:
@@ -105,7 +105,9 @@ class Intake:
         wanted = submit.stop.max_tokens
         room = self._max_tokens - num_prompt
         if wanted == 1:
-            room += 1  # A token that is only drawn has no position: the prompt may fill them all.
+            room += (
+                1  # A token that is only sampled needs no position: the prompt may fill them all.
+            )
         if pool is not None:
             room, wanted = room + 1, 0
         if room < 1:
@@ -150,7 +152,7 @@ class Intake:
         )
 
     def _pool(self, submit: Submit) -> Pool | None:
-        """The vectors that a submit wants, as the model makes them; None: it wants tokens."""
+        """None: the submit wants tokens."""
         pool = submit.pool
         wanted: Task = "generate" if pool is None else pool.task
         if wanted != self._task:
@@ -188,7 +190,7 @@ class Intake:
         )
 
     def _samples(self, submit: Submit, max_tokens: int) -> dict[int, list[int]]:
-        """The samples that are to run, with the tokens generated in earlier attempts."""
+        """The samples that are to run, with the tokens that earlier attempts generated."""
         samples: dict[int, list[int]] = {sample: [] for sample in range(submit.sampling.n)}
         for entry in submit.progress:
             self._check_progress(entry, submit.sampling.n, max_tokens)
@@ -213,7 +215,7 @@ class Intake:
         raise InvalidRequest(message, stage="validate", param="progress")
 
     def sibling(self, first: Request, sample: int, generated: list[int], now: float) -> Request:
-        """Builds another sample of the same prompt, with the tokens it has already generated
+        """Builds another sample of the same prompt; `generated` are the tokens that it has from
         elsewhere.
         """
         return Request(

@@ -29,7 +29,7 @@ from weft.engine.loop.engine import Engine
 NO_TIMEOUT_S = 1e9
 _SESSION = 0
 _IDLE_S = 0.05
-"""Seconds between turns in which the engine only waits for one of its threads."""
+"""Longest wait in seconds between turns in which the engine only waits for one of its threads."""
 
 
 @dataclass(slots=True)
@@ -39,15 +39,14 @@ class GeneratedSample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens but the first."""
+    """Log-probabilities of the prompt's tokens except the first."""
     vectors: list[Float32Array] = field(default_factory=list)
-    """[n, width] each: of the prompt, where vectors were wanted."""
+    """[n, width] each: vectors of the prompt, if they were wanted."""
     finish_reason: str = ""
     timeline: Timeline | None = None
 
 
 def to_error(failure: Failure) -> WeftError:
-    """Converts a failure message back to the exception."""
     return error_class(failure.reason)(
         failure.message,
         stage=failure.stage,
@@ -61,10 +60,10 @@ class LLM:
 
     Args:
         model_dir: Hugging Face directory.
-        settings: any field of `EngineConfig`.
+        settings: Any field of `EngineConfig`.
 
     Raises:
-        ModelError, ConfigError: the directory or the settings cannot be used.
+        ModelError, ConfigError: The directory or the settings cannot be used.
     """
 
     def __init__(self, model_dir: Path | str, **settings: Any) -> None:
@@ -82,16 +81,15 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stops the engine's threads."""
         self.engine.close()
 
     def load_adapter(
         self, directory: Path | str, *, is_pinned: bool = False, is_lenient: bool = False
     ) -> bytes:
-        """Loads a PEFT directory, which must stay as it is; needs `enable_lora`.
+        """Loads a PEFT directory, which must stay unchanged; needs `enable_lora`.
 
         Args:
-            directory: adapter_config.json and adapter_model.safetensors.
+            directory: Has adapter_config.json and adapter_model.safetensors.
             is_pinned: Whether the adapter stays on the device.
             is_lenient: Whether parts that cannot be applied are left out.
 
@@ -116,7 +114,6 @@ class LLM:
         return digest
 
     def unload_adapter(self, digest: bytes) -> None:
-        """Unloads an adapter."""
         self._order(AdapterOrder(query=next(self._ids), action="unload", digest=digest))
 
     def _order(self, order: AdapterOrder) -> None:
@@ -145,21 +142,19 @@ class LLM:
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> list[GeneratedSample]:
-        """Runs prompts of token ids to their end; with n > 1 the first sample of each.
+        """Runs prompts of token ids to their end and returns the first sample of each.
 
         Args:
-            prompts: Token ids of each prompt.
-            sampling: For all prompts, or one for each; greedy if not given.
-            stop: Stop criteria of all prompts, or of each.
+            sampling: For all prompts, or one for each; None: greedy.
             top_logprobs: None: no log-probabilities.
-            adapters: Digest of each prompt's adapter; an empty digest, or an empty list, is the
+            adapters: Digest of each prompt's adapter. An empty digest, or an empty list, is the
                 base model.
             max_at_once: Most prompts under way; the others begin as these end. None: all at once.
             prompt_logprobs: Alternatives for each token of the prompts; None: none are computed.
 
         Raises:
             ValueError: `max_at_once` is less than one.
-            WeftError: a prompt was refused; nothing else goes on.
+            WeftError: A prompt was refused. All others are cancelled.
         """
         groups = self.generate_all(
             prompts, sampling, stop, top_logprobs, adapters, max_at_once, prompt_logprobs
@@ -211,15 +206,14 @@ class LLM:
         """Makes vectors of prompts of token ids.
 
         Args:
-            prompts: Token ids of each prompt.
-            pool: What is wanted of them.
-            adapters: See `generate`.
+            pool: The vectors that are wanted.
+            adapters: Digest of each prompt's adapter; empty: the base model.
 
         Returns:
             [n, width] of each prompt: one vector, or one for each of its tokens.
 
         Raises:
-            WeftError: a prompt was refused; nothing else goes on.
+            WeftError: A prompt was refused. All others are cancelled.
         """
         submits = [
             Submit(
@@ -236,20 +230,16 @@ class LLM:
             )
             for prompt, adapter in zip(prompts, adapters or [b""] * len(prompts), strict=True)
         ]
-        # Prompts come a step at a time: taking them in takes long beside their steps.
+        # Prompts come one step's worth at a time, since taking them in takes long beside their
+        # steps.
         groups = self._finish(submits, len(submits), self.engine.config.max_step_tokens)
         return [np.concatenate(samples[0].vectors) for samples in groups]
 
     def _finish(
         self, submits: list[Submit], max_at_once: int, tokens_each: float = math.inf
     ) -> list[list[GeneratedSample]]:
-        """Runs submits to their end; cancels them if one fails.
-
-        Args:
-            submits: What to run.
-            max_at_once: Most submits under way.
-            tokens_each: A turn of the engine takes in no more submits once their prompts have so
-                many tokens.
+        """Cancels all submits if one fails. A turn of the engine takes in no more submits once
+        their prompts have `tokens_each` tokens.
         """
         groups = {s.request_id: [GeneratedSample() for _ in range(s.sampling.n)] for s in submits}
         try:
@@ -294,7 +284,7 @@ class LLM:
 
 
 def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list[str]:
-    """Adds a step's events; returns the request of each sample that finished."""
+    """Returns the requests whose samples finished, one entry for each sample."""
     for failed in batch.failed:
         raise to_error(failed.failure)
     for scores in batch.prompt_logprobs:

@@ -25,7 +25,6 @@ from weft.engine.scheduler.state import Request, RequestKey
 
 
 def failure_of(error: WeftError) -> Failure:
-    """Converts an error to a message."""
     return Failure(
         reason=error.reason,
         message=error.message,
@@ -36,8 +35,6 @@ def failure_of(error: WeftError) -> Failure:
 
 
 class Outgoing:
-    """The outbox under construction."""
-
     def __init__(self) -> None:
         self._outbox = Outbox()
         self._gateways: dict[int, GatewayBatch] = {}
@@ -46,22 +43,20 @@ class Outgoing:
 
     @property
     def outbox(self) -> Outbox:
-        """The outbox for messages that belong to no gateway."""
+        """The outbox, for messages that belong to no gateway."""
         return self._outbox
 
     def gather(self) -> list[GatewayBatch]:
-        """Ends the batches of a turn; returns them behind those of earlier turns, which `take`
-        left.
+        """Ends the batches of a turn. Returns them after those of earlier turns that
+        `take` left.
         """
         self._gathered += self._gateways.values()
         self._gateways = {}
         return self._gathered
 
     def take(self, *, with_batches: bool) -> Outbox:
-        """Returns what was collected and starts a new collection.
-
-        Args:
-            with_batches: Whether the gathered batches are part of it, or stay.
+        """Returns what was collected and starts a new collection. Without `with_batches`, the
+        gathered batches stay.
         """
         taken, self._outbox = self._outbox, Outbox()
         if with_batches:
@@ -76,14 +71,13 @@ class Outgoing:
         return batch
 
     def accepted(self, key: RequestKey) -> None:
-        """Reports that a request is queued."""
         event = Accepted(request_id=key.request_id, attempt=key.attempt)
         self.gateway(key.gateway).accepted.append(event)
 
     def computed_here(self, request: Request) -> None:
         """Tells the gateway that this engine computes a prompt itself, although prefill workers
-        were named for it. The gateway then no longer counts it in the queue of one of them. After
-        a fill that succeeded nothing is sent: only the few tokens behind it are computed here.
+        were named for it. The gateway then no longer counts the prompt in the queue of one of them.
+        After a fill that succeeded nothing is sent, since only a few tokens are left to compute.
         """
         key, fills = request.key, request.timeline.fills
         if not request.awaits_first_token or not (request.candidates or fills):
@@ -98,18 +92,17 @@ class Outgoing:
     def prompt_logprobs(
         self, key: RequestKey, first_position: int, logprobs: list[TokenLogprob]
     ) -> None:
-        """Reports log-probabilities of tokens of a prompt."""
         event = PromptLogprobs(key.request_id, key.attempt, first_position, logprobs)
         self.gateway(key.gateway).prompt_logprobs.append(event)
 
     def vectors(self, key: RequestKey, first_row: int, vectors: Float32Array) -> None:
-        """Reports vectors of a prompt, [n, width], from one on."""
+        """Reports vectors of a prompt, [n, width], from `first_row` on."""
         values = vectors.astype("<f4", copy=False).tobytes()
         event = PooledVectors(key.request_id, key.attempt, first_row, vectors.shape[1], values)
         self.gateway(key.gateway).vectors.append(event)
 
     def all_tokens(self, request: Request) -> None:
-        """Reports all tokens that a sample has generated (log-probabilities are not kept)."""
+        """Reports all tokens that a sample has generated. Their log-probabilities are not kept."""
         if request.num_generated == 0:
             return
         key = request.key
@@ -124,7 +117,6 @@ class Outgoing:
         self.gateway(key.gateway).preempted.append(event)
 
     def finished(self, request: Request, reason: str, stop_token_id: int | None) -> None:
-        """Reports that one sample ended without an error."""
         key = request.key
         event = Finished(
             request_id=key.request_id,
@@ -155,16 +147,13 @@ class Outgoing:
         self._outbox.adapter_replies.append(reply)
 
     def fill_command(self, command: FillCommand) -> None:
-        """Queues a message to a filler."""
         self._outbox.fill_commands.append(command)
 
     def store(self, message: StoreLookup | StorePut) -> None:
-        """Queues a message to the KV store."""
         if isinstance(message, StoreLookup):
             self._outbox.store_lookups.append(message)
         else:
             self._outbox.store_puts.append(message)
 
     def fill_reply(self, reply: FillReply) -> None:
-        """Queues a reply to an owner."""
         self._outbox.fill_replies.append(reply)

@@ -1,4 +1,4 @@
-"""Gives requests the tokens that they drew, and tells their gateways."""
+"""Gives requests the tokens that a step sampled, and sends them to their gateways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.engine.scheduler.state import Request, State, end_of
 
 
 class End(NamedTuple):
-    """A sample ended with the token that it drew."""
+    """A sample that ended with its newest token."""
 
     request: Request
     reason: str
@@ -26,7 +26,7 @@ class End(NamedTuple):
 
 
 class OutputProcessor:
-    """Takes the tokens that steps draw.
+    """Takes the tokens that steps sample.
 
     Args:
         out: Outbox for the messages to gateways.
@@ -40,15 +40,15 @@ class OutputProcessor:
     def take_runs(
         self, runs: Sequence[Run], on_accepted: Callable[[Request], None]
     ) -> tuple[list[End], int]:
-        """Appends and emits the tokens of requests with drafts, which may end anywhere in them.
+        """Appends and sends the tokens of requests with drafts, any of which may end the request.
 
         Args:
-            runs: What these requests drew.
+            runs: Tokens of these requests.
             on_accepted: Called with each request that had a draft accepted.
 
         Returns:
             Samples that end, and the number of surplus tokens: those of requests that had ended
-            before, and those after the token that ends a sample.
+                before, and those after the token that ends a sample.
         """
         ends: list[End] = []
         num_surplus, finished = 0, State.FINISHED
@@ -82,15 +82,11 @@ class OutputProcessor:
         return ends, num_surplus
 
     def take(self, drawn: SampledTokens, plan: Plan) -> tuple[list[End], int]:
-        """Appends and emits the tokens of requests without drafts.
-
-        Args:
-            drawn: What the step drew.
-            plan: Plan of the step, whose decodes are the first that drew.
+        """Appends and sends the tokens of requests without drafts, the plan's decodes first.
 
         Returns:
             Samples that end by their tokens, and the number of tokens of requests that had ended
-            before.
+                before.
         """
         ends: list[End] = []
         num_surplus, count = 0, len(plan.decodes)
@@ -110,7 +106,7 @@ class OutputProcessor:
         return ends, num_surplus
 
     def take_prompt(self, plan: Plan, scores: LaterScores) -> None:
-        """Emits the log-probabilities of the prompts of a plan's chunks."""
+        """Sends the log-probabilities of the prompts of a plan's chunks."""
         before = len(plan.decodes) + len(plan.verifies)
         for scored, logprobs in scores.wait():
             request, start, *_ = plan.chunks[scored.request - before]
@@ -127,8 +123,8 @@ class OutputProcessor:
         begin: int,
         ends: list[End],
     ) -> int:
-        """Takes the rows from `begin` on, whose tokens have these positions; appends ends, returns
-        the number of surplus tokens.
+        """Takes the rows from `begin` on, one for each request of the columns. Appends to `ends`
+        and returns the number of surplus tokens.
         """
         requests, end = columns.requests, begin + len(columns.requests)
         tokens, logprobs = drawn.tokens[begin:end], drawn.logprobs[begin:end]
@@ -162,7 +158,6 @@ class OutputProcessor:
         tokens: list[int],
         logprobs: Sequence[TokenLogprob | None],
     ) -> None:
-        """Tells each gateway of its own requests' tokens."""
         known: dict[int, TokenLogprob] = {}
         if any(logprobs):
             known = {row: found for row, found in enumerate(logprobs) if found is not None}
@@ -179,7 +174,7 @@ class OutputProcessor:
 
 
 def _until_end(request: Request, tokens: list[int]) -> tuple[list[int], End | None]:
-    """New tokens of a request up to the token that ends it, and the end; None: no token does."""
+    """New tokens of a request up to the token that ends it, and the end; None: no token ends it."""
     first = request.num_generated
     for count, token in enumerate(tokens, 1):
         how = end_of(request, token, first + count)

@@ -31,7 +31,7 @@ class EngineComponents:
     prefixes: PrefixTree | None
     """Index of `memory`; None: no prefix caching."""
     windows: tuple[WindowPages, ...] = ()
-    """Pages of further groups, which are freed behind a window."""
+    """Pages of further groups, which are freed once the window has passed them."""
     states: StateBlocks | None = None
     """Blocks of recurrent layers; None: the model has none."""
     intake: Intake
@@ -41,15 +41,14 @@ class EngineComponents:
     tiers: TierComponents | None = None
     """Tiers below the pool; None: there are none."""
     sampler: Sampler | None = None
-    """The sampler; None: tokens are drawn on the host."""
+    """The sampler; None: tokens are sampled on the host."""
     adapters: Adapters = field(default_factory=Adapters)
     drafter: Drafter | None = None
-    """Proposes drafts; None: nothing is drafted."""
     gate: DraftGate | None = None
     """Decides how many drafts pay; None without a drafter."""
     whole_prompt_tokens: int = 0
     """Longest prompt of a model that computes prompts whole; 0: they may be cut."""
     token_s: float = UNKNOWN_STEP_S
-    """Seconds for each token of a small step."""
+    """Seconds per token of a small step."""
     host: HostPriority = field(default_factory=HostPriority)
     """The lock that background threads yield while the engine thread works."""

@@ -3,15 +3,15 @@
     host     plan 2, start 2 | wait 1, commit 1 | masks 2, draw 2 | plan 3, start 3 | wait 2, ...
     device   ......forward 1, draw 1.......|........forward 2........, draw 2.|....forward 3....
 
-A step's forward needs of the step before only the tokens that it draws, and these stay on the
-device. Its drawing may need them on the host (masks of constraints follow them), so it begins when
-the step before is committed; the device has the forward to do meanwhile.
+A step's forward pass needs only the sampled tokens of the step before, and these stay on the
+device. Sampling may need those tokens on the host, where masks of constraints follow them. So it
+begins when the step before is committed; the device runs the forward pass meanwhile.
 
 Without overlap, a step is committed in the turn in which it begins. Everything else is the same.
 
 On a worker that exchanges pages, a turn may leave the step under way (`leaves`): it returns, and a
-later turn commits the step once it has ended. The step behind a step of decodes then begins as late
-as possible (`lead_s`), so that requests that arrive meanwhile take part in it.
+later turn commits the step once it has ended. The step that follows a step of decodes then begins
+as late as possible (`lead_s`), so that requests that arrive meanwhile take part in it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class StepOwner(Protocol):
         """Called when a step was computed and its KV committed, in the order in which steps began.
 
         Args:
-            plan: The step's plan; an empty one if the step failed. Requests may have ended since.
-            drawn: The drawn tokens, those of decodes first; None if no token was drawn.
+            plan: The step's plan, empty if the step failed. Requests may have ended since.
+            drawn: The sampled tokens, those of decodes first; None if the step sampled none.
             duration_s: Time since the end of the step before, or since the step's own begin if the
                 engine was idle until then.
         """
         ...
 
     def step_failed(self, plan: Plan, error: Exception) -> None:
-        """Called when a step has failed. None of its requests can go on, since they share the
+        """Called when a step has failed. All its requests fail, since they share the
         computation.
         """
         ...
@@ -67,40 +67,40 @@ class _Step:
     began_at: float
     """When the step began; the end of the step before, if the host was not idle in between."""
     drawing: Sequence[Request]
-    """Requests that draw a token."""
+    """Requests that get a token."""
     drawable: Logits | None = None
     draw: PendingTokens | None = None
     mark: Mark | None = None
-    """Mark of this step's device work that follows the drawing; None: there is none."""
+    """Mark of the step's device work that follows the sampling; None: there is none."""
     ended_at: float = 0.0
     is_ready: bool = True
     """Whether no other step was under way when this one began."""
     is_plain: bool = False
     """Whether the step should take as long as a step of decodes without drafts."""
     end: Mark | None = None
-    """Mark of all of this step's device work, where turns may leave the step."""
+    """Mark of all of the step's device work; set where turns may leave the step."""
 
 
 MAX_PLAIN_TOKENS = 32
-"""Most prompt tokens with which a step still counts as one of decodes, such as ends of shipped
-prompts.
+"""Most prompt tokens with which a step still counts as one of decodes. Shipped prompts end with a
+few tokens.
 """
 
 
 class StepPipeline:
-    """Runs plans, with at most one step enqueued behind another.
+    """Runs plans, with at most one further step enqueued while one is under way.
 
     Args:
         executor: The device.
-        drawer: Draws the tokens.
+        drawer: Samples the tokens.
         scheduler: The scheduler that made the plans.
         owner: Receives the outcomes.
         clock: Monotonic seconds.
         is_overlapped: Whether a step begins before the one before it is committed.
         drafter: Drafter of requests with drafts; None: there are none.
         host: The lock that other threads yield; released while this thread waits for the device.
-        lead_s: Where turns leave steps: time before the expected end of a step of decodes at which
-            the next one begins, at the latest (`StepEnds`).
+        lead_s: If turns leave steps: time before the expected end of a step of decodes at which the
+            next one begins, at the latest (`StepEnds`).
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class StepPipeline:
         """Whether a turn may return while a step is under way, to be called again."""
         self._flying: _Step | None = None
         self._behind: _Step | None = None
-        """The step behind the one under way, whose drawing has not begun. None after a turn that
-        waited.
+        """The step that follows the one under way, and whose sampling has not begun. None after a
+        turn that waited.
         """
         self._last_ended_at = 0.0
         self._goes_on = False
@@ -146,15 +146,15 @@ class StepPipeline:
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Prompt tokens that the device has still to compute in steps that have begun; the step
-        under way is taken to be half done, as it is on average.
+        """Prompt tokens that the device has still to compute in steps that have begun. The step
+        under way counts half, as it is half done on average.
         """
         behind = self._behind.plan.num_chunk_tokens if self._behind is not None else 0
         flying = self._flying.plan.num_chunk_tokens if self._flying is not None else 0
         return behind + flying // 2
 
     def may_begin(self) -> bool:
-        """Whether this turn may begin a step: no step lies behind the one under way, which ends
+        """Whether this turn may begin a step: none follows the one under way, and that one ends
         soon or at an unknown time.
         """
         if self._behind is not None:
@@ -189,7 +189,9 @@ class StepPipeline:
         return self.rest_s() > 0.0
 
     def host_goes_on(self) -> None:
-        """Makes background threads yield to this one; not on a CPU, where this one computes."""
+        """Makes background threads yield to this one. Does nothing on a CPU, where this thread
+        computes.
+        """
         if self._is_asynchronous:
             self._host.take_cores()
 
@@ -230,7 +232,6 @@ class StepPipeline:
         return has_worked
 
     def _start(self, plan: Plan, *, is_ready: bool) -> _Step:
-        """Enqueues the forward pass of a step."""
         drawing = plan.decodes
         if plan.verifies or plan.chunks:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
@@ -269,7 +270,7 @@ class StepPipeline:
         return step
 
     def _draw(self, step: _Step, *, is_ready: bool) -> None:
-        """Enqueues the drawing of tokens; all earlier steps are committed."""
+        """All earlier steps must be committed."""
         try:
             if step.drawable is None:
                 step.mark = step.mark or self._executor.mark()
@@ -285,18 +286,17 @@ class StepPipeline:
                 if not step.draw.are_kept:
                     self._executor.keep(step.draw.tokens)
                 if step.plan.has_trees or self._executor.works_behind_draws:
-                    # Behind the drawing K and V of accepted drafts are moved in trees, or another
+                    # After the sampling, K and V of accepted drafts are moved in trees, or another
                     # rank's device may still write to pages.
                     step.mark = self._executor.mark()
             if self.leaves:
-                # Nothing of this step has been enqueued behind its mark.
+                # Nothing of this step has been enqueued after its mark.
                 step.end = step.mark or self._executor.mark()
         except Exception as error:
             self._fail(step, error)
         step.ended_at = self._clock()
 
     def _end(self, step: _Step) -> None:
-        """Waits for the device and commits the step."""
         drawn: SampledTokens | None = None
         self.host_rests()
         try:
@@ -304,7 +304,7 @@ class StepPipeline:
                 step.mark.wait()
             if step.draw is not None:
                 drawn = step.draw.wait()
-            self._executor.check()  # Before anything that came of it is told.
+            self._executor.check()  # Before any result of the step is sent.
         except Exception as error:
             self._fail(step, error)
         self.host_goes_on()
@@ -321,7 +321,9 @@ class StepPipeline:
         self._owner.step_done(step.plan, drawn, duration_s)
 
     def _fail(self, step: _Step, error: Exception) -> None:
-        """Fails the step's requests; the step is kept, since the device may still work on it."""
+        """Fails the step's requests. The step itself stays, since the device may still
+        work on it.
+        """
         logger.exception("a step failed", exc_info=error)
         self._drawer.give_up()
         plan, step.plan = step.plan, Plan()

@@ -1,4 +1,4 @@
-"""Sizes of an engine's pools: as configured, or on a GPU what the rest leaves free."""
+"""Sizes of an engine's pools: as configured, or on a GPU all memory that is left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank
 
 DEFAULT_KV_BYTES = 1 << 30
-"""Default size of the KV pool on a CPU; with recurrent layers, of it and as much for states."""
+"""Default size of the KV pool on a CPU. With recurrent layers, their states get as much again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,16 @@ class Pools:
     num_draft_pages: int
     """Pages of a draft model's pool, its null page included."""
     notices: list[str]
-    """The calculation of the sizes, in words."""
+    """Sentences that explain the sizes."""
 
 
 class DraftPool(Protocol):
-    """The pool of a separate draft model, beside its target's."""
+    """The pool of a separate draft model."""
 
     layout: CacheLayout
-    """Layout of a page."""
 
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
-        """Its pages, the null page included.
+        """Number of its pages, the null page included.
 
         Args:
             num_target_pages: Pages of the target's pool, without the null page.
@@ -68,13 +67,11 @@ class DraftPool(Protocol):
         """Adds this model's needs to the target's, whose pages have `page_bytes`.
 
         Raises:
-            ConfigError: See `measure_needs`.
+            ConfigError: The needs exceed the device's memory.
         """
         ...
 
-    def describe(self, num_pages: int) -> str:
-        """Describes its size."""
-        ...
+    def describe(self, num_pages: int) -> str: ...
 
 
 def size_pools(
@@ -92,8 +89,8 @@ def size_pools(
     Args:
         config: Settings.
         loaded: The model, on the device.
-        layout: Of a page.
-        max_context_tokens: Longest request.
+        layout: Page layout.
+        max_context_tokens: Length of the longest request.
         draft: The pool of a separate draft model; None: there is none.
         device: Device of the model.
         lora: Adapters on the device; None: there are none.
@@ -158,7 +155,9 @@ def _measure(
     lora: LoraPool | None,
     page_bytes: int,
 ) -> tuple[MemoryNeeds, int]:
-    """Measures what a GPU holds beside the pool; returns also the blocks of recurrent layers."""
+    """Measures what a GPU holds besides the pool. Returns also the number of blocks of recurrent
+    layers.
+    """
     needs = measure_needs(
         loaded.model,
         layout,
@@ -185,7 +184,7 @@ def _measure(
 def _configured(
     config: EngineConfig, layout: CacheLayout, page_bytes: int, device: torch.device
 ) -> tuple[int, int]:
-    """Pages, and blocks of recurrent layers, of the size that the settings give or leave open."""
+    """Numbers of pages and of blocks of recurrent layers, as configured or by default."""
     default = DEFAULT_KV_BYTES if layout.states is None else 2 * DEFAULT_KV_BYTES
     size = default if config.kv_memory_bytes is None else config.kv_memory_bytes
     size = size if config.num_pages is None else config.num_pages * page_bytes
@@ -210,9 +209,8 @@ def describe_context(config: EngineConfig, model_tokens: int, pool_tokens: int) 
     """Says why requests have fewer tokens than the model takes or the settings ask for.
 
     Args:
-        config: Settings of the engine.
-        model_tokens: Length of the longest request that the model takes, in tokens.
-        pool_tokens: Length of the longest request that the KV pool holds, in tokens.
+        model_tokens: Length of the longest request that the model takes.
+        pool_tokens: Length of the longest request that the KV pool holds.
 
     Returns:
         At most one line.

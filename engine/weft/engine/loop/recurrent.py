@@ -1,4 +1,4 @@
-"""The parts of an engine that models with recurrent layers need: checks, blocks, access to them."""
+"""Checks, blocks and tier access of an engine whose model has recurrent layers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from weft.engine.sources.tiers.blocks import BlockAccess
 
 
 def num_block_pages(layout: CacheLayout) -> int:
-    """Pages of KV that have room for a block of recurrent layers; 0: there are no blocks."""
+    """Pages of KV that have room for a block of recurrent layers; 0: the model has no blocks."""
     return 0 if layout.states is None else -(-layout.states.block_bytes // layout.page_bytes)
 
 
 def keeps_windows(config: EngineConfig, model: ModelConfig) -> str:
-    """The reason why the engine keeps this model's pages behind sliding windows; empty: it frees
+    """Why the engine keeps this model's pages that sliding windows have passed; empty: it frees
     them.
     """
     is_recurrent = model.decoder is not None and bool(model.decoder.recurrent_layers)
@@ -37,7 +37,7 @@ def keeps_windows(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
-    """Describes the memory of recurrent layers."""
+    """Sentences about the memory of recurrent layers."""
     states = layout.states
     if states is None:
         return []
@@ -49,14 +49,14 @@ def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
 
 
 def keeps_in_store(config: EngineConfig, layout: CacheLayout) -> bool:
-    """Whether the KV store keeps this model's pages: not those of a model whose blocks are longer
-    than it takes.
+    """Whether the KV store keeps this model's pages. It does not if the model's blocks are longer
+    than the store takes.
     """
     return config.has_store and num_block_pages(layout) <= MAX_STORED_BLOCK_PAGES
 
 
 def describe_store(config: EngineConfig, layout: CacheLayout) -> list[str]:
-    """Tells what to do if the KV store is not used for this model."""
+    """Sentences that say why the KV store is not used for this model, and what to do."""
     if not config.has_store or keeps_in_store(config, layout):
         return []
     return [
@@ -90,7 +90,7 @@ def block_access(parts: EngineComponents, states: StateBlocks, pages: RequestPag
 
 
 class StatePacker:
-    """Carries blocks of recurrent layers in pages of KV, so that leases ship them as they do these.
+    """Carries blocks of recurrent layers in pages of KV, so that leases ship them alike.
 
     Args:
         layout: Of pages and blocks.
@@ -109,15 +109,14 @@ class StatePacker:
         self._memory = memory
         self._executor = executor
         self.on_allocated: Callable[[], None] = lambda: None
-        """Called before pages are written to that may have been taken from the prefix cache."""
+        """Called before writing to pages that may have been taken from the prefix cache."""
 
     stored_block_pages = 0
-    """See `BlockPages.stored_block_pages`: there is one block."""
+    """The store's leases carry one block."""
 
     def num_pages_of(
         self, asked: KvHandle | Request, end_token: int = 0, *, is_stored: bool = False
     ) -> int:
-        """See `BlockSource.num_pages_of` and `BlockPages.num_pages_of`."""
         return self.num_pages
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
@@ -148,8 +147,7 @@ class StatePacker:
         self._executor.mark().wait()
         return pages
 
-    def settle(self) -> None:
-        """See `StoredBlocks.settle`."""
+    def settle(self) -> None: ...
 
     def unpack(
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool

@@ -18,7 +18,9 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.5, 60.0
 
 
 def wants_report(inbox: Inbox) -> bool:
-    """Whether a load report is due at once, since the messages' sender waits for their effect."""
+    """Whether a load report is due at once, because the sender of these messages waits for their
+    effect.
+    """
     return inbox.hand_back or bool(inbox.drains or inbox.flush_cache or inbox.dump_state)
 
 
@@ -79,13 +81,12 @@ def load_report(engine: Engine) -> LoadReport:
 
 
 def _window_counts(engine: Engine) -> list[tuple[PageGroup, PageCounts]]:
-    """The groups behind the first one, and their pages."""
+    """The page groups after the first one, and their pages."""
     groups, memories = engine.parts.layout.groups[1:], engine.memories[1:]
     return [(group, memory.counts()) for group, memory in zip(groups, memories, strict=True)]
 
 
 def engine_counters(engine: Engine) -> dict[str, int]:
-    """Counts since an engine's start, by name."""
     scheduler = engine.scheduler
     return {
         **asdict(engine.fills.counters),

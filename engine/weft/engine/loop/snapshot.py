@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, Any]:
-    """Snapshot of an engine's scheduler, memory and fills.
+    """Snapshot of an engine's scheduler, memory and fills, as JSON values.
 
     Args:
         engine: The engine, between two turns.
@@ -45,13 +45,7 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
 
 
 def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Describes the unfinished requests, waiting ones in their order of admission.
-
-    Args:
-        scheduler: The requests' owner.
-        now: On the engine's clock.
-        max_entries: Returned at most.
-    """
+    """Describes the unfinished requests, waiting ones in their order of admission."""
     queues: tuple[Iterable[Request], ...] = (
         *(scheduler.running, scheduler.prefilling, scheduler.filling),
         *(scheduler.waiting, scheduler.held, scheduler.waitlist),
@@ -81,13 +75,7 @@ def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[
 
 
 def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Open leases that this engine asked for.
-
-    Args:
-        fills: The owner's leases.
-        now: On the engine's clock.
-        max_entries: Returned at most.
-    """
+    """Describes open leases that this engine asked for."""
     return [
         {
             "lease_id": fill.lease_id.hex(),
@@ -110,12 +98,7 @@ def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[di
 
 
 def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[dict[str, Any]]:
-    """Adapters that this engine was ordered to load.
-
-    Args:
-        adapters: Their states.
-        max_entries: Returned at most.
-    """
+    """Describes adapters that this engine was ordered to load."""
     return [
         {**asdict(adapter), "digest": adapter.digest.hex()}
         for adapter in islice(adapters, max_entries)
@@ -123,13 +106,7 @@ def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[
 
 
 def lease_entries(leases: Iterable[Lease], now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Leases that this engine fills.
-
-    Args:
-        leases: The filler's leases.
-        now: On the engine's clock.
-        max_entries: Returned at most.
-    """
+    """Describes leases that this engine fills."""
     return [
         {
             "lease_id": lease.handle.lease_id.hex(),

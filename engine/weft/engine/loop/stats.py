@@ -22,33 +22,28 @@ RATE_WINDOW_S = 1.0
 
 @dataclass(slots=True)
 class StepCounters:
-    """Counters since start."""
-
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     surplus_tokens: int = 0
-    """Tokens drawn for requests that had ended while the step was under way."""
+    """Tokens sampled for requests that had ended while the step was under way."""
     speculated_steps: int = 0
     """Steps in which drafts were verified."""
     verified_runs: int = 0
-    """Requests with drafts in those steps."""
     tree_runs: int = 0
     """Requests of these steps whose drafts formed a tree."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Drafts that were accepted."""
     busy_us: int = 0
-    """Time spent in steps, in microseconds."""
 
 
 class EngineStats:
-    """Rates, and the longest step.
+    """Measured rates of the engine, and the duration of its longest step.
 
     Args:
-        clock: monotonic seconds.
-        max_step_tokens: most tokens of one step.
-        token_s: seconds for each token of a small step, measured at start.
+        clock: Monotonic seconds.
+        max_step_tokens: Most tokens of one step.
+        token_s: Seconds for each token of a small step, measured at start.
     """
 
     def __init__(self, clock: Clock, max_step_tokens: int, token_s: float = UNKNOWN_STEP_S) -> None:
@@ -67,9 +62,8 @@ class EngineStats:
         self._last_rate = 0.0
         """Tokens a second in the last window."""
         self.decode_step_s = 0.0
-        """Mean time of a step with decodes, in the last window that had any."""
+        """Mean seconds of a step with decodes, in the last window that had any."""
         self.decode_step_requests = 0.0
-        """Mean number of decoding requests in those steps."""
 
     def step(
         self,
@@ -79,13 +73,13 @@ class EngineStats:
         num_surplus_tokens: int = 0,
         runs: Sequence[Run] = (),
     ) -> None:
-        """Records one step.
+        """Records one step, from which `costs` learns too.
 
         Args:
             plan: Plan of the step.
             duration_s: Duration of the step.
             costs: Cost model that learns from the step.
-            num_surplus_tokens: Tokens drawn for requests that had ended.
+            num_surplus_tokens: Tokens sampled for requests that had ended.
             runs: Runs of requests with drafts.
         """
         num_decodes, num_prompt_tokens = len(plan.decodes) + len(runs), plan.num_chunk_tokens
@@ -161,7 +155,7 @@ class EngineStats:
 
     @property
     def stale_after_s(self) -> float:
-        """Age of the loop from which the engine counts as stalled.
+        """Age of the loop in seconds from which the engine counts as stalled.
 
         It allows for the longest step that can be planned, even if none was run for long.
         """
@@ -169,5 +163,4 @@ class EngineStats:
         return max(least_s, STALE_STEPS * max(self._longest_step_s, self._full_step_s))
 
     def counters(self) -> dict[str, int]:
-        """Counts since start, by name."""
         return asdict(self._counts)

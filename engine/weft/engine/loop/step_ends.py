@@ -1,7 +1,7 @@
 """Decides when the host looks at the device to see whether the step under way has ended.
 
 The host cannot wait for the device and for messages at once. It waits for messages, and looks at
-the device from time to time. The durations of earlier steps say when the next look is worth while.
+the device from time to time. The durations of earlier steps say when the next look is worthwhile.
 They can be far too long, for example after the slow first step of a process. A step that ends
 unseen is then measured too long as well, since its end counts from the look, so the forecast would
 stay wrong. Therefore each wait is also bounded by a share (`MOST_LATE`) of the time for which the
@@ -29,8 +29,8 @@ class StepEnds:
     """Forecasts the ends of steps.
 
     Args:
-        lead_s: Time before the expected end of a step of decodes at which the step behind it
-            begins, at the latest; what planning and starting took lately counts too.
+        lead_s: Time before the expected end of a step of decodes at which the next step begins, at
+            the latest. The recent time of planning and starting a step is added.
     """
 
     def __init__(self, lead_s: float) -> None:
@@ -38,26 +38,24 @@ class StepEnds:
         self._plain_s = 0.0
         """Expected duration of a step of decodes alone; 0: unknown."""
         self._token_s = 0.0
-        """Expected duration of any other step for each of its tokens; 0: unknown."""
+        """Expected duration per token of any other step; 0: unknown."""
         self._start_s = 0.0
         """Longest recent time that the host took to plan and start a step."""
 
     def learn(self, duration_s: float, num_tokens: int, *, is_plain: bool) -> None:
-        """Takes the duration of a step that has ended."""
         if is_plain:
             self._plain_s = _follow(self._plain_s, duration_s)
         elif num_tokens:
             self._token_s = _follow(self._token_s, duration_s / num_tokens)
 
     def learn_start(self, seconds: float) -> None:
-        """Takes the time that the host took to plan and start a step."""
         self._start_s = max(0.9 * self._start_s, seconds)
 
     def begins_in_s(self, passed_s: float, *, is_plain: bool) -> float:
-        """Seconds until the step behind one is to begin; at most 0: now.
+        """Seconds until the next step is to begin; at most 0: now.
 
         Args:
-            passed_s: Seconds for which the step has been under way.
+            passed_s: Seconds for which the present step has been under way.
             is_plain: Whether it should take as long as a step of decodes without drafts.
         """
         lead_s = self._lead_s + 2 * self._start_s
@@ -68,13 +66,13 @@ class StepEnds:
     def rest_s(
         self, passed_s: float, num_tokens: int, *, is_plain: bool, is_followed: bool
     ) -> float:
-        """Seconds until the next look; 0: it ends so soon that the host waits for it.
+        """Seconds until the next look; 0: the step ends so soon that the host waits for it.
 
         Args:
-            passed_s: See `begins_in_s`.
+            passed_s: Seconds for which the step has been under way.
             num_tokens: Tokens of the step.
-            is_plain: See `begins_in_s`.
-            is_followed: Whether the step behind it has begun.
+            is_plain: Whether it should take as long as a step of decodes without drafts.
+            is_followed: Whether the next step has begun.
         """
         most_s = max(WATCH_S, MOST_LATE * passed_s)
         begins_in_s = 0.0 if is_followed else self.begins_in_s(passed_s, is_plain=is_plain)

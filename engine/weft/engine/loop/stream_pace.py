@@ -1,4 +1,4 @@
-"""When the next tokens of running samples leave the engine."""
+"""Decides when the next tokens of running samples leave the engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weft.contract.clock import Clock
 from weft.contract.submits import GatewayBatch
 
 MANY_SAMPLES = 8
-"""Fewer samples than this get each token at once."""
+"""With fewer samples, each token leaves at once."""
 SAMPLE_S = 3e-3
-"""Processor time of the engine for which tokens gather, for each sample. To pass one sample's
-tokens on to its client takes less than a tenth of it.
+"""Processor time of the engine, per sample, for which tokens gather. Passing one sample's tokens on
+to its client takes less than a tenth of it.
 """
 MAX_INTERVAL_S = 0.1
-"""Longest time for which they gather, should the engine get little processor time."""
+"""Longest time for which tokens gather, even if the engine gets little processor time."""
 
 
 class StreamPace:
@@ -26,7 +26,7 @@ class StreamPace:
 
     Args:
         interval_s: Shortest time between two messages of which the second has nothing but next
-            tokens; None: so that passing tokens on takes little time beside computing them.
+            tokens. None: chosen so that passing tokens on takes little time beside computing them.
         clock: Monotonic seconds.
         computed_s: Processor time of the engine so far, in seconds.
     """

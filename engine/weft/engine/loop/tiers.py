@@ -31,7 +31,9 @@ def tier_reports(
 
 
 def _beside(parts: EngineComponents, pages: RequestPages) -> Companion | None:
-    """What the model needs beside pages of the first group; None: nothing."""
+    """Access to states or window pages, which go with pages of the first group; None: the model has
+    neither.
+    """
     if parts.states is not None:
         return block_access(parts, parts.states, pages)
     for windows in parts.windows:

@@ -1,4 +1,4 @@
-"""Window pages in leases and tiers: these bring as much of a window group as a request needs."""
+"""Window pages in leases and tiers, which carry as many of a window group as a request needs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weft.engine.sources.lease import FillJob
 from weft.engine.sources.tiers.blocks import WindowAccess
 
 SPARED_SHARE = 8
-"""One page in so many of the first group is left to requests by copies for the KV store."""
+"""Copies for the KV store leave one part in this many of the first group's pages to requests."""
 
 
 def num_pages_of_window_page(layout: CacheLayout) -> int:
-    """Pages of a tier that one page of a window group takes; 0: there is no such group."""
+    """Pages of a tier that hold one page of a window group; 0: there is no such group."""
     if len(layout.groups) == 1:
         return 0
     own, other = (group.page_bytes(layout.page_size) for group in layout.groups)
@@ -32,7 +32,7 @@ def num_pages_of_window_page(layout: CacheLayout) -> int:
 def window_access(
     parts: EngineComponents, windows: WindowPages, pages: RequestPages
 ) -> WindowAccess:
-    """What tiers need of the window group."""
+    """Access to the window group, for tiers."""
     num_pages, page_bytes = num_pages_of_window_page(parts.layout), parts.layout.page_bytes
     return WindowAccess(
         owner=windows,
@@ -43,16 +43,16 @@ def window_access(
 
 
 class WindowPacker:
-    """Carries pages of the window group in pages of the first group, so that leases ship them as
-    they do these: the pages that the last window before the lease's end reaches, and that the owner
-    lacks. The last one lies first, so that both sides find it whatever the number.
+    """Carries pages of the window group in pages of the first group, so that leases ship them
+    alike. It carries the pages that the window at the lease's end reaches and the owner lacks. The
+    last one lies first, so that both sides find it whatever their number.
 
     Args:
         layout: Of the first group and the window group.
         windows: The owner of window pages.
         memory: The owner of pages of the first group.
         executor: Has the bytes of both.
-        has_store: Leases may be of a KV store.
+        has_store: Whether leases may be of a KV store.
     """
 
     def __init__(
@@ -70,14 +70,13 @@ class WindowPacker:
         )
         self._has_store = has_store
         self.stored_block_pages = num_pages_of_window_page(layout)
-        """See `BlockPages.stored_block_pages`."""
         self._windows = windows
         self._memory = memory
         self._executor = executor
         self._most = windows.num_needed(0, memory.num_usable_pages * layout.page_size)
         self.on_allocated: Callable[[], None] | None = None
-        """Called before pages are written to that may have been taken from the prefix cache; None:
-        no tiers copy what is taken.
+        """Called before writing to pages that may have been taken from the prefix cache; None: no
+        tiers copy what is taken.
         """
 
     @property
@@ -89,7 +88,6 @@ class WindowPacker:
     def num_pages_of(
         self, asked: KvHandle | Request, end_token: int = 0, *, is_stored: bool = False
     ) -> int:
-        """See `BlockPages.num_pages_of` and `BlockSource.num_pages_of`."""
         if isinstance(asked, Request):
             count = self._windows.num_needed(asked.num_computed, end_token)
             return count * self.stored_block_pages if is_stored else self._carriers(count)
@@ -127,12 +125,12 @@ class WindowPacker:
             self._executor.mark().wait()
 
     def _carriers(self, count: int) -> int:
-        """Pages of the first group that have room for so many window pages."""
+        """Pages of the first group that have room for `count` window pages."""
         return -(-count * self._bytes // self._own_bytes)
 
     def _carried(self, num_pages: int, end_token: int) -> int:
-        """Window pages that so many pages of the first group have room for, as far as there are
-        any before the end.
+        """Window pages that `num_pages` pages of the first group carry, at most those before the
+        end.
         """
         room = max(0, num_pages) * self._own_bytes // self._bytes
         return min(room, self._windows.num_needed(0, end_token))
@@ -146,8 +144,7 @@ class StoredWindows:
         windows: The owner of window pages.
         memory: The owner of pages of the first group.
         executor: Has the bytes of both.
-        on_allocated: Called before pages are written to that may have been taken from the prefix
-            cache.
+        on_allocated: Called before writing to pages that may have been taken from the prefix cache.
     """
 
     def __init__(

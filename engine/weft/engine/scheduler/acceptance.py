@@ -10,9 +10,10 @@ class Acceptance:
 
     Args:
         max_drafts: Number of places in a chain that have statistics.
-        decay: Decay of the statistics with each observation: about the last 1 / (1 - decay) count.
+        decay: Factor on earlier observations with each new one: about the last 1 / (1 - decay)
+            count.
         prior: Probability assumed at each place before any observation.
-        weight: Observations that the prior counts for.
+        weight: Number of observations that the prior counts for.
     """
 
     def __init__(

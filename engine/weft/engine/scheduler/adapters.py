@@ -14,15 +14,13 @@ from weft.engine.scheduler.state import Request
 
 
 class AdapterResidency(Protocol):
-    """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
+    """Which adapters are on the device, and which of them requests use."""
 
     def begin(self, digest: bytes) -> None:
-        """Registers a request that will need the adapter; `end` must follow."""
+        """Registers a request that will need the adapter. `end` must follow."""
         ...
 
-    def end(self, digest: bytes) -> None:
-        """Unregisters a request that needed it."""
-        ...
+    def end(self, digest: bytes) -> None: ...
 
     def is_here(self, digest: bytes) -> bool:
         """Whether requests with the adapter may be admitted."""
@@ -33,7 +31,7 @@ class AdapterResidency(Protocol):
         ...
 
     def leave(self, digest: bytes) -> None:
-        """Ends a request's use; steps that have begun may still use the adapter."""
+        """Ends a request's use. Steps that have begun may still use the adapter."""
         ...
 
     def step_began(self, number: int) -> None:
@@ -46,13 +44,12 @@ class AdapterResidency(Protocol):
 
 
 class AdapterWaitlist:
-    """Requests whose adapter is not on the device; they wait outside the admission queue.
-
-    These requests delay no other request.
+    """Requests whose adapter is not on the device. They wait outside the admission queue, so they
+    delay no other request.
 
     Args:
-        waiting: The queue.
-        adapters: Loads them; None: no request has an adapter.
+        waiting: The queue that they enter when their adapter is loaded.
+        adapters: Loads adapters; None: no request has one.
     """
 
     def __init__(self, waiting: AdmissionQueue, adapters: AdapterResidency | None) -> None:
@@ -77,12 +74,10 @@ class AdapterWaitlist:
     # -- one request -----------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """Registers a new request."""
         if request.adapter:
             self._loader.begin(request.adapter)
 
     def end(self, request: Request) -> None:
-        """Unregisters a request that has ended."""
         if request.adapter:
             self._loader.end(request.adapter)
 
@@ -106,14 +101,14 @@ class AdapterWaitlist:
             del self._requests[request.adapter]
 
     def admit(self, request: Request) -> None:
-        """Notes that a request is admitted: its adapter stays on the device until `leave`."""
+        """Gives an admitted request its adapter's slot. The adapter stays on the device until
+        `leave`.
+        """
         if request.adapter:
             request.adapter_slot = self._loader.enter(request.adapter)
 
     def leave(self, request: Request) -> None:
-        """Notes that a request has left the device; steps that have begun may still use its
-        adapter.
-        """
+        """Ends a request's use of its adapter. Steps that have begun may still use the adapter."""
         if request.adapter:
             self._loader.leave(request.adapter)
             request.adapter_slot = 0
@@ -152,19 +147,17 @@ class AdapterWaitlist:
             self._requests.setdefault(adapter, []).append(request)
 
     def waiting_for(self, adapter: bytes) -> list[Request]:
-        """The requests that wait for an adapter."""
         return list(self._requests.get(adapter, ()))
 
 
 Reply = Callable[[int, WeftError | None], None]
-"""Takes the outcome of an order, by its number; no error: it is done."""
+"""Takes an order's number and its error; None: it succeeded."""
 Fail = Callable[[Request, WeftError], None]
-"""Ends a request."""
 
 
 class Adapters:
-    """The adapters of an engine. Of this class there are none; a manager
-    (`weft.engine.features.lora.manager`) overrides its methods.
+    """The adapters of an engine that serves none. A manager (`weft.engine.features.lora.manager`)
+    overrides the methods.
     """
 
     residency: AdapterResidency | None = None
@@ -184,7 +177,7 @@ class Adapters:
         """Checks that a request's adapter, if it names one, is served here.
 
         Raises:
-            AdapterNotFound: It is not.
+            AdapterNotFound: The adapter is not served here.
         """
         if submit.adapter:
             raise not_loaded(submit.adapter)
@@ -202,7 +195,6 @@ class Adapters:
         """Continues loading and evicting; called twice a turn."""
 
     def states(self) -> list[AdapterState]:
-        """States of all adapters."""
         return []
 
     def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
@@ -210,11 +202,10 @@ class Adapters:
         return [], []
 
     def counters(self) -> dict[str, int]:
-        """Counters since start."""
         return {}
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of what grows with requests."""
+        """Sizes of the structures that grow with requests."""
         return {}
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Facts about running requests as columns, so that Python touches a single request only when it
 changes.
 
-A change makes new columns; the columns that plans under way refer to stay as they are.
+Columns are never changed in place, except `RunningColumns.limits`: a change makes new ones, and
+plans under way keep those that they refer to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MANY_END_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestColumns:
-    """Constant facts about requests with a slot, by column."""
+    """Facts about requests with a slot that do not change while they run, by column."""
 
     requests: Sequence[Request]
     gateways: list[int]
@@ -27,13 +28,12 @@ class RequestColumns:
     attempts: list[int]
     samples: list[int]
     end_token_ids: frozenset[int]
-    """Tokens that may end one of the requests; some may be of requests that have left."""
+    """Tokens that may end one of the requests. Some may belong to requests that have left."""
     numbers: Int64Array
     """[4, len(requests)]: slots, first positions, ends and adapter slots."""
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> RequestColumns:
-        """Columns of all these requests, as they are now."""
         keys = [request.key for request in requests]
         numbers = np.zeros((4, len(requests)), np.int64)
         numbers[0] = [request.slot for request in requests]
@@ -52,30 +52,29 @@ class RequestColumns:
 
     @property
     def slots(self) -> Int64Array:
-        """Slots of the requests; negative where one had none."""
+        """[len(requests)]; negative where a request has no slot."""
         slots: Int64Array = self.numbers[0]
         return slots
 
     @property
     def first_positions(self) -> Int64Array:
-        """Positions of their first generated tokens."""
+        """[len(requests)]: positions of the first generated tokens."""
         positions: Int64Array = self.numbers[1]
         return positions
 
     @property
     def ends(self) -> Int64Array:
-        """Positions of the last tokens that they may have; nothing follows these."""
+        """[len(requests)]: positions of the last tokens that the requests may have."""
         ends: Int64Array = self.numbers[2]
         return ends
 
     @property
     def adapter_slots(self) -> Int64Array | None:
-        """Adapter slots; None: no request has an adapter."""
+        """[len(requests)]; None: no request has an adapter."""
         slots: Int64Array = self.numbers[3]
         return slots if slots.any() else None
 
     def joined(self, request: Request) -> RequestColumns:
-        """These columns with another request appended."""
         key, end_token_ids = request.key, self.end_token_ids | request.end_token_ids
         if len(end_token_ids) > _MANY_END_TOKENS:
             # The set still contains tokens of requests that have left.
@@ -92,7 +91,6 @@ class RequestColumns:
         )
 
     def without(self, row: int) -> RequestColumns:
-        """Columns of all but one of the requests."""
         return RequestColumns(
             requests=[*self.requests[:row], *self.requests[row + 1 :]],
             gateways=self.gateways[:row] + self.gateways[row + 1 :],
@@ -104,7 +102,6 @@ class RequestColumns:
         )
 
     def of_rows(self, rows: Sequence[int]) -> RequestColumns:
-        """Columns of some of the requests."""
         return RequestColumns(
             requests=[self.requests[row] for row in rows],
             gateways=[self.gateways[row] for row in rows],
@@ -124,17 +121,15 @@ class RunningColumns:
     starts: Int64Array
     """Positions of the tokens that they bring to the next step."""
     limits: Int64Array
-    """Numbers of positions that they have pages for; these alone change in place."""
+    """Numbers of positions that they have pages for. This column alone changes in place."""
 
     @classmethod
     def of(cls, fixed: RequestColumns, page_size: int) -> RunningColumns:
-        """Columns of the requests as far as they are now."""
         starts = [request.num_computed + request.num_launched for request in fixed.requests]
         limits = [len(request.pages) * page_size for request in fixed.requests]
         return cls(fixed, np.array(starts, np.int64), np.array(limits, np.int64))
 
     def joined(self, request: Request, page_size: int) -> RunningColumns:
-        """These columns with another request appended."""
         start = request.num_computed + request.num_launched
         return RunningColumns(
             self.fixed.joined(request),
@@ -143,11 +138,10 @@ class RunningColumns:
         )
 
     def without(self, request: Request) -> RunningColumns:
-        """Columns without one of the requests."""
         row = self.fixed.requests.index(request)
         starts, limits = np.delete(self.starts, row), np.delete(self.limits, row)
         return RunningColumns(self.fixed.without(row), starts, limits)
 
     def launched(self, chosen: BoolArray) -> RunningColumns:
-        """Columns after the requests `chosen` have brought a token each to a step."""
+        """Columns after a step in which the requests `chosen` bring a token each."""
         return RunningColumns(self.fixed, self.starts + chosen, self.limits)

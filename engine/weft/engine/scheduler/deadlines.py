@@ -10,13 +10,12 @@ from weft.engine.scheduler.state import Request
 
 
 class Deadlines:
-    """Remembers when the first of all requests may run out of time."""
+    """Remembers the earliest deadline of all requests."""
 
     def __init__(self) -> None:
         self._next = math.inf
 
     def watch(self, request: Request) -> None:
-        """Takes a new request into account."""
         self._next = min(self._next, request.first_token_deadline, request.deadline)
 
     def late(

@@ -19,9 +19,9 @@ DECAY = 0.98
 class NewTokenEstimate:
     """Adaptive share of `max_tokens` that requests are expected to generate.
 
-    It begins at 0: nothing is kept back. A pre-emption shows that too many were admitted: the
-    ratio rises to what the running requests have generated of what they may, and a little more.
-    Each running request that ends without an error lets it decay. The rule is SGLang's
+    The share begins at 0: nothing is kept back. A preemption shows that too many requests were
+    admitted: the share rises to what the running requests have generated of what they may, and a
+    little more. Each running request that ends without an error lets it decay. The rule is SGLang's
     `new_token_ratio`.
     """
 
@@ -29,7 +29,6 @@ class NewTokenEstimate:
         self.ratio = 0.0
 
     def expected_tokens(self, requests: Iterable[Request]) -> int:
-        """Tokens that these requests are still expected to generate."""
         if not self.ratio:
             return 0
         left = sum(

@@ -9,11 +9,13 @@ from weft.engine.base.config import EngineConfig
 
 _MIN_ROUNDED = 256
 _MAX_LOST_SHARE = 8
-"""Largest share of a budget that may be lost, and only from a certain size on."""
+"""One part in this many is the most that rounding may take off a budget of `_MIN_ROUNDED` tokens or
+more.
+"""
 
 
 class SchedulerLimits(NamedTuple):
-    """Limits of the scheduler."""
+    """Budgets of a step and limits of the queues, as the scheduler reads them."""
 
     page_size: int
     max_step_tokens: int
@@ -22,13 +24,15 @@ class SchedulerLimits(NamedTuple):
     by_priority: bool = False
     """Whether priorities determine the order of prompts and of preemption."""
     preemption_threshold: int | None = None
-    """Levels by which a waiting request must be more urgent to preempt a running one; None: never.
+    """Levels by which a waiting request must be more urgent to preempt a running one;
+    None: never.
     """
 
     decodes_beside: int = 0
     """Rows of running requests that do not count towards `max_step_tokens`."""
     shared_step_tokens: int | None = None
-    """Prompt tokens of a step up to which further prompts join the first one; None: as many as fit.
+    """Prompt tokens of a step up to which further prompts join the first one; None: as
+    many as fit.
     """
     last_piece_tokens: int = 0
     """Tokens left for the last step of a long prompt that is computed for another worker."""
@@ -40,7 +44,7 @@ class SchedulerLimits(NamedTuple):
     has_whole_prompts: bool = False
     """Whether a prompt is computed in one step or not at all."""
     has_tiers: bool = False
-    """Whether tiers of the engine's own may bring what requests lack."""
+    """Whether the engine's own tiers may bring pages that requests lack."""
     needs_lead: bool = False
     """Whether a chunk needs the hidden state of the position before it, which its slot may lack."""
 
@@ -56,9 +60,9 @@ class SchedulerLimits(NamedTuple):
 
         Args:
             config: The settings.
-            step_sizes: See `SchedulerLimits.step_sizes`.
-            whole_prompt_tokens: The longest prompt, where prompts are not cut; 0: they are.
-            last_piece_tokens: The default of `SchedulerLimits.last_piece_tokens`.
+            step_sizes: Token counts that steps with prompts are padded to.
+            whole_prompt_tokens: The longest prompt, if prompts are not cut; 0: they are cut.
+            last_piece_tokens: Default where the settings say nothing.
         """
         own_last = config.last_piece_tokens
         whole = whole_prompt_tokens

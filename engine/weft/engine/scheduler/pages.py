@@ -6,19 +6,20 @@ Positions of a request's tokens, and who holds their KV after `take` and `use_pa
     |---- cached pages ----|---- copied page ------|----- to be computed ------|
       shared, never written  its own from here on
 
-Only full pages are cached. The page in which a match ends belongs to others: it is copied into a
-page of the request's own, whose positions from `num_computed` on are written over.
+Only full pages are cached. The page in which a match ends belongs to other requests. It is copied
+into a page of the request's own, whose positions from `num_computed` on are overwritten.
 
-A request may be dropped while a step that has begun still reads and writes its pages. They are
-nobody's then, but they come back to `memory` with the end of the newest step begun at that time:
-before that no other request and no filler may get them.
+A request may be dropped while a step that has begun still reads and writes its pages. These return
+to `memory` when the newest step begun at that time ends; until then no other request and no filler
+may get them.
 
-All this is of the first page group. What requests have of window groups follows it: as many pages
-behind a match, one more with each page of the first group (`weft.engine.scheduler.window_pages`).
+All this is about the first page group. A request's pages in window groups follow it: the pages that
+its rows read after a match, and one more with each page of the first group
+(`weft.engine.scheduler.window_pages`).
 
-Recurrent layers continue only where a block of states lies (`weft.engine.scheduler.state_blocks`).
-A request takes the pages behind that border too, and computes their tokens again for the states
-alone: rows in published pages write no KV.
+Recurrent layers can continue only where there is a block of states
+(`weft.engine.scheduler.state_blocks`). A request also takes the cached pages after that border, and
+computes their tokens again for the states alone: rows in published pages write no KV.
 """
 
 from __future__ import annotations
@@ -40,11 +41,10 @@ class RequestPages:
     """Finds, publishes and drops the pages of requests.
 
     Args:
-        memory: owner of the pages.
-        cache: index of cached pages; None: nothing is cached.
-        page_size: token positions a page.
-        windows: the pages of further groups, which are freed behind a window.
-        states: blocks of recurrent layers; None: the model has no such layers.
+        memory: The owner of the pages.
+        cache: Index of cached pages; None: nothing is cached.
+        windows: The pages of further groups, which are freed once the window has passed them.
+        states: Blocks of recurrent layers; None: the model has no such layers.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RequestPages:
             *windows,
             *(() if states is None else (states,)),
         )
-        """Memory that requests hold beside pages of the first group."""
+        """Memory that requests hold in addition to pages of the first group."""
         self._cache = cache
         self._page_size = page_size
         self._copies: list[PageCopy] = []
@@ -70,14 +70,18 @@ class RequestPages:
         self._returning: deque[tuple[int, Sequence[int]]] = deque()
         """Pages, and the step at whose end they are released; oldest first."""
         self.num_returning = 0
-        """References to pages that are released at the end of a step; the pages may have others."""
+        """References that are released at the end of a step. Their pages may have other
+        references.
+        """
         self.num_partial_hits = 0
         """Matches that ended inside a page, since start."""
 
     # -- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> int:
-        """Begins a step: pages dropped from now on are kept until its end. Returns its number."""
+        """Begins a step and returns its number. Pages dropped from now on are kept until
+        its end.
+        """
         self._newest_step += 1
         return self._newest_step
 
@@ -98,18 +102,18 @@ class RequestPages:
     # -- lookups ---------------------------------------------------------------------------------
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Number of tokens that a request would find cached now; changes nothing."""
+        """Number of tokens that a request would find cached now. Changes nothing."""
         return self.find(request).num_tokens(self._page_size)
 
     def num_cached_pages(self, request: Request, num_pages: int) -> int:
-        """Number of a request's leading pages that are cached; changes nothing."""
+        """Number of a request's leading pages that are cached. Changes nothing."""
         if self._cache is None:
             return 0
         data = request.keys.packed(request.tokens, 0, num_pages * self._page_size)
         return len(self._cache.find(request.keys.namespace, data).path)
 
     def num_continuable_pages(self, request: Request, num_pages: int) -> int:
-        """Number of leading cached pages behind which the request can go on."""
+        """Number of leading cached pages after which the request can continue."""
         if self._cache is None:
             return 0
         data = request.keys.packed(request.tokens, 0, num_pages * self._page_size)
@@ -117,9 +121,8 @@ class RequestPages:
         return len(found.path) - found.num_rerun
 
     def find(self, request: Request) -> Match:
-        """Finds the longest cached prefix of a request; changes nothing.
-
-        Only what `Request.num_reusable_tokens` covers.
+        """Finds the longest cached prefix of a request, within `Request.num_reusable_tokens`.
+        Changes nothing.
         """
         num_reusable = request.num_reusable_tokens
         if self._cache is None or not num_reusable:
@@ -128,8 +131,9 @@ class RequestPages:
         return self.continuable(self._cache.find(request.keys.namespace, data))
 
     def continuable(self, match: Match) -> Match:
-        """The part of a match behind which a request can go on: window groups have what its rows
-        attend to, and there is a block of states. In such models it ends at a page border.
+        """The part of a match after which a request can continue: window groups have the pages that
+        its rows attend to, and there is a block of states. In models with such groups or layers the
+        part ends at a page border.
         """
         if not self._beside:
             return match
@@ -144,8 +148,8 @@ class RequestPages:
     def take(self, request: Request, found: Match) -> None:
         """Gives a request without pages the match that `find` has just found.
 
-        A page in which the match ends is kept for `use_partial`, which must follow, or
-        `forget_partial`.
+        The page in which a match ends is kept until `use_partial` or `forget_partial`, one of which
+        must follow.
         """
         request.pages = [node.page for node in found.path]
         self.memory.retain(request.pages)
@@ -161,8 +165,8 @@ class RequestPages:
         request.keys.adopt([node.key for node in found.path])
 
     def share(self, first: Request, request: Request) -> None:
-        """Gives a request without pages the full pages of the prompt that it has in common with
-        another one, whose KV is there; none if what it needs beside them is not.
+        """Gives a request without pages the full pages of its prompt that it shares with `first`,
+        whose KV is there. It gets none if the windows or states that go with them are gone.
         """
         num_pages = (first.num_prompt_tokens - 1) // self._page_size
         if not all(other.share(first, request, num_pages) for other in self._beside):
@@ -174,25 +178,22 @@ class RequestPages:
         request.num_published_pages = num_pages
 
     def note_hit(self, request: Request) -> None:
-        """Counts the match that `take` gave as a hit: the request was admitted."""
+        """Counts the match that `take` gave as a hit, when the request is admitted."""
         if self._cache is not None and request.cache_leaf is not None:
             self._cache.touch(request.cache_leaf, request.priority)
         if self.states is not None:
             self.states.note_hit(request)
 
     def note_follower(self, leader: Request, follower: Request) -> None:
-        """Notes that a request waits for the pages that another one computes: where their prompts
-        part, the leader leaves a block of states.
-        """
+        """Has the leader keep a block of states where the prompts of leader and follower part."""
         if self.states is not None:
             both = zip(leader.tokens, follower.tokens[: follower.num_reusable_tokens], strict=False)
             num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
             self.states.keep_at(leader, num_common // self._page_size)
 
     def use_partial(self, request: Request) -> None:
-        """Copies the page in which the match ended, for a request that is prefilled here.
-
-        Takes one promised page, if there is anything to copy.
+        """Copies the page in which the match ended, for a request that is prefilled here. Takes one
+        promised page, if there is anything to copy.
         """
         source = request.partial_page
         if source is None:
@@ -208,15 +209,15 @@ class RequestPages:
         self.num_partial_hits += 1
 
     def forget_partial(self, request: Request) -> None:
-        """Drops the partial page match: the request is filled from the page border on, or there is
-        no room for the copy.
+        """Drops the partial page match, because the request is filled from the page border on or
+        there is no room for the copy.
         """
         if request.partial_page is not None:
             self.memory.release([request.partial_page])
             request.partial_page, request.num_partial_tokens = None, 0
 
     def make_copies(self, make: Callable[[Sequence[PageCopy]], None]) -> None:
-        """Has the step that has just begun make copies, before anything else.
+        """Has the step that has just begun make the copies, before anything else.
 
         If that fails, the next step makes them, since requests of later steps need some of the
         copies.
@@ -287,28 +288,28 @@ class RequestPages:
         self.return_promise(request)
 
     def has_room_beside(self, request: Request, *, soon: bool = False) -> bool:
-        """Whether there is room for what the request needs beside pages of the first group, or will
-        be once steps have ended.
+        """Whether window groups and states have room for the request; with `soon`, once steps under
+        way have ended.
         """
         return all(other.has_room(request, soon=soon) for other in self._beside)
 
     def promise(self, request: Request, num_pages: int) -> None:
-        """Reserves pages for a request that is admitted, for which `has_room_beside`."""
+        """Reserves pages for an admitted request, for which `has_room_beside` was True."""
         self.memory.promise(num_pages)
         request.num_promised_pages = num_pages
         for other in self._beside:
             other.reserve(request)
 
     def grown(self, requests: Sequence[Request]) -> None:
-        """Notes that requests, for which pages are reserved, have more in the first group."""
+        """Notes that requests have got reserved pages in the first group; window groups follow."""
         for window in self.windows:
             for request in requests:
                 window.grow(request)
 
     def take_uncontinuable(self, request: Request, end_token: int) -> None:
-        """Gives an admitted request that may be filled up to `end_token` the cached pages behind
-        its match, of which window groups have too few: its fill brings these. One page at least is
-        left to be filled.
+        """Gives an admitted request that may be filled up to `end_token` the cached pages that
+        follow its match and lack pages of window groups, which its fill brings. At least one page
+        is left to be filled.
         """
         if self._cache is None or not self.windows:
             return
@@ -324,13 +325,15 @@ class RequestPages:
         request.pages += pages
 
     def has_uncontinuable(self, request: Request) -> bool:
-        """Whether a request has pages behind those that it has computed, and cannot go on there:
-        no fill has brought what window groups need.
+        """Whether a request has pages after those that it has computed, and cannot continue there
+        because no fill has brought the pages of window groups.
         """
         return bool(self.windows) and len(request.pages) * self._page_size > request.num_computed
 
     def drop_uncontinuable(self, request: Request) -> int:
-        """Releases such pages. Returns their number; nothing is reserved instead."""
+        """Releases the pages of `has_uncontinuable` and returns their number. Reserves nothing in
+        their place.
+        """
         if not self.has_uncontinuable(request):
             return 0
         num_computed = request.num_computed // self._page_size
@@ -339,8 +342,8 @@ class RequestPages:
         return len(pages)
 
     def untake_uncontinuable(self, request: Request) -> None:
-        """Undoes `take_uncontinuable`, in the same turn: later others may have what was reserved
-        for the request then.
+        """Undoes `take_uncontinuable`. Valid in the same turn only: later, other requests may have
+        what was reserved for this one.
         """
         num_pages = self.drop_uncontinuable(request)
         self.memory.promise(num_pages)
@@ -358,7 +361,6 @@ class RequestPages:
         request.num_promised_pages = 0
 
     def _drop_copies(self, request: Request) -> None:
-        """Drops the copies of a request that ended before they were made."""
         for copy in [copy for copy in self._copies if copy.destination in request.pages]:
             self._copies.remove(copy)
             self.memory.release(copy)

@@ -1,6 +1,6 @@
 """The plan of a step: columns for requests that get one token each, items for the others.
 
-The hundreds of running requests of a large batch are all treated alike, step after step. They are
+The running requests of a large batch, often hundreds, are treated alike in every step. They are
 kept in columns, so that Python touches a single request only when it changes.
 """
 
@@ -24,10 +24,10 @@ class PlanItem(NamedTuple):
     start: int
     num_tokens: int
     draws: bool
-    """Whether a token is drawn from the last row."""
+    """Whether a token is sampled from the last row."""
     has_lead: bool = False
-    """Whether the token before `start` is run again because a draft needs its state; its KV is
-    already there.
+    """Whether the token before `start` is computed again because a draft needs its hidden state.
+    Its KV is already there.
     """
 
 
@@ -45,11 +45,13 @@ class VerifyItem(NamedTuple):
     max_drafts: int
     """Number of drafts for which pages are reserved."""
     tree: DraftShape | None = None
-    """Shape of the step's trees, no deeper than the drafts that may be accepted; None: chains."""
+    """Shape of the step's trees, no deeper than the number of drafts that may be accepted; None:
+    chains.
+    """
 
     @property
     def max_accepted(self) -> int:
-        """Most drafts that can be accepted at once."""
+        """Most drafts that can be accepted in the step."""
         return self.max_drafts if self.tree is None else min(self.max_drafts, self.tree.depth)
 
     @property
@@ -59,16 +61,16 @@ class VerifyItem(NamedTuple):
 
 
 class Scored(Protocol):
-    """Rows of a request whose prompt's log-probabilities were wanted."""
+    """A request of a step whose prompt's log-probabilities are wanted."""
 
     @property
     def request(self) -> int:
-        """Number of the request in the step."""
+        """Index of the request in the step."""
         ...
 
 
 class LaterScores(Protocol):
-    """Log-probabilities of a step's prompt tokens, which may still be computed."""
+    """Log-probabilities of a step's prompt tokens, which the device may still be computing."""
 
     def wait(self) -> Sequence[tuple[Scored, list[TokenLogprob]]]:
         """Waits for the log-probabilities: a list for each chunk, with one entry for each of its
@@ -78,57 +80,57 @@ class LaterScores(Protocol):
 
 
 class Pooled(Protocol):
-    """Rows of a request of which vectors were wanted."""
+    """A request of a step of whose prompt vectors are wanted."""
 
     @property
     def request(self) -> int:
-        """Number of the request in the step."""
+        """Index of the request in the step."""
         ...
 
     @property
-    def pool(self) -> Pool:
-        """The vectors that are wanted of the rows."""
-        ...
+    def pool(self) -> Pool: ...
 
     @property
     def is_last(self) -> bool:
-        """Whether its prompt ended with the step."""
+        """Whether the step computed the last tokens of its prompt."""
         ...
 
 
 class LaterVectors(Protocol):
-    """Vectors of a step's prompts, which may still be computed."""
+    """Vectors of a step's prompts, which the device may still be computing."""
 
     def wait(self) -> Sequence[tuple[Pooled, Float32Array]]:
-        """Waits for them: [n, width] of each prompt, or of a piece's tokens."""
+        """Waits for the vectors: [n, width], one for each prompt or for each token of a chunk."""
         ...
 
 
 class Run(NamedTuple):
-    """Tokens that a request with drafts drew in one step: at least one unless it failed."""
+    """Tokens sampled in one step for a request with drafts: at least one, unless the request
+    failed.
+    """
 
     request: Request
     tokens: list[int]
-    """Drawn tokens; each but the last equals the draft in its place."""
+    """Sampled tokens. All but the last equal the drafts in their places."""
     logprobs: list[TokenLogprob | None]
-    """Log-probabilities of these; empty if no request of the step wants any."""
+    """Log-probabilities of `tokens`; empty if no request of the step wants any."""
     num_drafts: int
     """Number of drafts that were verified."""
     is_tree: bool = False
-    """Whether several of the drafts could follow one token."""
+    """Whether the drafts formed a tree, so that several could follow one token."""
 
 
 class Plan:
-    """The work of a step; iterating yields all of it as items, which is slow for large batches.
+    """The work of a step. Iterating yields all of it as items, which is slow for large batches.
 
     Rows of a step are in this order: decodes, requests with drafts, chunks.
 
     Args:
-        decodes: RUNNING requests. Each brings the token that it drew last and draws the next one.
-            The last token may be known to the device alone.
+        decodes: RUNNING requests. Each brings its last sampled token, which only the device may
+            know, and gets the next one.
         slots: [len(decodes)], slots of these requests.
         starts: [len(decodes)], positions of the tokens that they bring.
-        chunks: Pieces of prompts; their rows come after those of the decodes.
+        chunks: Pieces of prompts; their rows come last.
     """
 
     def __init__(
@@ -143,19 +145,19 @@ class Plan:
         self.starts = starts
         self.chunks = chunks
         self.verifies: Sequence[VerifyItem] = ()
-        """Requests with drafts."""
         self.drafts: Sequence[Sequence[int]] = ()
-        """Drafts of each of `verifies`, once the step has begun; some may be empty."""
+        """Drafts of each of `verifies`, set when the step begins; some may be empty."""
         self.columns: RequestColumns | None = None
-        """Columns of `decodes`, as the scheduler plans them."""
+        """Columns of `decodes`, if the scheduler planned them as columns."""
         self.is_late: BoolArray | None = None
         """[len(decodes)]: whether a step under way verifies drafts of the request. Only the device
-        then knows its position, and `starts` has the largest possible one. None: of no request.
+        then knows its position, and `starts` has the largest possible one. None: no request has
+        such drafts.
         """
         self.scores: LaterScores | None = None
-        """Log-probabilities of prompts, once the step has begun; None: no chunk wants any."""
+        """Log-probabilities of prompts, set when the step begins; None: no chunk wants any."""
         self.vectors: LaterVectors | None = None
-        """Vectors of prompts, once the step has begun; None: no chunk wants any."""
+        """Vectors of prompts, set when the step begins; None: no chunk wants any."""
         self.drafting_s = 0.0
         """Seconds that drafting took before the step. Captured chains are launched with the step
         and take almost no time here.
@@ -171,7 +173,7 @@ class Plan:
         yield from self.pieces()
 
     def pieces(self) -> Iterator[PlanItem]:
-        """All but the decodes."""
+        """Items of the requests with drafts, then the chunks."""
         for request, start, max_drafts, _ in self.verifies:
             yield PlanItem(request, start, 1 + max_drafts, True)
         yield from self.chunks
@@ -192,23 +194,23 @@ class Plan:
 
     @property
     def draft_counts(self) -> Sequence[int]:
-        """Number of drafts of each of `verifies`; does not wait."""
+        """Number of drafts of each of `verifies`. Does not wait for the drafts themselves."""
         if isinstance(self.drafts, LaterDrafts):
             return self.drafts.counts
         return [len(drafts) for drafts in self.drafts]
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Number of new tokens in the chunks."""
+        """Number of prompt tokens."""
         return sum([item.num_tokens for item in self.chunks]) if self.chunks else 0
 
     @property
     def num_tokens(self) -> int:
-        """Number of new tokens, counting the most drafts there may be."""
+        """Number of new tokens, if each request gets the most drafts it may have."""
         num_drafts = sum(item.max_drafts for item in self.verifies)
         return len(self.decodes) + len(self.verifies) + num_drafts + self.num_chunk_tokens
 
     @property
     def drawing_chunks(self) -> list[PlanItem]:
-        """Chunks from whose last row a token is drawn."""
+        """Chunks whose last row yields a token."""
         return [item for item in self.chunks if item.draws]

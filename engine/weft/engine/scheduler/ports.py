@@ -1,4 +1,4 @@
-"""What the scheduler and the loop ask of guests and of other sources: one typed port each."""
+"""What the scheduler and the loop ask of guests and of other sources of pages: one port each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 Mask = npt.NDArray[np.uint32]
 """[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""
 Masks = list[Mask | None]
-"""The masks of a sample in one step: for its next token, then for the token behind each of its
-drafts. None: every token may come.
+"""The masks of a sample in one step: for its next token, then for the token that follows each of
+its drafts. None: every token is allowed.
 """
 MaskRows = npt.NDArray[np.uint32]
 """[num_slots, ceil(vocab_size / 32)]: a mask for each slot, where the sampler reads it."""
 Made = Masks | WeftError | None
-"""A sample's masks or its error; None: its next token's mask was written into its slot's row."""
+"""A sample's masks or its error. None: the mask of its next token was written into its slot's row.
+"""
 
 
 class MaskSource(Protocol):
-    """The constraints of requests (`weft.engine.features.constraints`): they hold requests back
-    until they are compiled, then make a mask for each token. Nothing else is asked about requests
-    without one.
+    """The constraints of requests. The source holds a request back until its constraint is
+    compiled, then makes a mask for each of its tokens. Requests without a constraint never reach
+    it.
     """
 
     lost_s: float
-    """Seconds that steps have waited for masks that were too slow; its reader sets it to 0."""
+    """Seconds that steps have waited for masks. Whoever reads it sets it back to 0."""
 
     @property
     def grammars(self) -> Mapping[RequestKey, object]:
@@ -39,28 +40,27 @@ class MaskSource(Protocol):
         ...
 
     def admit(self, request: Request) -> bool:
-        """Whether a new request may run now; if not, `take_compiled` will return it.
+        """Whether a new request may run now. If not, `take_compiled` returns it later.
 
         Raises:
             InvalidRequest: Its constraint can never be used here.
-            Overloaded: Too many are being compiled.
+            Overloaded: Too many constraints are being compiled.
         """
         ...
 
     def expect(self) -> None:
-        """Prepares for constrained requests, which may come."""
+        """Prepares for constrained requests, such as by starting threads, before the first one
+        comes.
+        """
         ...
 
     def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
-        """Requests whose constraint has been compiled or could not be compiled."""
+        """Requests whose constraint has been compiled, or with the error that prevented it."""
         ...
 
     def end(self, request: Request, *, is_last: bool) -> None:
-        """Drops the state of a finished sample.
-
-        Args:
-            request: The sample.
-            is_last: Whether all samples of the request have finished.
+        """Drops the state of a finished sample. `is_last`: all samples of the request have
+        finished.
         """
         ...
 
@@ -73,15 +73,15 @@ class MaskSource(Protocol):
         rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
     ) -> None:
-        """Starts computing the masks of requests that draw in the current step, except ended ones.
+        """Starts computing the masks of requests that get a token in the current step, except ended
+        ones.
 
         Args:
-            requests: The requests.
-            accepted: For each request, the tokens that it has already drawn in this step; None: no
+            accepted: For each request, the tokens that it already got in this step; None: no
                 tokens.
             ahead: For each request, tokens that may follow and get masks too; None: none.
-            rows: Returns the rows by slot into which masks may be written; None: they are returned
-                instead.
+            rows: Returns the rows by slot into which masks may be written; None: `take_masks`
+                returns all masks.
             is_awaited: Whether `take_masks` follows at once.
         """
         ...
@@ -91,82 +91,79 @@ class MaskSource(Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of what grows with requests."""
+        """Sizes of the structures that grow with requests."""
         ...
 
-    def close(self) -> None:
-        """Ends threads."""
-        ...
+    def close(self) -> None: ...
 
 
 class DraftGate(Protocol):
-    """Decides how many drafts are worthwhile."""
+    """Decides how many drafts a request gets in a step."""
 
-    def shape(self, requests: Sequence[Request]) -> DraftShape:
-        """The drafts that each of these running requests brings to the next step."""
+    def shape(self, requests: Sequence[Request]) -> DraftShape: ...
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
         """Records a completed step.
 
         Args:
-            plan: Its plan.
+            plan: The step's plan.
             runs: Runs of its requests with drafts.
             duration_s: Duration of the step, drafting included.
         """
 
     def depths(self) -> dict[int, int]:
-        """Drafts of a request by the number of requests in a step from which on they apply."""
+        """Number of drafts of a request, by the number of running requests from which on it
+        applies.
+        """
         return {}
 
 
 class Fills(Protocol):
-    """Other sources of a request's pages (`weft.engine.sources`)."""
+    """Other sources of a request's pages: prefill workers, tiers and the KV store."""
 
     def next_state(self, request: Request) -> State:
-        """Next state of an admitted request: LOADING, FILLING or PREFILLING."""
+        """The state that an admitted request enters next: LOADING, FILLING or PREFILLING."""
         ...
 
     def has_room(self, request: Request) -> bool:
-        """Whether a fill behind the pages that an admitted request has could begin, once others
+        """Whether a fill that follows the request's pages could begin once other fills
         have ended.
         """
         ...
 
     def start(self, request: Request) -> bool:
-        """Opens the next lease for a LOADING or FILLING request, or lets it wait for one. False: no
-        filler is available at present, and the caller asks `next_state` again.
+        """Opens the next lease for a LOADING or FILLING request, or lets it wait for one. Returns
+        False if no filler is available at present; the caller then asks `next_state` again.
         """
         ...
 
     def abandon(self, request: Request) -> None:
-        """Stops the lease of a request that has ended; its reservation outlives it."""
+        """Stops the lease of a request that has ended. The lease's reservation outlives the
+        request.
+        """
         ...
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens, which only affect speed, never the text.
+    """Proposes draft tokens, which affect speed and never the text.
 
     The methods with a body are defaults for drafters that keep no state.
     """
 
     @property
     def is_on_device(self) -> bool:
-        """Whether drafting depends on nothing that only the host knows, and the drafts stay on the
-        device.
-
-        Then a request may be drafted for while another step of it is under way.
+        """Whether drafting needs nothing that only the host knows, and the drafts stay on the
+        device. Then drafts of a request may be made while another step of it is under way.
         """
         return False
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """Returns tokens that may follow the last one of each request.
+        """Returns tokens that may follow the last one of each request: at most `max_drafts` each,
+        or none where the drafter has no guess.
 
         Args:
-            items: Their last tokens are known, to the device at least, and there are pages for
+            items: Requests whose last token at least the device knows, and which have pages for
                 `max_drafts` more.
-
-        Returns:
-            For each request at most `max_drafts` tokens; none where the drafter has no guess.
         """
 
     def forget(self, slot: int) -> None:
@@ -177,5 +174,4 @@ class Drafter(Protocol):
         return {}
 
     def close(self) -> None:
-        """Stops its threads, if any."""
         return None

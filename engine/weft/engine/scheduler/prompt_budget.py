@@ -1,16 +1,16 @@
-"""How many prompt tokens a step takes beside running requests: the delay of first tokens is weighed
-against the delay of next tokens.
+"""Decides how many prompt tokens a step takes beside running requests, by weighing the delay of
+first tokens against the delay of next tokens.
 
 A step that also decodes takes the time of the decodes plus that of its prompt tokens. Cutting the
-prompts down to a target keeps the running requests' tokens coming, but each further step that the
-prompts then need costs everyone who waits for a first token the time of its decodes.
+prompts down to a target keeps the running requests' tokens coming. But each further step that the
+prompts then need delays every waiting first token by the time of its decodes.
 
     delay of first tokens = first_token_weight * (waiting prompts) * (time of a step of decodes)
     delay of next tokens  = (running requests) * (time by which a full step exceeds the target)
 
-Where the first is at least the second, prompts take the whole step; else they keep to the target.
-So a burst that finds few running requests is worked off as fast as the device can, and a steady
-stream of prompts never makes many running requests wait for few.
+If the first is at least the second, prompts take the whole step; else they keep to the target. So a
+burst that finds few running requests is computed as fast as the device can, and a steady stream of
+prompts never makes many running requests wait for few.
 
 A prompt that is computed here only because the prefill workers are busy keeps to a smaller target,
 the time of a step of decodes, so that it disturbs the running requests less. On a CPU it does not:
@@ -46,8 +46,6 @@ class StepRates(Protocol):
 
 
 class PromptTokens(Protocol):
-    """`PromptBudget.tokens`."""
-
     def __call__(self, num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int:
         """Prompt tokens for the next step."""
         ...
@@ -60,8 +58,8 @@ class PromptBudget:
         rates: Measured times of the engine's steps.
         target_s: Inter-token target: time that prompts may add to a step where next tokens count
             more.
-        first_token_weight: Worth of a second of delay of a first token, in seconds of delay of
-            next tokens. 0: prompts always keep to the target.
+        first_token_weight: Worth of a second of delay of a first token, in seconds of delay of next
+            tokens. 0: prompts always keep to the target.
         max_step_tokens: Tokens of the largest step.
         spares_running: Whether prompts that overflow keep to the smaller target.
     """
@@ -87,7 +85,7 @@ class PromptBudget:
         Args:
             num_running: Requests that get their next token in it.
             num_waiting: Prompts that are not computed yet, whether admitted or not.
-            is_overflow: They are computed here because prefill workers have other work.
+            is_overflow: The prompts are computed here because prefill workers have other work.
         """
         rates, target_s = self._rates, self._target_s
         if is_overflow and self._spares_running:

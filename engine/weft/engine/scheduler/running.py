@@ -16,7 +16,7 @@ from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request, State
 
 MAX_DRAFTED_BESIDE = 8
-"""Most running requests that get drafts in a step with prompts, where drafts are on the device. The
+"""Most running requests that get drafts in a step with prompts, if drafts are on the device. The
 gate does not know what such steps cost, and with more requests most steps bring prompts.
 """
 
@@ -25,8 +25,6 @@ class RunningPlans:
     """Plans the tokens of running requests and makes room for them.
 
     Args:
-        limits: Budgets.
-        pages: Pages of the requests.
         preempt: Preempts the running request that loses the least work, and returns it.
     """
 
@@ -39,7 +37,7 @@ class RunningPlans:
         self._memory: PageMemory = pages.memory
         self._preempt = preempt
         self._columns: RunningColumns | None = None
-        """Columns of the running requests; None: they are made for the next plan."""
+        """Columns of the running requests; None: the next plan makes them."""
         self._num_plain = 0
         """Plans launched since the last one with drafts. The two plans after one with drafts read
         the requests' positions anew.
@@ -47,8 +45,8 @@ class RunningPlans:
         self._planned: tuple[RunningColumns, BoolArray] | None = None
         """Columns of the last plan until it is launched, and which requests bring a token each."""
         self._drafts: tuple[list[int], DraftShape] | None = None
-        """Rows of these columns that get drafts of this shape if the step brings no prompts; None:
-        drafts are planned already.
+        """Rows of these columns that get drafts, and the drafts' shape, if the step brings no
+        prompts. None: the drafts are already in the plan.
         """
         self.gate: DraftGate | None = None
         """Gate of the drafts; None: speculation is off."""
@@ -64,8 +62,8 @@ class RunningPlans:
         """Enables drafts.
 
         Args:
-            gate: See `gate`.
-            is_on_device: See `drafts_on_device`.
+            gate: Decides how many drafts are worthwhile; None: speculation is off.
+            is_on_device: Whether the drafter is on the device.
             max_chain: Most drafts of a chain.
             max_context_tokens: Most positions for which a request may have pages.
         """
@@ -83,8 +81,8 @@ class RunningPlans:
             self._columns = self._columns.without(request)
 
     def has_exactly(self, columns: RequestColumns | None) -> bool:
-        """Whether the running requests are exactly those of a plan's columns, unchanged since. May
-        be False although they are.
+        """Whether the running requests are those of a plan's columns, unchanged since. False may be
+        returned although they are.
         """
         return self._columns is not None and self._columns.fixed is columns
 
@@ -105,7 +103,7 @@ class RunningPlans:
         shape = NO_DRAFTS
         if self.gate is not None:
             shape = self.gate.shape(requests)
-            # Beside prompts there are no trees.
+            # A step with prompts has no trees.
             num_tokens = self._max_step_tokens - (0 if shape.is_tree else num_spared)
             most = num_tokens // len(requests) - 1
             if shape.num_drafts > most:
@@ -134,14 +132,12 @@ class RunningPlans:
         return plan
 
     def _add_drafts(self, plan: Plan, rows: list[int], shape: DraftShape) -> None:
-        """Moves these requests from the decodes to the requests with drafts."""
         assert self._planned is not None
         columns, chosen = self._planned
         chosen[rows] = False
         plan.verifies = self._verifies(columns, rows, shape)
 
     def _add_decodes(self, plan: Plan) -> None:
-        """Adds the other requests that were chosen."""
         assert self._planned is not None
         columns, chosen = self._planned
         fixed, starts = columns.fixed, columns.starts
@@ -164,8 +160,8 @@ class RunningPlans:
             self._columns = columns.launched(chosen)
 
     def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
-        """Adds the chunks to a plan. Without chunks, it adds the drafts that were held back. With
-        chunks, trees become chains, since a tree's rows are not cheap beside many others.
+        """Adds the chunks to a plan. Without chunks, adds the drafts that were held back. With
+        chunks, turns trees into chains, since a tree's rows are not cheap beside many others.
         """
         plan.chunks = chunks
         if self._drafts is not None and not chunks:
@@ -189,8 +185,8 @@ class RunningPlans:
         return len(plan.decodes) + len(plan.verifies) + num_drafts
 
     def _grow_at_once(self, columns: RunningColumns, rows: list[int]) -> bool:
-        """Gives each of these running requests the one page that it lacks, if that takes no page
-        from another request.
+        """Gives each of these running requests the one page that it lacks. False, with nothing
+        done, if this would take a page from another request.
         """
         requests, size = [columns.fixed.requests[row] for row in rows], self._page_size
         starts, namespace = columns.starts[rows], requests[0].namespace
@@ -207,11 +203,7 @@ class RunningPlans:
         return True
 
     def _grow(self, request: Request, position: int) -> bool:
-        """Makes room for one more token.
-
-        Returns:
-            False if the request has to wait: it was preempted itself, or pages come back soon.
-        """
+        """False if the request has to wait: it was preempted itself, or pages come back soon."""
         while len(request.pages) * self._page_size <= position:
             try:
                 request.pages += self._memory.allocate(1, request.namespace)
@@ -226,7 +218,6 @@ class RunningPlans:
     def _verifies(
         self, columns: RunningColumns, rows: list[int], shape: DraftShape
     ) -> list[VerifyItem]:
-        """Plans the verification of the requests in these rows of the columns."""
         requests = [columns.fixed.requests[row] for row in rows]
         starts = columns.starts[rows]
         num_left = (columns.fixed.ends[rows] - starts - 1).tolist()
@@ -244,7 +235,6 @@ class RunningPlans:
     def _verify_tree(
         self, request: Request, start: int, shape: DraftShape, num_left: int
     ) -> VerifyItem:
-        """Plans the verification of a request that may accept at most `num_left` drafts."""
         # A tree has more places than drafts that can be kept, so some may lie after the request's
         # last position. The tree is grown to its full depth in any case.
         num_places = min(shape.num_places, self._max_context_tokens - start - 1)
@@ -253,11 +243,7 @@ class RunningPlans:
         return VerifyItem(request, start, min(shape.num_drafts, num_places), tree)
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
-        """Makes room for drafts after position `start`, without preempting another request.
-
-        Returns:
-            Number of drafts for which there is room.
-        """
+        """Never preempts another request. Returns the number of drafts for which there is room."""
         while len(request.pages) * self._page_size <= start + num_drafts:
             if self._memory.num_available_pages < 1:
                 return len(request.pages) * self._page_size - start - 1
@@ -267,10 +253,8 @@ class RunningPlans:
 
 
 def _can_go_on(requests: Sequence[Request], *, is_drafting: bool) -> BoolArray:
-    """For each request, whether it can take another step before the one under way is committed.
-
-    A request cannot while drafts of it are verified, or while the token that new drafts would
-    follow is not known.
+    """Whether each request can take another step before the one under way is committed. It cannot
+    while drafts of it are verified, or while the token is unknown that new drafts would follow.
     """
     return np.array(
         [

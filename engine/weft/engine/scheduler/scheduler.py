@@ -1,13 +1,14 @@
-"""Decides what each step computes. Owns request state; knows no tensors.
+"""Decides what each step computes. Owns the state of requests and knows no tensors.
 
-A step is plan -> launch -> commit, and the next one may be planned before this one is committed.
-At that time everything about a request is known except its new token, and whether that token ends
-it. A request that may end with the step under way is planned all the same; if it does end, its next
-token is dropped. `plan` gives every running request its next token, and rows to verify where
-these pay; then
-it continues prompts in page-aligned chunks (if a step has room), then admits waiting requests while
-tokens, requests and pages last. Admission promises all pages of a prompt at once, so a started
-prompt never waits for memory; only running requests grow, and when no page is left, the one that
+A step is planned, launched and committed. The next step may be planned before this one is
+committed. Then everything about a request is known except its new token, and whether that token
+ends the request. A request that may end with the step under way is planned all the same; if it does
+end, its next token is dropped.
+
+`plan` first gives every running request its next token, and drafts to verify where they pay. With
+the tokens that are left it continues prompts in page-aligned chunks, then admits waiting requests
+while tokens, slots and pages last. Admission reserves all pages of a prompt at once, so a started
+prompt never waits for memory. Only running requests grow; when no page is left, the request that
 loses the least work is preempted. A policy chooses which request is admitted next
 (`weft.engine.scheduler.policies`).
 """
@@ -36,25 +37,26 @@ from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.victims import Victims
 
 LAST_PIECES = 4
-"""Length from which the rest of a fill is worth one more step, in last pieces."""
+"""Number of last pieces from which on the rest of a fill is worth one more step."""
 MAX_PASSED_OVER = 16
-"""Candidates passed over because they wait for something other than pages and slots."""
+"""Candidates that one search for the next request may skip because they wait for something other
+than pages and slots.
+"""
 
 
 class Scheduler:
     """Owns all requests of one engine and decides the order in which they proceed.
 
     Args:
-        limits: budgets.
-        pages: pages of requests, and lookups in the prefix cache.
-        waiting: requests that are not admitted yet, in the order of a policy.
-        fills: other sources of pages; None: there are none.
-        on_finish: called once for each request when it reaches FINISHED, its pages released.
-        on_slot_free: called when a slot is given back.
-        adapters: which adapters are on the device; None: none are served.
-        events: callbacks about requests' pages; None: there are none.
-        prompt_budget: returns the most prompt tokens of a step that also decodes; None: there is
-            no such bound.
+        pages: Pages of requests, and lookups in the prefix cache.
+        waiting: The admission queue, in the order of a policy.
+        fills: Other sources of pages; None: there are none.
+        on_finish: Called once for each request when it reaches FINISHED, its pages released.
+        on_slot_free: Called with a slot when it is given back.
+        adapters: Which adapters are on the device; None: none are served.
+        events: Callbacks about requests' pages; None: there are none.
+        prompt_budget: Returns the most prompt tokens of a step that also decodes; None: the step's
+            budget alone counts.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Scheduler:
         self._events = SchedulerEvents() if events is None else events
         self._prompt_budget = prompt_budget
         self.waitlist = AdapterWaitlist(waiting, adapters)
-        """WAITING and PREEMPTED requests whose adapter is not loaded; they are queued later."""
+        """WAITING and PREEMPTED requests whose adapter is not loaded. They enter `waiting` when it
+        is.
+        """
         self._victims = Victims(pages.memory, limits.page_size, by_priority=limits.by_priority)
         self.estimate = NewTokenEstimate()
         self._deadlines = Deadlines()
@@ -93,12 +97,14 @@ class Scheduler:
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
         self.num_leaving_tokens: Callable[[], int] = lambda: 0
-        """Tokens of fill jobs that are computed, but whose pages have not all left this worker."""
+        """Returns the tokens of fill jobs that are computed, but whose pages have not all left this
+        worker.
+        """
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.preempted: list[Request] = []
-        """Preempted since the engine last took note (it clears the list)."""
+        """Requests preempted since the engine last cleared the list."""
         self.progressed: list[Request] = []
-        """Fill jobs with new full pages since the engine last took note (it clears the list)."""
+        """Fill jobs with new full pages since the engine last cleared the list."""
         self.num_preemptions = 0
         self.num_urgent_preemptions = 0
         """Preemptions in favour of a more urgent request, part of the number above."""
@@ -115,17 +121,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a plan could contain anything."""
         return bool(self.waiting or self.prefilling or self.running)
 
     @property
     def num_requests(self) -> int:
-        """Number of unfinished requests."""
         return self.num_waiting + len(self.filling) + len(self.prefilling) + len(self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that are not admitted, whatever they wait for."""
+        """Number of requests that are not admitted, for whatever reason."""
         return len(self.waiting) + len(self.held) + len(self.waitlist)
 
     @property
@@ -150,7 +154,7 @@ class Scheduler:
         return sum(len(request.tokens) for request in queues)
 
     def sizes(self) -> dict[str, int]:
-        """Lengths of the queues, and number of slots in use."""
+        """Lengths of the queues, and the number of slots in use."""
         return {
             "waiting": len(self.waiting),
             "held": len(self.held),
@@ -164,7 +168,7 @@ class Scheduler:
     # -- entry -----------------------------------------------------------------------------------
 
     def add(self, request: Request, *, is_held: bool = False) -> None:
-        """Queues a new request, at once or with its `release`."""
+        """Queues a new request; if `is_held`, only when `release` is called."""
         assert request.state is State.WAITING
         self.waitlist.begin(request)
         self._deadlines.watch(request)
@@ -174,12 +178,11 @@ class Scheduler:
             self._enqueue(request)
 
     def release(self, request: Request) -> None:
-        """Queues a request that was held."""
         self.held.remove(request)
         self._enqueue(request)
 
     def finish(self, request: Request, error: WeftError | None = None) -> None:
-        """Ends a request: finished, cancelled, expired or failed. Idempotent."""
+        """Ends a request that is finished, cancelled, expired or failed. Idempotent."""
         if request.state is State.FINISHED:
             return
         self._leave_queue(request)
@@ -208,7 +211,7 @@ class Scheduler:
     # -- the step --------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
-        """Chooses the next step's tokens and makes sure that their pages exist."""
+        """Chooses the next step's tokens and allocates their pages."""
         if self._limits.preemption_threshold is not None and self.waiting and self.running:
             self._make_room_for_urgent(now, self._limits.preemption_threshold)
         has_prompts = self.prefilling or (self.waiting and self._free_slots)
@@ -226,7 +229,6 @@ class Scheduler:
         return plan
 
     def _plan_prompts(self, plan: Plan, now: float, chunks: list[PlanItem]) -> None:
-        """Chooses the chunks of prompts that a step brings beside its running requests."""
         has_running = len(plan) > 0
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
         budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
@@ -237,10 +239,10 @@ class Scheduler:
             )
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
         self._admit_ahead(now)
-        # The few tokens behind a fill go first: they delay no other prompt.
+        # The few tokens left after a fill go first: they delay no other prompt.
         for request in sorted(self.prefilling, key=self._is_behind_fill, reverse=True):
             if not request.num_pending:
-                continue  # All of it is under way, and nothing is drawn behind it.
+                continue  # All of it is under way, and no token follows it.
             taken = self._plan_chunk(request, budget, chunks)
             # A prompt for which there is no room ends the search, or shorter ones might overtake it
             # for ever.
@@ -249,14 +251,14 @@ class Scheduler:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
 
     def _has_overflow(self) -> bool:
-        """Whether prompts come next that are here because a prefill worker has other work."""
+        """Whether the next prompts are computed here only because prefill workers are busy."""
         return any(
             request.may_overflow and not self._is_behind_fill(request)
             for request in chain(self.prefilling, islice(self.waiting, 1))
         )
 
     def _is_behind_fill(self, request: Request) -> bool:
-        """Whether at most a page of the prompt is left behind a fill."""
+        """Whether a fill has left at most a page of the prompt to compute."""
         is_short = request.num_to_compute <= self._limits.page_size
         return is_short and bool(request.timeline.fills)
 
@@ -275,13 +277,8 @@ class Scheduler:
     def _plan_waiting(
         self, now: float, budget: int, items: list[PlanItem] | None, *, is_empty: bool
     ) -> None:
-        """Admits requests, and plans the first chunks of those that are computed here.
-
-        Args:
-            now: On the engine's clock.
-            budget: Prompt tokens that may be planned.
-            items: Gets the chunks; None: they are planned later.
-            is_empty: Whether the step has nothing else.
+        """With `items` None, the chunks of admitted prompts are planned later. `is_empty` says that
+        the step has nothing else.
         """
         self.waiting.observe(self.running)
         self._lacks_pages = False
@@ -299,9 +296,9 @@ class Scheduler:
             self._strip_waiting()
 
     def _admit_ahead(self, now: float) -> None:
-        """Admits waiting requests that the policy ranks before the prompt under way that goes last,
-        which could otherwise keep steps full until it ends. `_may_go_ahead` bounds how many, so
-        that slots are left for requests that come later and rank still higher.
+        """Admits waiting requests that the policy ranks before the last of the admitted prompts,
+        which could otherwise fill the steps until it ends. `_may_go_ahead` bounds how many, so that
+        slots are left for requests that come later and rank still higher.
         """
         while self.waiting and self.prefilling and self._free_slots:
             request = self._admit_next(now, ahead_of=self.prefilling[-1])
@@ -310,7 +307,6 @@ class Scheduler:
             self._take_in(request)
 
     def _take_in(self, request: Request) -> None:
-        """Moves an admitted request to those that are computed or filled."""
         self.waiting.remove(request)
         self.waiting.on_admitted(request)
         if request.state is State.PREFILLING:
@@ -319,13 +315,7 @@ class Scheduler:
             self.filling.append(request)
 
     def _admit_next(self, now: float, ahead_of: Request | None = None) -> Request | None:
-        """Admits the first candidate that needs only pages and a slot.
-
-        Args:
-            now: On the engine's clock.
-            ahead_of: A prompt that is being computed, before which the candidate must go; None:
-                any candidate.
-        """
+        """With `ahead_of`, only candidates that go before that prompt are admitted."""
         for request in islice(self.waiting.candidates(now), MAX_PASSED_OVER):
             if ahead_of is not None and not self._goes_before(request, ahead_of):
                 return None
@@ -356,9 +346,7 @@ class Scheduler:
         return None
 
     def _goes_before(self, request: Request, other: Request) -> bool:
-        """Whether a waiting request goes before a prompt that is being computed. One that has aged
-        is not overtaken, whatever its rank.
-        """
+        """A request that has aged is not overtaken, whatever its rank."""
         queue = self.waiting
         return queue.rank(request) < queue.rank(other) and queue.precedes(request, other)
 
@@ -371,7 +359,6 @@ class Scheduler:
         return sum(other.num_pending for other in before) < self._limits.max_step_tokens
 
     def _may_take_off(self, request: Request) -> bool:
-        """Whether tokens in flight leave room for a prompt that is computed for another worker."""
         most = self._limits.max_tokens_in_flight
         if most is None or not request.is_fill:
             return True
@@ -381,7 +368,9 @@ class Scheduler:
         return not others or others + request.num_to_compute <= most
 
     def launch(self, plan: Plan) -> int:
-        """Marks a planned step as started; the next plan builds on it. Returns its number."""
+        """Marks a planned step as started, so that the next plan builds on it. Returns the step's
+        number.
+        """
         self.running_plans.launch(plan)
         for item, most in zip(plan.verifies, plan.most_accepted, strict=True):
             request = item.request
@@ -410,12 +399,8 @@ class Scheduler:
         request.decodes_from = request.num_computed + request.num_launched
 
     def commit(self, number: int, plan: Plan) -> None:
-        """Commits a step, after all steps before it. The KV of the step now exists, and full pages
-        are published.
-
-        Args:
-            number: Number of the step.
-            plan: The step's plan; an empty one if the step failed.
+        """Commits a step, after all steps before it: its KV now exists, and full pages are
+        published. If the step failed, `plan` is empty.
         """
         self.pages.end_step(number)
         self.waitlist.step_ended(number)
@@ -461,7 +446,9 @@ class Scheduler:
             ]
 
     def accepted(self, request: Request) -> None:
-        """Adds the accepted tokens of a step with verified rows; all but the last have their KV."""
+        """Counts the accepted tokens of a step with verified drafts. All but the last have their
+        KV.
+        """
         num_more = len(request.tokens) - 1 - request.num_computed
         if request.state is State.RUNNING and num_more:
             request.num_computed += num_more
@@ -492,7 +479,7 @@ class Scheduler:
     # -- remote fills ----------------------------------------------------------------------------
 
     def fill_completed(self, request: Request) -> None:
-        """Notes that a filler has done its part; another filler or this engine does the rest."""
+        """Notes that a filler has done its part. Another filler or this engine does the rest."""
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -510,8 +497,8 @@ class Scheduler:
             self._fills.start(request)
 
     def fill_failed(self, request: Request) -> None:
-        """Queues a request again, in its old place, with the pages accepted so far behind which it
-        can go on.
+        """Queues a request again, in its old place. It keeps the accepted pages that it can
+        continue from.
         """
         self.filling.remove(request)
         self.pages.drop_uncontinuable(request)
@@ -527,20 +514,21 @@ class Scheduler:
         request.state = state
 
     def _enqueue(self, request: Request) -> None:
-        """Queues a request and looks up its cached prefix once, for the reported queue length."""
+        """The lookup in the prefix cache serves the reported queue length."""
         if not request.pages:
             request.num_found_tokens = self.pages.num_cached_tokens(request)
         self.waitlist.enqueue(request)
 
     def _preempt_cheapest(self) -> Request:
-        """Preempts the running request that loses the least work."""
         self.estimate.on_preemption(self.running)
         victim = self._victims.first(self.running)
         self.preempt(victim)
         return victim
 
     def preempt(self, request: Request) -> None:
-        """Takes a RUNNING request's pages (they stay cached while there is room) and queues it."""
+        """Releases a RUNNING request's pages (they stay cached while there is room) and
+        queues it.
+        """
         self._leave_running(request)
         self.waiting.on_ended(request)
         self.pages.drop(request)
@@ -553,7 +541,7 @@ class Scheduler:
         self.preempted.append(request)
 
     def _plan_chunk(self, request: Request, budget: int, items: list[PlanItem]) -> int:
-        """Plans the request's next chunk; returns the tokens it takes from the budget."""
+        """Returns the tokens that the chunk takes from the budget."""
         page_size = self._limits.page_size
         start = request.num_computed + request.num_launched
         pending = len(request.tokens) - start
@@ -580,8 +568,9 @@ class Scheduler:
         return num_tokens
 
     def _last_piece(self, request: Request, pending: int) -> int:
-        """Tokens of the rest of a fill that are left for one more step, so that few pages are still
-        to be shipped behind it. That step costs a little, so no other prompt must wait for it.
+        """Leaves the last tokens of a long fill for one more step, so that few pages are still to
+        be shipped after the computation. That step has a cost, so this is done only when no other
+        prompt waits.
         """
         last = self._limits.last_piece_tokens
         if self.waiting or pending < LAST_PIECES * last:
@@ -589,7 +578,6 @@ class Scheduler:
         return 0 if any(r.num_pending and r is not request for r in self.prefilling) else last
 
     def _budget_behind(self, budget: int, taken: int, items: list[PlanItem]) -> int:
-        """Prompt tokens that further prompts may bring after the first ones have taken theirs."""
         budget -= taken
         if self._limits.shared_step_tokens is not None:
             num_planned = sum(item.num_tokens for item in items)
@@ -597,13 +585,7 @@ class Scheduler:
         return max(0, budget)
 
     def _admit(self, request: Request, now: float, *, has_pages: bool) -> bool:
-        """Reserves a waiting request's pages and starts it; False: not now.
-
-        Args:
-            request: The request, which already has its cached prefix.
-            now: On the engine's clock.
-            has_pages: Whether the request came with pages of its own instead.
-        """
+        """With `has_pages`, the request came with pages of its own instead of a cached prefix."""
         if not self._promise(request):
             return False
         request.lookup_until = 0.0
@@ -627,8 +609,8 @@ class Scheduler:
         return True
 
     def _choose_source(self, request: Request) -> State:
-        """The state of a request that is being admitted. What is cached behind its match is taken
-        first, so that the choice knows what a fill or load would bring; kept only for these.
+        """The cached pages that follow the match are taken first, so that the choice knows what a
+        fill or load would bring. Only a fill or load keeps them.
         """
         may_be_filled = request.num_reusable_tokens and (
             request.candidates or self._limits.has_tiers
@@ -648,7 +630,6 @@ class Scheduler:
         return state
 
     def _promise(self, request: Request) -> bool:
-        """Reserves the pages that the request's tokens need; False if there are too few."""
         needed = self._num_pages(request) - len(request.pages)
         wanted = needed + self._num_pages_to_come(request)
         if wanted > self._memory.num_available_pages:
@@ -666,7 +647,7 @@ class Scheduler:
         """Pages that admitted requests and this one will probably need beyond their reservations.
 
         A request that is admitted into the last pages and preempted at once would be computed again
-        and again. A request without others beside it may use all pages.
+        and again. A request that runs alone may use all pages.
         """
         active = len(self.running) + len(self.prefilling)
         if not active and not self.filling:
@@ -675,7 +656,7 @@ class Scheduler:
         return active + self.estimate.expected_tokens(others) // self._limits.page_size
 
     def _make_room_for_urgent(self, now: float, threshold: int) -> None:
-        """Preempts running requests if the first candidate is urgent enough and then fits."""
+        """Preempts only if the first candidate is urgent enough, and fits afterwards."""
         urgent = next(self.waiting.candidates(now), None)
         if urgent is None or urgent.num_launched or now < urgent.lookup_until:
             return
@@ -704,7 +685,7 @@ class Scheduler:
 
     @property
     def _num_pages_soon(self) -> int:
-        """Available pages, plus at most those released with the steps under way."""
+        """Available pages, plus the most that the steps under way can release."""
         return self._memory.num_available_pages + self.pages.num_returning
 
     def _note_admission(self, request: Request, now: float) -> None:
@@ -719,7 +700,7 @@ class Scheduler:
                 on_matched(request)
 
     def _offer_matched(self, request: Request) -> None:
-        """Offers cached pages to the KV store again if the store lacks them."""
+        """The store may lack pages that are cached here, so they are offered again."""
         held = request.num_store_pages
         if held is None or held >= request.num_published_pages:
             return
@@ -727,7 +708,6 @@ class Scheduler:
             on_computed(request, held, request.num_published_pages)
 
     def _enter_prefilling(self, request: Request) -> None:
-        """Queues a prompt by its rank in the policy, equals in order of admission."""
         insort(self.prefilling, request, key=self.waiting.rank)
         for on_computing in self._events.computing:
             on_computing(request)

@@ -17,11 +17,7 @@ _MAKES_PAGES = (State.LOADING, State.FILLING, State.PREFILLING)
 
 
 class PrefixSharing:
-    """Finds requests that are about to compute a prefix that others need as well.
-
-    Args:
-        page_size: token positions a page.
-    """
+    """Finds requests that are about to compute a prefix that others need as well."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -29,7 +25,9 @@ class PrefixSharing:
         """Requests that waited for another one's pages, since start."""
 
     def still_waits(self, request: Request) -> bool:
-        """Whether the request's leader is still computing pages, without new ones since."""
+        """Whether the request's leader is still computing pages, and has published none since the
+        last look.
+        """
         leader = request.leader
         assert leader is not None
         # A leader counts as RUNNING while its last chunk is still under way.

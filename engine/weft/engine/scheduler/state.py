@@ -57,15 +57,15 @@ class RequestKey:
 class Request:
     """One sample of one submit, or one fill job of a prefill worker (`is_fill`).
 
-    Tokens [0, num_computed) have their KV in `pages`, the next `num_launched` get it by steps under
-    way; page i holds positions [i * page_size, (i + 1) * page_size). `RequestPages` changes these
-    fields.
+    Tokens [0, num_computed) have their KV in `pages`. Steps under way compute the next
+    `num_launched`. Page i holds positions [i * page_size, (i + 1) * page_size). `RequestPages`
+    changes these fields.
     """
 
     key: RequestKey
     sample: int
     tokens: list[int]
-    """Prompt and generated tokens. Tokens drawn by a step under way are not included yet."""
+    """Prompt and generated tokens, without those that a step under way is sampling."""
     num_prompt_tokens: int
     params: SamplingParams
     stop: StopCriteria
@@ -73,7 +73,6 @@ class Request:
     """Most tokens to generate; fits the context."""
     eos_token_ids: frozenset[int]
     seed: int
-    """Seed of this sample."""
     top_logprobs: int | None
     prompt_logprobs: int | None = None
     """Number of alternatives wanted for each prompt token; the prompt is then computed anew.
@@ -86,22 +85,24 @@ class Request:
     deadline: float
     timeline: Timeline
     pool: Pool | None = None
-    """Vectors that it wants of its prompt in place of tokens; None: it generates, or fills."""
+    """The vectors of its prompt that are wanted in place of tokens; None: the request generates, or
+    fills.
+    """
     is_fill: bool = False
     lease_id: bytes = b""
-    """Lease of a fill job."""
+    """Lease of a fill job; empty for other requests."""
     digests: Sequence[int] | None = None
-    """Whether a fill job's pages are digested when they are shipped."""
+    """Digests of a fill job's shipped pages; None: the pages are not digested."""
     candidates: list[FillCandidate] = field(default_factory=list)
     """Fillers not yet tried, best first."""
     is_overflow: bool | None = None
-    """Whether its prompt is computed here only because the prefill worker has other work. It is
-    None until the place of computing is decided.
+    """Whether its prompt is computed here only because the prefill worker has other work. None
+    until the place of computing is decided.
     """
     lookup_until: float = 0.0
     """Time until which the KV store's answer is awaited; 0: no answer is awaited."""
     skips_tiers: bool = False
-    """Whether a load from a tier was given up. Until a later preemption, the request's pages come
+    """Whether a load from a tier was given up. Until the request is preempted again, its pages come
     from other sources.
     """
     cache_salt: str = ""
@@ -109,7 +110,7 @@ class Request:
     adapter: bytes = b""
     """Content digest of its adapter; empty: the base model."""
     priority: int = 0
-    """Priority; a lower number is more urgent."""
+    """A lower number is more urgent."""
     tenant: str = ""
     """Tenant that is charged, where tenants are treated fairly."""
     num_charged_tokens: int = 0
@@ -117,12 +118,12 @@ class Request:
     leader: Request | None = None
     """The request that computes or receives pages which this waiting request wants to share."""
     leader_pages: int = 0
-    """The leader's published pages when it was last checked."""
+    """Number of the leader's published pages when it was last checked."""
     was_follower: bool = False
     session_id: str = ""
     """Chat session of the request; empty: none."""
     ends_session: bool = False
-    """Whether it is the last request of its session, which then keeps no pages."""
+    """Whether it is the last request of its session, whose pages are then not pinned."""
     traceparent: str = ""
     num_store_pages: int | None = None
     """Leading pages of the prompt that the KV store holds; None: unknown."""
@@ -130,34 +131,32 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_launched: int = 0
-    """Number of steps launched and not yet committed; while it is not 0, steps may read and write
-    the request's present and former pages.
+    """Number of positions that launched and uncommitted steps compute. While it is not 0, steps may
+    read and write the request's present and former pages.
     """
     decodes_from: int = 0
     """Position from which on the running request brings one token per step."""
     speculates: bool = False
-    """Whether its tokens may be drafted."""
     num_verifying: int = 0
-    """Number of steps under way that may accept drafts of the request; only the device knows their
+    """Number of steps under way that may accept drafts of the request. Only the device knows their
     outcome.
     """
     acceptance: Acceptance | None = None
-    """Acceptance statistics of the request's drafts."""
     is_draft_behind: bool = False
-    """Whether the draft model has still to read some of its tokens. Missing drafts then say nothing
-    about their worth.
+    """Whether the draft model has still to read some of its tokens. A missing draft then says
+    nothing about the drafter.
     """
     lacks_draft_room: bool = False
-    """Whether a draft model has no pages or positions for it, so that it does not count against
-    drafts.
+    """Whether the draft model has no pages or positions for it. A missing draft then does not count
+    against the drafter.
     """
     state_end: int = 0
     """End position of the hidden state that the slot keeps for a draft model."""
     num_published_pages: int = 0
     num_promised_pages: int = 0
     companion_pages: int = 0
-    """Pages that a prompt computed for another worker needs beside those of its tokens, for what
-    lies behind these (`KvHandle.companion_pages`).
+    """Pages that a prompt computed for another worker needs in addition to those of its tokens, for
+    what follows them (`KvHandle.companion_pages`).
     """
     cache_leaf: Node | None = None
     """The prefix cache's node of its last published page, if known."""
@@ -166,44 +165,43 @@ class Request:
     num_partial_tokens: int = 0
     """Number of matching tokens in that page."""
     num_found_tokens: int = 0
-    """Cached tokens at the last lookup, while it waits."""
+    """Cached tokens at the last lookup, while the request waits."""
     num_cached_tokens: int = 0
     """Prompt tokens of this request that were found instead of computed."""
     is_sibling: bool = False
-    """Whether it was forked from another sample of its prompt. The cached tokens of the first one
-    count for both.
+    """Whether it was forked from another sample of its prompt, whose cached tokens count for both.
     """
     slot: int = -1
     adapter_slot: int = 0
     """Slot of its adapter in the device's tables, while it has a `slot`; 0: no adapter."""
     unforked_samples: dict[int, list[int]] = field(default_factory=dict)
-    """Samples to be forked once the prompt's KV exists (first sample only), with the tokens that
-    each has generated elsewhere.
+    """First sample only: samples to be forked once the prompt's KV exists, each with the tokens
+    that it has generated elsewhere.
     """
     error: WeftError | None = None
     end_token_ids: frozenset[int] = field(init=False)
-    """Tokens that may end the sample."""
 
     def __post_init__(self) -> None:
         self.end_token_ids = self.eos_token_ids.union(self.stop.stop_token_ids)
 
     @property
     def draws_in_turn(self) -> bool:
-        """Whether a draw depends on the tokens just before it, so that tokens are drawn one after
-        another.
+        """Whether sampling a token depends on the tokens just before it, so that tokens of one step
+        are sampled one after another.
         """
         params = self.params
         return params.has_penalties or params.constraint is not None or self.stop.min_tokens > 0
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn behind its prompt."""
+        """Whether tokens are generated after its prompt."""
         return not self.is_fill and self.pool is None
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens that are not computed where their KV is known. The owner of a prompt runs
-        its last token, or all of one of which more is wanted than what follows.
+        """Number of leading tokens that are not computed if their KV is cached. A request computes
+        at least its last token, unless it is a fill job. It computes all of them if
+        log-probabilities or vectors of the whole prompt are wanted.
         """
         pool = self.pool
         is_computed_anew = pool is not None and (pool.wants_all_rows or pool.is_whole)
@@ -213,17 +211,15 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and generated tokens."""
         return len(self.tokens)
 
     @property
     def num_generated(self) -> int:
-        """Number of generated tokens."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def awaits_first_token(self) -> bool:
-        """Whether no token was drawn for the request on this engine yet. A resumed request may have
+        """Whether this engine has sampled no token for the request yet. A resumed request may have
         tokens from elsewhere.
         """
         return self.timeline.first_token_s is None
@@ -235,8 +231,8 @@ class Request:
 
     @property
     def may_overflow(self) -> bool:
-        """`is_overflow`; while it is not decided, whether a prefill worker could compute the prompt
-        at all.
+        """`is_overflow`; while that is None, whether a prefill worker could compute the prompt at
+        all.
         """
         if self.is_overflow is None:
             return any(one.kind == "prefill" for one in self.candidates)
@@ -250,12 +246,7 @@ class Request:
 
 def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int | None] | None:
     """Why a sample ends with its newest token: (reason, the stop token if one matched); None: it
-    goes on.
-
-    Args:
-        request: The sample.
-        token: Its newest token.
-        num_generated: Tokens that it has generated, this one included.
+    continues. `num_generated` includes the newest token.
     """
     stop = request.stop
     is_eos = token in request.eos_token_ids

@@ -1,20 +1,21 @@
-"""Blocks of requests in recurrent layers: what a step begins with, and where it leaves new states.
+"""Blocks of requests in recurrent layers: which block a step begins with, and where it writes new
+states.
 
-A running request has the block of the last page border that is certain, and for moments those that
-steps under way write. Its rows since that border are in the ring of its slot:
+A running request has the block of the last page border that is certain and, for moments, the blocks
+that steps under way write. The inputs of its rows since that border are in the ring of its slot:
 
     0            border                     start        end
     |-- block ------|-- computed again --------|-- rows ----|
                  the newest block      inputs in the ring
 
-What a step writes is certain when the step begins: a border is written if the rows before it are of
-a prompt, or at most one behind the request's last token. Verified rows cross a border only in the
-next step, which knows which of them were accepted. So no state of a token exists that was not
-accepted.
+What a step writes is decided when the step begins. It writes the block of a border if the rows
+before the border are a prompt's, or reach at most one row past the request's last token. Drafts
+being verified cross a border only in the next step, which knows which of them were accepted. So no
+state ever includes a token that was not accepted.
 
 Blocks are kept for later requests at the end of a prompt, every `checkpoint_tokens`, where a prompt
 left a path of cached pages or another prompt leaves this one, and where a request was when it ended
-or was preempted. A request without room for a block that it does not need itself keeps none.
+or was preempted. A request keeps no block beyond its own needs if there is no room for it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from weft.engine.scheduler.state import Request
 class _Block(NamedTuple):
     number: int
     end: int
-    """The block is written once so many of the request's tokens are computed. Where verified
-    rows crossed the border, this is later than the border itself.
+    """Number of the request's tokens whose computation completes the block. Where verified drafts
+    crossed the border, this is later than the border itself.
     """
 
 
@@ -48,19 +49,17 @@ _ZEROS = _Block(NULL_PAGE, 0)
 
 @dataclass(slots=True)
 class _Held:
-    """The blocks of one request."""
-
     blocks: dict[int, _Block] = field(default_factory=lambda: {0: _ZEROS})
     """Blocks by border, in pages; borders rise."""
     keeps: set[int] = field(default_factory=set)
-    """Borders at which a block is kept, apart from checkpoints."""
+    """Borders at which a block is kept besides the checkpoints."""
     num_reserved: int = 0
     spare: set[int] = field(default_factory=set)
     """Borders of `blocks` that the request does not need itself; reserved in addition."""
 
     @property
     def newest(self) -> int:
-        """The last border with a block, in pages; the block may still be written."""
+        """The last border with a block, in pages. The block may not be written yet."""
         return next(reversed(self.blocks))
 
     @property
@@ -69,7 +68,7 @@ class _Held:
         return [block.number for block in self.blocks.values() if block is not _ZEROS]
 
     def written(self, num_computed: int) -> int:
-        """The last border whose block is written when so many tokens are computed."""
+        """The last border whose block is written once `num_computed` tokens are computed."""
         return [border for border, block in self.blocks.items() if block.end <= num_computed][-1]
 
 
@@ -79,7 +78,6 @@ class StateBlocks:
     Args:
         memory: The owner of blocks, which counts and evicts them as it does pages.
         index: Its index; None: nothing is cached.
-        page_size: Token positions a page.
         checkpoint_tokens: Tokens from one kept block of a request to the next.
         max_requests: Number of slots.
         max_rows: Most rows of a running request in a step.
@@ -103,23 +101,27 @@ class StateBlocks:
         self._num_reserved = 0
         self._returning: deque[tuple[int, _Held]] = deque()
         self._newest = np.zeros((2, max_requests), np.int64)
-        """For each slot, the position of the newest block's border, and the block."""
+        """[2, max_requests]: for each slot, the position of the newest block's border, and the
+        block.
+        """
         self.on_kept: list[Callable[[Node, int, int, bool], None]] = []
-        """Called with each block that is kept, the node behind which it lies, the priority of its
-        request, and whether a step here wrote it.
+        """Called with each block that is kept, the node that ends where the block lies, the
+        priority of its request, and whether a step here wrote it.
         """
         self.on_given_up: Callable[[Evicted], None] = lambda evicted: None
-        """Called with each kept block that is given up, while its bytes are still there."""
+        """Called with each kept block that is evicted, while its bytes are still there."""
         memory.on_reclaimed = lambda evicted: self.on_given_up(evicted)
         self._table = np.zeros((max_requests, 3), np.int64)
-        """The newest blocks, for each slot and for borders by their number of pages modulo 3."""
+        """[max_requests, 3]: the newest blocks of each slot. A border uses the column of its number
+        of pages modulo 3.
+        """
         if index is not None:
             index.on_lost = self._lost
 
     def watch(
         self, on_reached: Callable[[bytes, bytes], None], on_unreached: Callable[[bytes], None]
     ) -> None:
-        """See `StateIndex.on_reached` and `StateIndex.on_unreached`."""
+        """Sets the callbacks `on_reached` and `on_unreached` of the index, if there is one."""
         if self._index is not None:
             self._index.on_reached, self._index.on_unreached = on_reached, on_unreached
 
@@ -128,7 +130,7 @@ class StateBlocks:
         return len(self._held)
 
     def counts(self) -> StateCounts:
-        """Blocks by state, and the pages that they make of use."""
+        """Blocks by state, and the cached pages whose prefix a block can continue."""
         own, index = self.memory.counts(), self._index
         return StateCounts(
             free=own.free,
@@ -145,7 +147,7 @@ class StateBlocks:
         return 0 if self._index is None else self._index.continuable(path, num_pages)
 
     def take(self, request: Request, found: Match) -> None:
-        """Gives a request the block at which it continues behind a match."""
+        """Gives a request the block from which it continues after a match."""
         held = self._held.setdefault(request, _Held())
         begin = len(found.path) - found.num_rerun
         if begin:
@@ -166,15 +168,15 @@ class StateBlocks:
                     self._index.note_hit(block)
 
     def share(self, first: Request, request: Request, num_pages: int) -> bool:
-        """Lets a request continue from another one's block at a page border.
+        """Lets a request continue from another request's block at a page border.
 
         Args:
-            request: The request that continues there.
             first: The request whose block it is.
+            request: The request that continues there.
             num_pages: Number of pages before the border; 0: the request begins with zeros.
 
         Returns:
-            False if the block is not there any more, or the request finds no room for its own.
+            False if the block is gone, or the request finds no room for its own.
         """
         number = self.block_at(first, num_pages)
         if (num_pages and number is None) or not self.reserve(request):
@@ -185,7 +187,6 @@ class StateBlocks:
         return True
 
     def block_at(self, request: Request, num_pages: int) -> int | None:
-        """The block behind as many pages of a request; None: it is not there."""
         held = self._held.get(request)
         own = None if held is None else held.blocks.get(num_pages)
         if own is not None and own.end <= request.num_computed:
@@ -194,12 +195,13 @@ class StateBlocks:
         return None if node is None or self._index is None else self._index.block_of(node)
 
     def adopt(self, request: Request, num_pages: int, block: int | None = None) -> int:
-        """Gives an admitted request a block behind as many of its pages, where it goes on.
+        """Gives an admitted request the block after `num_pages` of its pages, from where it
+        continues.
 
         Args:
             request: It has computed its tokens up to there, and published its pages.
             num_pages: Its pages before the block.
-            block: From `lend`; None: a new one, which the caller writes.
+            block: A block from `lend`; None: a new one, which the caller writes.
         """
         held = self._held[request]
         if block is None:
@@ -212,8 +214,8 @@ class StateBlocks:
         return block
 
     def lend(self) -> int | None:
-        """A new block that something other than a step writes, for `adopt` or `give_back`; None:
-        there is no room beside what running requests need.
+        """A new block that something other than a step writes, for `adopt` or `give_back`. None:
+        running requests need all of the room.
         """
         if self._num_reserved >= self.memory.num_usable_pages:
             return None
@@ -221,7 +223,7 @@ class StateBlocks:
         return self.memory.allocate(1)[0]
 
     def hold(self, block: int) -> bool:
-        """Keeps a block from being given up until `give_back`, so that it can be copied. Returns
+        """Keeps a block from being evicted until `give_back`, so that it can be copied. Returns
         False, and does nothing, if running requests need all of the room.
         """
         if self._num_reserved >= self.memory.num_usable_pages:
@@ -236,7 +238,9 @@ class StateBlocks:
         self.memory.release([block])
 
     def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
-        """The kept blocks behind the request's published pages [first, end), and their nodes."""
+        """The kept blocks at the ends of the request's published pages [first, end), and their
+        nodes.
+        """
         if self._index is None:
             return []
         found: list[tuple[Node, int]] = []
@@ -250,7 +254,9 @@ class StateBlocks:
         return found
 
     def keep_at(self, request: Request, num_pages: int) -> None:
-        """Has a block kept behind as many pages of a request, if no step has passed them yet."""
+        """Has the block after `num_pages` of a request's pages kept, if no step has passed them
+        yet.
+        """
         held = self._held.get(request)
         if held is None or not num_pages:
             return
@@ -262,7 +268,9 @@ class StateBlocks:
     # -- room ------------------------------------------------------------------------------------
 
     def has_room(self, request: Request, *, soon: bool = False) -> bool:
-        """Whether the request can be admitted, or is; or can be once steps under way have ended."""
+        """Whether the request is or can be admitted; with `soon`, once steps under way
+        have ended.
+        """
         held = self._held.get(request)
         if held is not None and held.num_reserved:
             return True
@@ -271,7 +279,7 @@ class StateBlocks:
         return num_wanted <= self.memory.num_usable_pages
 
     def reserve(self, request: Request) -> bool:
-        """Reserves what the request needs at most; False: there is no room for it."""
+        """Reserves the most blocks that the request needs; False: there is no room for them."""
         if not self.has_room(request):
             return False
         held = self._held.setdefault(request, _Held())
@@ -319,8 +327,8 @@ class StateBlocks:
         *,
         is_late: bool = False,
     ) -> None:
-        """Notes what is written of a request whose tokens up to `end` are certain; if only the
-        device knows where it begins, `end` is the largest possible one.
+        """The request's tokens up to `end` are certain. If only the device knows where its rows
+        begin, `end` is the largest possible one.
         """
         held, newest = self._held[request], end // self._page_size
         if newest <= held.newest:
@@ -335,8 +343,8 @@ class StateBlocks:
                 held.num_reserved += 1
                 self._num_reserved += 1
             (block,) = self.memory.allocate(1)
-            # A late step, or one behind it, writes the block where its first row passes the border:
-            # at the latest when all rows of one more step were accepted behind that.
+            # A late step, or one that follows it, writes the block where its first row passes the
+            # border: at the latest when all rows of one more step were accepted after it.
             sure = border * self._page_size + self._max_rows - 1 if is_late else end
             held.blocks[border] = _Block(block, sure)
             self._table[request.slot, border % 3] = block
@@ -344,7 +352,6 @@ class StateBlocks:
         self._newest[:, request.slot] = newest * self._page_size, block
 
     def _kept_between(self, request: Request, first: int, end: int) -> list[int]:
-        """Borders at which blocks are kept behind `first` and before `end`."""
         if self._index is None:
             return []
         step = self._checkpoint
@@ -355,7 +362,7 @@ class StateBlocks:
         return self._held[request].keeps | {(request.num_prompt_tokens - 1) // self._page_size}
 
     def committed(self, request: Request) -> None:
-        """Notes how far a request's tokens are computed: keeps blocks, and frees those that no
+        """Notes how far a request's tokens are computed: keeps blocks, and releases those that no
         further step begins with.
         """
         held = self._held[request]
@@ -374,7 +381,7 @@ class StateBlocks:
                     self._num_reserved -= 1
 
     def _keep(self, request: Request, border: int, block: _Block) -> None:
-        """Enters a written block into the index, unless there is another one in its place."""
+        """Enters a written block into the index, unless the index has another one for the node."""
         if self._index is None or block is _ZEROS:
             return
         node = self._node_at(request, border)
@@ -383,14 +390,13 @@ class StateBlocks:
                 on_kept(node, block.number, request.priority, block.end > 0)
 
     def _lost(self, block: int, node: Node) -> None:
-        """The node of an unused block has left the tree."""
         assert node.parent is not None
         self.on_given_up(Evicted(block, node.key, node.parent.key))
         self.memory.forget(block)
 
     @staticmethod
     def _node_at(request: Request, num_pages: int) -> Node | None:
-        """The node of the request's last one of so many pages, if it is in the tree."""
+        """The node of page `num_pages` - 1 of the request; None: it is not in the tree."""
         node = request.cache_leaf
         if node is None or node.page < 0 or not 0 < num_pages <= request.num_published_pages:
             return None
@@ -402,8 +408,8 @@ class StateBlocks:
     # -- ends ------------------------------------------------------------------------------------
 
     def drop(self, request: Request, newest_step: int) -> None:
-        """Keeps the last certain block of a request and releases all its blocks, at once or, if it
-        takes part in steps under way, when that step has ended.
+        """Keeps the last certain block of a request and releases all its blocks: at once or, if the
+        request takes part in steps under way, when the newest of these has ended.
         """
         if request not in self._held:
             return

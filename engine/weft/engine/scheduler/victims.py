@@ -11,14 +11,9 @@ from weft.engine.scheduler.state import Request
 class Victims:
     """Orders running requests by the cost of preempting them.
 
-    Where priorities count, the least urgent request goes first. Among equals the one that loses the
-    least work goes first: the one with the fewest tokens in pages that no other request uses. So
-    the request with the most work always goes on, and some request always ends.
-
-    Args:
-        memory: owner of the pages.
-        page_size: token positions a page.
-        by_priority: whether priorities count.
+    Where priorities count, the least urgent request goes first. Among equals, the request with the
+    fewest tokens in pages that no other request uses goes first, since it loses the least work. So
+    the request with the most work always continues, and some request always ends.
     """
 
     def __init__(self, memory: PageMemory, page_size: int, *, by_priority: bool) -> None:
@@ -27,11 +22,9 @@ class Victims:
         self._by_priority = by_priority
 
     def first(self, running: Iterable[Request]) -> Request:
-        """The request to preempt first."""
         return min(running, key=self._key)
 
     def order(self, running: Iterable[Request]) -> list[Request]:
-        """All of them in the order of preemption."""
         return sorted(running, key=self._key)
 
     def num_own_pages(self, request: Request) -> int:

@@ -1,17 +1,17 @@
-"""Pages of requests in a window group, which are freed behind the window.
+"""Pages of requests in a window group, which are freed once the window has passed them.
 
-Of such a group a request has the pages of consecutive positions: those that its computed tokens'
-window still reaches, and those of tokens that are computed or about to be.
+In such a group a request has the pages of consecutive positions: those that the window of its
+computed tokens still reaches, and those of tokens that are computed or about to be.
 
     0          num_computed - reach      num_computed    launched   planned
     |-- freed or never had --|-- window --|-- written by steps --|
                              ^ first                             ^ as many as in the first group
 
-A page is freed only once the step that computed the position behind its window has ended, so no
-step under way reads it, and none will.
+A page is freed only once the step has ended that computed the first position whose window begins
+after the page. So no step under way or to come reads it.
 
-Admission reserves what a request may have at most: then it never lacks a page here, and only the
-first group's pages decide who is preempted.
+Admission reserves the most pages that a request may have. So it never lacks a page here, and only
+the first group's pages decide who is preempted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.engine.scheduler.state import Request
 
 
 class Reserved(NamedTuple):
-    """Pages that requests may have at once."""
+    """Most pages that requests may have at once."""
 
     beside_prompts: int = 0
     """Pages for everything but the prompt tokens of two steps."""
@@ -49,10 +49,8 @@ NOTHING = Reserved()
 
 @dataclass(slots=True)
 class _Held:
-    """The pages of one request."""
-
     first: int = 0
-    """Number of pages before `pages`."""
+    """Number of the request's pages before `pages`."""
     pages: list[int] = field(default_factory=list)
     num_entered: int = 0
     """Number of pages, counted from the request's first position, that are in the page table."""
@@ -60,18 +58,17 @@ class _Held:
 
     @property
     def end(self) -> int:
-        """Number of pages up to the last one."""
+        """Number of the request's pages up to the last of `pages`."""
         return self.first + len(self.pages)
 
 
 class WindowPages:
-    """Gives requests pages of a window group, and takes them back behind the window.
+    """Gives requests pages of a window group, and frees those that the window has passed.
 
     Args:
-        memory: The page owner.
+        memory: The owner of the pages.
         index: Its index; None: nothing is cached.
-        reach: Positions that a row attends to at most, its own included.
-        page_size: Token positions a page.
+        reach: Most positions that a row attends to, its own included.
         max_step_tokens: Most new tokens of a step.
         max_rows: Most rows of a running request in a step.
     """
@@ -96,7 +93,7 @@ class WindowPages:
         self._returning: deque[tuple[int, _Held]] = deque()
         self._grown: list[Request] = []
         self.on_given_up: Callable[[Evicted], None] = lambda evicted: None
-        """Called with each cached page that is given up, while its bytes are still there."""
+        """Called with each cached page that is evicted, while its bytes are still there."""
         memory.on_reclaimed = lambda evicted: self.on_given_up(evicted)
         if index is not None:
             index.on_lost = self._lost
@@ -111,7 +108,7 @@ class WindowPages:
         return 0 if self._index is None else self._index.continuable(path, num_pages)
 
     def take(self, request: Request, found: Match) -> None:
-        """Gives a request the pages that it needs behind a continuable match."""
+        """Gives a request the pages that its rows read after a continuable match."""
         path = found.path
         if self._index is None or not path:
             return
@@ -123,8 +120,8 @@ class WindowPages:
         held.first, held.pages = len(path) - len(pages), pages
 
     def share(self, first: Request, request: Request, num_pages: int) -> bool:
-        """Gives a request what it needs to go on behind as many pages of another one; False: they
-        are not there any more, or there is no room for it.
+        """Gives a request the pages that it needs to continue after `num_pages` pages of another
+        one. False: they are gone, or there is no room for the request.
         """
         held, begin = self._held[first], self._first_read(num_pages * self._page_size)
         if held.first > begin or not self.reserve(request):
@@ -135,8 +132,8 @@ class WindowPages:
         return True
 
     def publish(self, request: Request, num_pages: int) -> None:
-        """Adds the request's pages to the nodes of its path, as far as they lack one, and frees
-        those behind the window.
+        """Adds the request's pages to the nodes of its path that lack one, and frees the pages that
+        the window has passed.
 
         Args:
             request: Its cache leaf, if it has one, ends the path.
@@ -153,8 +150,8 @@ class WindowPages:
         self._free_behind(held, request.num_computed)
 
     def num_needed(self, first_token: int, end_token: int) -> int:
-        """Number of pages of positions from `first_token` on that a request needs to go on behind
-        `end_token`; both are page borders.
+        """Number of pages from `first_token` on that a request needs to continue at `end_token`.
+        Both are page borders.
         """
         first = max(first_token // self._page_size, self._first_read(end_token))
         return max(0, end_token // self._page_size - first)
@@ -169,13 +166,14 @@ class WindowPages:
     def adopt(
         self, request: Request, num_pages: int, lent: Sequence[int] | None = None
     ) -> list[int]:
-        """Gives an admitted request, whose tokens of so many pages were computed elsewhere, the
-        pages that it needs to go on behind them and has not yet.
+        """Gives an admitted request, whose first `num_pages` pages were computed elsewhere, the
+        pages that it lacks to continue after them.
 
         Args:
             request: It has published its pages of the first group up to there.
             num_pages: Number of its computed pages.
-            lent: These pages, from `lend`, written; None: new ones, which the caller writes.
+            lent: These pages, from `lend`, already written; None: new ones, which the caller
+                writes.
         """
         held, end_token = self._held[request], num_pages * self._page_size
         self._free_behind(held, end_token)
@@ -193,9 +191,9 @@ class WindowPages:
         return pages
 
     def lend(self, request: Request, num_pages: int) -> list[int] | None:
-        """New pages that something other than a step writes, for `adopt` behind as many pages of an
-        admitted request, or for `give_back`; None: there is no room beside what running requests
-        need.
+        """New pages that something other than a step writes, so that the admitted request can
+        continue after `num_pages` pages; for `adopt` or `give_back`. None: running requests need
+        all of the room.
         """
         count = self.num_needed(request.num_computed, num_pages * self._page_size)
         if not self._reserve_more(count):
@@ -203,7 +201,7 @@ class WindowPages:
         return self.memory.allocate(count, request.namespace)
 
     def hold(self, page: int) -> bool:
-        """Keeps a cached page from being given up until `give_back`, so that it can be copied.
+        """Keeps a cached page from being evicted until `give_back`, so that it can be copied.
         Returns False, and does nothing, if running requests need all of the room.
         """
         if not self._reserve_more(1):
@@ -217,7 +215,9 @@ class WindowPages:
         self.memory.release(pages)
 
     def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
-        """The cached pages beside the request's published pages [first, end), and their nodes."""
+        """The cached pages of this group for the request's published pages [first, end), and their
+        nodes.
+        """
         found: list[tuple[Node, int]] = []
         node, index = request.cache_leaf, request.num_published_pages
         while self._index is not None and node is not None and index > first:
@@ -228,17 +228,16 @@ class WindowPages:
         return found[::-1]
 
     def first_needed(self, num_pages: int) -> int:
-        """The first page that a request needs to go on behind so many pages."""
+        """The first page that a request needs to continue after `num_pages` pages."""
         return self._first_read(num_pages * self._page_size)
 
     def _lost(self, page: int, node: Node) -> None:
-        """The node of an unused page has left the tree."""
         assert node.parent is not None
         self.on_given_up(Evicted(page, node.key, node.parent.key))
         self.memory.forget(page)
 
     def _free_behind(self, held: _Held, num_computed: int) -> None:
-        """Frees pages that no row from this position on attends to."""
+        """Frees pages that no row from position `num_computed` on attends to."""
         num_behind = min(self._first_read(num_computed) - held.first, len(held.pages))
         if num_behind > 0:
             behind, held.pages = held.pages[:num_behind], held.pages[num_behind:]
@@ -248,13 +247,15 @@ class WindowPages:
                 self._index.leave_behind(behind)
 
     def _first_read(self, position: int) -> int:
-        """The first page that rows from this position on attend to."""
+        """The first page that rows from `position` on attend to."""
         return max(0, position - self._reach + 1) // self._page_size
 
     # -- room ------------------------------------------------------------------------------------
 
     def has_room(self, request: Request, *, soon: bool = False) -> bool:
-        """Whether the request can be admitted, or is; or can be once steps under way have ended."""
+        """Whether the request is or can be admitted; with `soon`, once steps under way
+        have ended.
+        """
         held = self._held.get(request)
         if held is not None and held.reserved is not NOTHING:
             return True
@@ -265,7 +266,7 @@ class WindowPages:
         return self._fits(wanted)
 
     def reserve(self, request: Request) -> bool:
-        """Reserves what the request may have at most; False: there is no room for it."""
+        """Reserves the most pages that the request may have; False: there is no room for them."""
         if not self.has_room(request):
             return False
         held = self._held.setdefault(request, _Held())
@@ -275,7 +276,9 @@ class WindowPages:
         return True
 
     def _reserve_more(self, count: int) -> bool:
-        """Reserves pages that are no request's, or gives them back; False: there is no room."""
+        """Reserves pages that belong to no request, or with a negative count gives them back.
+        False: there is no room.
+        """
         wanted = self._reserved.plus(Reserved(count, count))
         if count > 0 and not self._fits(wanted):
             return False
@@ -300,7 +303,7 @@ class WindowPages:
             self._grown.append(request)
 
     def enter(self, table: PageTable) -> None:
-        """Enters new pages into the page table, as a step begins."""
+        """Enters new pages into the page table when a step begins."""
         grown, self._grown = self._grown, []
         for request in grown:
             held = self._held.get(request)
@@ -312,8 +315,8 @@ class WindowPages:
     # -- ends ------------------------------------------------------------------------------------
 
     def drop(self, request: Request, newest_step: int) -> None:
-        """Releases all pages of a request and its reservation, at once or, if it takes part in
-        steps under way, when that step has ended.
+        """Releases a request's pages and reservation: at once or, if the request takes part in
+        steps under way, when the newest of these has ended.
         """
         held = self._held.pop(request, None)
         if held is None:

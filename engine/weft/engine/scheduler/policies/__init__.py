@@ -23,10 +23,11 @@ def make_queue(
     """Creates the queue of a policy.
 
     Args:
-        name: of the policy.
-        ageing_s: seconds of waiting that count as one unit of precedence; see the policies.
-        num_cached_tokens: returns the number of a request's prompt tokens that are cached.
-        step_tokens: prompt tokens of a full step.
+        name: The policy's name.
+        ageing_s: Seconds of waiting that count as one unit of precedence, which each policy
+            defines.
+        num_cached_tokens: Returns the number of a request's prompt tokens that are cached.
+        step_tokens: Prompt tokens of a full step.
     """
     if name == "priority":
         return PriorityQueue(ageing_s)

@@ -18,18 +18,14 @@ class AdmissionQueue(Protocol):
     """
 
     def add(self, request: Request) -> None:
-        """Queues a request, new or returning."""
+        """Queues a request, new or preempted."""
         ...
 
-    def remove(self, request: Request) -> None:
-        """Removes a request."""
-        ...
+    def remove(self, request: Request) -> None: ...
 
     def candidates(self, now: float) -> Iterator[Request]:
-        """Requests in the order of admission; nothing may be added or removed while iterating.
-
-        Args:
-            now: On the engine's clock.
+        """Requests in the order of admission. Nothing may be added or removed while iterating.
+        `now` is on the engine's clock.
         """
         ...
 
@@ -38,8 +34,8 @@ class AdmissionQueue(Protocol):
         ...
 
     def rank(self, request: Request) -> float:
-        """Place of an admitted prompt among those that are computed, lowest first; equal ones go in
-        the order of admission.
+        """Rank of an admitted prompt among those that are computed, lowest first. Equals go in the
+        order of admission.
         """
         ...
 
@@ -48,7 +44,9 @@ class AdmissionQueue(Protocol):
         ...
 
     def on_admitted(self, request: Request) -> None:
-        """Called when a candidate was admitted (and removed), with its tokens to compute."""
+        """Called after a candidate was admitted and removed, when its tokens to compute
+        are known.
+        """
         ...
 
     def on_ended(self, request: Request) -> None:
@@ -96,14 +94,11 @@ class SortedQueue:
     def rank(self, request: Request) -> float:
         return 0.0
 
-    def observe(self, running: Iterable[Request]) -> None:
-        """See `AdmissionQueue.observe`."""
+    def observe(self, running: Iterable[Request]) -> None: ...
 
-    def on_admitted(self, request: Request) -> None:
-        """See `AdmissionQueue.on_admitted`."""
+    def on_admitted(self, request: Request) -> None: ...
 
-    def on_ended(self, request: Request) -> None:
-        """See `AdmissionQueue.on_ended`."""
+    def on_ended(self, request: Request) -> None: ...
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -15,8 +15,6 @@ MAX_IDLE_TENANTS = 4096
 
 
 class _Tenant:
-    """A tenant's waiting requests and the tokens it was served."""
-
     def __init__(self) -> None:
         self.served = 0
         self.queue = SortedQueue()
@@ -25,12 +23,11 @@ class _Tenant:
 class FairQueue:
     """Admits the request of the waiting tenant that was served the fewest tokens.
 
-    This is the virtual token counter of Sheng et al. (2024): computed prompt tokens count when a
-    request is admitted, generated ones as they come, twice. A tenant that comes back is lifted to
-    the level of the tenant served last (as in start-time fair queueing, Goyal et al., 1996), so
-    that a tenant cannot save up credit while it is away. Counters grow only for tenants that are
-    served, so no tenant starves.
-    Requests without a tenant are one tenant.
+    This is the virtual token counter of Sheng et al. (2024). Computed prompt tokens count when a
+    request is admitted; generated tokens count as they come, twice. A tenant that comes back is
+    lifted to the level of the tenant served last (as in start-time fair queueing, Goyal et al.,
+    1996), so that it cannot save up credit while it is away. Counters grow only for tenants that
+    are served, so no tenant starves. Requests without a tenant belong to one tenant together.
     """
 
     def __init__(self) -> None:
@@ -96,7 +93,7 @@ class FairQueue:
             tenant.served += OUTPUT_WEIGHT * count
 
     def _forget_idle(self) -> None:
-        """Forgets idle tenants at or below the level: a new tenant would start there too.
+        """Forgets idle tenants at or below the level, where a new tenant would start too.
 
         The level is first raised to the median of the idle tenants. Otherwise tenants that never
         come back, and were served a little more than the level, would be kept for ever.

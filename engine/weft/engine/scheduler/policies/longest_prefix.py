@@ -17,9 +17,8 @@ MAX_LOOK_UPS = 4
 class LongestPrefixQueue(SortedQueue):
     """Admits, of the `WINDOW` oldest requests, the one with the most cached tokens.
 
-    Looking a prompt up costs time. So each call looks up a few prompts, those with an unknown or
-    the oldest length first; the others keep the length of their last lookup. A request that has
-    waited for
+    A lookup costs time. So each call looks up a few prompts, those with an unknown or the oldest
+    length first; the others keep the length of their last lookup. A request that has waited for
     `ageing_s` goes before all that have not, in the order of submission.
 
     Args:

@@ -11,9 +11,9 @@ class PriorityQueue(SortedQueue):
     """Admits by `priority`, lower numbers first; equal ones in the order of submission.
 
     Each `ageing_s` of waiting counts as one level: a request of priority p that has waited for w
-    seconds stands as p - w / ageing_s. All age alike, so the order between two requests never
-    changes, and the queue stays sorted. Whatever comes later than MAX_PRIORITY levels' worth of
-    seconds cannot overtake any more.
+    seconds ranks as p - w / ageing_s. All age alike, so the order between two requests never
+    changes, and the queue stays sorted. A request that comes more than MAX_PRIORITY levels' worth
+    of seconds later can no longer overtake.
 
     Args:
         ageing_s: Seconds of waiting that make up for one level.

@@ -9,11 +9,11 @@ from weft.engine.scheduler.state import Request
 class ShortestRemainingQueue(SortedQueue):
     """Admits by the tokens that are still to be computed, cached ones not counted.
 
-    With it a short prompt does not wait behind long ones, which lowers the mean time to the first
-    token (shortest remaining processing time first; Schrage and Miller, 1966). Each `ageing_s` of
-    waiting makes up for one full step of tokens: a prompt that needs n steps goes before whatever
-    comes n * `ageing_s` after it. All age alike, so the order between two requests never changes,
-    and the queue stays sorted.
+    A short prompt then does not wait for long ones, which lowers the mean time to the first token
+    (shortest remaining processing time first; Schrage and Miller, 1966). Each `ageing_s` of waiting
+    makes up for one full step of tokens: a prompt that needs n steps goes before one that comes n *
+    `ageing_s` later. All age alike, so the order between two requests never changes, and the queue
+    stays sorted.
 
     Args:
         ageing_s: Seconds of waiting that make up for one full step.
@@ -24,8 +24,8 @@ class ShortestRemainingQueue(SortedQueue):
         super().__init__()
         self._s_per_token = ageing_s / step_tokens
         self._keys: dict[Request, Key] = {}
-        """Keys of the waiting requests, kept because the number of their cached tokens may change
-        meanwhile.
+        """Keys of the waiting requests. They are kept because the number of cached tokens may
+        change while a request waits.
         """
 
     def key(self, request: Request) -> Key:
