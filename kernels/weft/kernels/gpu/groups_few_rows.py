@@ -1,9 +1,10 @@
-"""Products of few rows with weights of 4 bits in groups, on a GPU: bound by reading the weight.
+"""Products of few rows with weights of 4 bits in groups, on a GPU, where reading the weight is the
+limit.
 
 A program streams whole rows of the weight, 16 bytes a thread. Values of x become integers of 16
 bits, with one scale for a thread's 32 columns (16 of each half of a block), and are multiplied by
 the weight's numbers two at a time (`dp2a`); sums of a group are exact. The largest value of a block
-has 15 bits, so that what is rounded is below 2^-15 of it; a result in 16-bit floats is rounded to
+has 15 bits, so that rounding errors are below 2^-15 of it; a result in 16-bit floats is rounded to
 2^-9 or 2^-12 of itself.
 """
 
@@ -26,38 +27,38 @@ from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
 
 MAX_ROWS = 2
-"""Most rows: tensor cores are faster from three on."""
+"""Most rows; tensor cores are faster from three on."""
 
 
 class FewRowsLaunchConfig(NamedTuple):
     """How a program covers its part of the weight."""
 
     columns: int
-    """Output columns, of a gated pair of each; a power of two."""
+    """Output columns, of a gated pair columns of each; a power of two."""
     blocks: int
     """Blocks of K that are taken at once, a power of two."""
     warps: int
     is_ahead: bool = False
-    """The next blocks are loaded while some are multiplied."""
+    """Whether the next blocks are loaded while some are multiplied."""
 
 
 class PairExperts(NamedTuple):
-    """Whose weights each pair of a row and an expert is multiplied by."""
+    """The expert by whose weights each pair is multiplied."""
 
     ids: torch.Tensor
     """[T, k] int32."""
     shares: torch.Tensor | None
-    """[T, k] float32, by which products are multiplied; None for gate and up."""
+    """[T, k] float32: factors on products; None for gate and up."""
     top_k: int
     """Pairs of each row of the input."""
     more: ExpertParts
     is_settled: bool = False
-    """The launch before this one is `multiply_few` of the same ids, not settled."""
+    """Whether the preceding launch is `multiply_few` of the same ids, without this flag."""
 
 
 def few_rows_launch_config(rows: int, k: int, half: int, *, is_gated: bool) -> FewRowsLaunchConfig:
-    """The launch of a product of K columns in blocks of 2 * half (measured on an H100, K of
-    2,880, 4,096 and 14,336).
+    """The launch of a product of K columns in blocks of 2 * half (measured on an H100, K of 2,880,
+    4,096 and 14,336).
     """
     blocks = min(16, triton.next_power_of_2(triton.cdiv(k, 2 * half)))
     if rows == 1:
@@ -66,12 +67,12 @@ def few_rows_launch_config(rows: int, k: int, half: int, *, is_gated: bool) -> F
 
 
 def can_take(x: torch.Tensor) -> bool:
-    """Whether `multiply_few` takes x, [M, K], with one matrix."""
+    """Whether `multiply_few` takes x, [M, K], with a single matrix."""
     return 0 < x.shape[0] <= MAX_ROWS and is_in_fours(x.shape[1], x.dtype)
 
 
 def is_in_fours(k: int, dtype: torch.dtype) -> bool:
-    """Whether rows of K values can be read in fours, as `multiply_few` reads them."""
+    """Whether `multiply_few` can read rows of K values, which it does four at a time."""
     return k % 4 == 0 and dtype.itemsize == 2
 
 
@@ -87,21 +88,22 @@ def multiply_few(
     launch: FewRowsLaunchConfig | None = None,
     options: LaunchOptions | None = None,
 ) -> None:
-    """x @ weight^T + bias + residual, or the gating of a pair's two products.
+    """x @ weight^T + bias + residual, or the gated product of a pair of matrices.
 
     Args:
         out: [M, N], where gated [M, N / 2], contiguous: receives the result, rounded once; may be
-            the residual. Of experts [P, ...], each pair's, times its share where there are shares.
+            the residual. Of experts [P, ...], a row for each pair, times its share if there are
+            shares.
         x: [M, K], contiguous, 16-bit floats, K a multiple of 4; M at most MAX_ROWS unless of
             experts.
         weight: Where gated the rows of gate come first.
         bias: [N], of experts [E, N], or None.
         residual: [M, N] or None; of a gated pair of experts [P, N], added before the activation.
-        is_gated: Make gate and up one.
-        experts: Whose weights are read; None: there is one matrix. Where the weights are a rank's
-            share of the experts, nothing is written for pairs whose expert is not among them.
-        launch: How to launch; None: what suits.
-        options: Launch options; None: those of the device.
+        is_gated: Whether the weight is a gated pair.
+        experts: The expert of each pair; None: the weight is a single matrix. If the weights are a
+            rank's share of the experts, nothing is written for pairs of other ranks' experts.
+        launch: None: the launch for these sizes.
+        options: None: the device's options.
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = out.shape[1], first.columns
@@ -174,15 +176,15 @@ def _few_kernel(
     STEP: tl.constexpr,
     IS_AHEAD: tl.constexpr,
 ) -> None:
-    """Each program computes COLUMNS columns of all rows; of experts, of one row and one of its
+    """A program computes COLUMNS columns of all rows; of experts, of one row and one of its
     experts.
 
     IS_SETTLED: the ids that choose the weights were written before the preceding kernel began, so
-    weights can be loaded while it still runs.
+    that weights can be loaded while it still runs.
     """
     if not IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
-    # Only now: a kernel that is settled reads the ids before its own wait.
+    # Released only now, since a settled kernel reads the ids before its own wait.
     release_next(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
@@ -211,7 +213,7 @@ def _few_kernel(
     word = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     begin = data.to(tl.pointer_type(tl.int32)) + last.to(tl.int64)[:, None, None] * (BLOCKS * WORDS)
     begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * WORDS)
-    # The first tiles of the weight are on their way while the last kernel ends.
+    # The first tiles of the weight are loaded while the preceding kernel ends.
     tile, given, tile_up, given_up = _tiles(
         begin, begin_up, word, scales, offsets, last, columns, block, 0, width, BLOCKS, WORDS, STEP,
         HALF, UNIT, IS_GATED,
@@ -221,7 +223,7 @@ def _few_kernel(
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
     for first in tl.static_range(0, BLOCKS, STEP):
-        # The next tiles are on their way while these are multiplied, or once they are.
+        # The next tiles are loaded while these are multiplied, or after that.
         if first > 0 and not IS_AHEAD:
             tile, given, tile_up, given_up = _tiles(
                 begin, begin_up, word, scales, offsets, last, columns, block, first, width, BLOCKS,
@@ -305,7 +307,9 @@ def _tiles(
     UNIT: tl.constexpr,
     IS_GATED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tuple, tl.tensor, tl.tuple]:
-    """Numbers and scales of STEP blocks from `first` on, and of the second of a gated pair."""
+    """Numbers and scales of STEP blocks from `first` on, also those of the second matrix of a gated
+    pair.
+    """
     tile = _words(begin, word, first, BLOCKS, WORDS, STEP)
     given = _scales_of(scales, offsets, column, first + block, width, BLOCKS, HALF, UNIT)
     tile_up, given_up = tile, given
@@ -347,8 +351,9 @@ def _scales_of(
     HALF: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Scales and offsets of blocks as they are kept, [COLUMNS, STEP], of the first and the second
-    half; zero where there is no block. Where there are none, another stands for them.
+    """[COLUMNS, STEP] each: scales and offsets of blocks as they are stored, of the first and the
+    second half; zero for blocks that do not exist. Without offsets another value stands in their
+    place.
     """
     at = (block * (2 * HALF // UNIT) * width)[None, :] + column[:, None]
     exists = (block < BLOCKS)[None, :]
@@ -367,8 +372,8 @@ def _scales_of(
 def _numbers(
     tile: tl.tensor, IS_E2M1: tl.constexpr, IS_NATIVE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The lower and the upper numbers of four bytes, as four bytes each: as they are, or of e2m1
-    the double of the number and 64.
+    """The lower and the upper numbers of four bytes, as four bytes each. Numbers of e2m1 are
+    returned as twice the number plus 64.
     """
     if not IS_E2M1:
         return tile & 0x0F0F0F0F, (tile >> 4) & 0x0F0F0F0F
@@ -386,7 +391,7 @@ def _numbers(
 
 @triton.jit
 def _doubled(number: tl.tensor) -> tl.tensor:
-    """The double of e2m1 in the last 4 bits, and 64."""
+    """Twice the e2m1 number in the last 4 bits, plus 64."""
     bits = number & 7
     size = tl.where(bits < 2, bits, 2 + (bits & 1) << tl.maximum(bits >> 1, 1) - 1)
     return 64 + tl.where((number & 8) != 0, -size, size)
@@ -410,8 +415,9 @@ _E2M1_BYTES = tl.constexpr(
     }
     """
 )
-"""Two tables of eight bytes, of positive and of negative numbers. Where the bit of the sign is set,
-`prmt` repeats a byte's first bit, which is 0 in both: so that each table finds 0 for the other's.
+"""Two tables of eight bytes, for positive and for negative numbers. If the sign bit is set, `prmt`
+repeats a byte's first bit, which is 0 in both tables, so that each table yields 0 for numbers of
+the other.
 """
 
 
@@ -425,8 +431,8 @@ def _integers(
     STEP: tl.constexpr,
     IS_NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Values of blocks of a row as integers: pairs of the first and of the second half in words,
-    [STEP, WORDS] each; the scale and the halves' sums, [STEP, WORDS / 4].
+    """Values of a row's blocks as integers: pairs of the first and of the second half in words,
+    [STEP, WORDS] each; then the scale and the sums of both halves, [STEP, WORDS / 4].
     """
     word = block[:, None] * (2 * WORDS) + tl.arange(0, WORDS)[None, :]
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -462,13 +468,13 @@ def _integers(
 
 @triton.jit
 def _by_thread(words: tl.tensor) -> tl.tensor:
-    """[STEP, WORDS] as [STEP, WORDS / 4, 4]: what a thread has of the weight comes last."""
+    """[STEP, WORDS] as [STEP, WORDS / 4, 4]: the words of one thread are the last axis."""
     return words.reshape([words.shape[0], words.shape[1] // 4, 4])
 
 
 @triton.jit
 def _four(word: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """The floats of words of 64 bits, in float32."""
+    """The four 16-bit floats of a word of 64 bits, in float32."""
     first, second = word.to(tl.int32), (word >> 32).to(tl.int32)
     if dtype == tl.bfloat16:
         high: tl.constexpr = -65536
@@ -498,13 +504,15 @@ def _larger(one: tl.tensor, other: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _rounded(scaled: tl.tensor) -> tl.tensor:
-    """The nearest integer of float32 below 2^15, added to 1.5 * 2^23, whose last bit is worth 1."""
+    """The nearest integer of a float32 below 2^15, added to 1.5 * 2^23, in which the last bit is
+    worth 1.
+    """
     return scaled + 12582912.0
 
 
 @triton.jit
 def _pair(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """The last 16 bits of two results of `_rounded`."""
+    """The last 16 bits of two results of `_rounded`, in one word."""
     low = first.to(tl.int32, bitcast=True) & 0xFFFF
     return low | (second.to(tl.int32, bitcast=True) << 16)
 
@@ -521,8 +529,8 @@ def _sums(
 ) -> tl.tensor:
     """Products of blocks, [COLUMNS, STEP, WORDS / 4] float32.
 
-    `numbers` are from `_numbers`, `values` from `_integers`, `given` from `_scales_of`; split: each
-    half has a scale of its own.
+    `numbers` are from `_numbers`, `values` from `_integers`, `given` from `_scales_of`. IS_SPLIT:
+    each half of a block has a scale of its own.
     """
     low, high = numbers
     l0, l1, h0, h1, x_scale, sum_low, sum_high = values
@@ -566,8 +574,8 @@ def _finished(
     HAS_OFFSETS: tl.constexpr,
     IS_E2M1: tl.constexpr,
 ) -> tl.tensor:
-    """Sums of numbers as they are kept times integers, with scales and offsets, [COLUMNS, STEP,
-    WORDS / 4].
+    """[COLUMNS, STEP, WORDS / 4]: sums of stored numbers times integers, with scales and offsets
+    applied.
     """
     size: tl.constexpr = [sums.shape[0], sums.shape[1], sums.shape[2] // 4, 4]
     total = tl.sum(sums.reshape(size), axis=3).to(tl.float32)

@@ -1,9 +1,9 @@
 """Linear layers with weights of 4 bits in groups on a GPU.
 
-One or two rows are multiplied as integers (`groups_few_rows`), up to MAX_OWN_ROWS by numbers that
-are unpacked in registers (`groups_tensor_cores`; what it does not take, `groups_product`). For more
-rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once takes
-less time than doing so for every tile of rows.
+One or two rows are multiplied as integers (`groups_few_rows`). Up to MAX_OWN_ROWS are multiplied by
+numbers that are unpacked in registers (`groups_tensor_cores`, or `groups_product` for what that one
+does not take). For more rows the weight is unpacked to floats for this product alone, and cuBLAS
+multiplies: that takes less time than unpacking for every tile of rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
 
 MAX_OWN_ROWS = 256
-"""Most rows that are multiplied by numbers in registers."""
+"""Most rows that are multiplied by numbers unpacked in registers."""
 _ROWS_AT_ONCE = 16
 """Rows of the weight that a program unpacks."""
 
@@ -64,12 +64,14 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
 
 
 def _in_order(x: torch.Tensor, matrix: PackedGroups) -> torch.Tensor:
-    """x with its columns as the matrix has them; adapters take x as it is."""
+    """x with its columns in the matrix's order; adapters read x itself."""
     return x if matrix.order is None else x.index_select(1, matrix.order)
 
 
 def _is_own(rows: int, w: LinearWeight) -> bool:
-    """Whether numbers are unpacked in registers; sums in another order are not `is_fixed`."""
+    """Whether numbers are unpacked in registers. These sums have another order, so that `is_fixed`
+    rules it out.
+    """
     return rows > 0 and (rows <= MAX_OWN_ROWS or w.is_fixed)
 
 

@@ -1,12 +1,13 @@
 """Products of floats with weights of 4 bits in groups, on a GPU: dense, or of sorted experts.
 
 Numbers become 16-bit floats in registers, exactly, and are the first operand of tensor cores. Each
-group is multiplied by itself; scales and offsets are applied to its sums in float32, so that
-neither weights nor activations are rounded. For many rows weights are multiplied by their scales
-and rounded to 16 bits first. With `is_fixed` they never are, and only then does a row's result not
-depend on the other rows.
+group is multiplied separately, and scales and offsets are applied to its sums in float32, so that
+neither weights nor activations are rounded. For many rows, weights are first multiplied by their
+scales and rounded to 16 bits. With `is_fixed` they never are, and only then is a row's result
+independent of the other rows.
 
-Few rows: warps walk slices of K and are summed in the end, as in `sliced_linear`. More rows: tiles.
+For few rows, warps walk slices of K whose sums are added at the end, as in `sliced_linear`. For
+more rows, programs compute tiles.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ class GroupsLaunchConfig(NamedTuple):
     columns: int
     """Output columns of a program; of a gated pair so many of each."""
     slices: int
-    """Slices of K, a warp each; 0: the program's warps share tiles."""
+    """Slices of K, with a warp each; 0: the program's warps share tiles."""
     warps: int
     stages: int
     """Parts of K that are being loaded."""
     splits: int = 1
-    """Programs that share K; a further launch sums their parts. Not for experts, nor gated."""
+    """Number of programs that share K; a further launch sums their parts. 1 for experts and where
+    gated.
+    """
     is_rounded: bool = False
-    """Weights are rounded to floats of 16 bits in registers; without slices."""
+    """Whether weights are rounded to 16-bit floats in registers; only without slices."""
 
 
 _SUMMED = 1024
@@ -51,9 +54,9 @@ _SUMMED = 1024
 _FEW_COLUMNS = 8192
 """Columns up to which few programs would have a tile each."""
 MAX_SLICED_ROWS = 16
-"""Most rows of which warps take slices of K."""
+"""Most rows for which warps take slices of K."""
 MAX_GATED_ROWS = 128
-"""Most rows for which gate and up had better be made one by their product."""
+"""Most rows for which the product should also gate."""
 
 
 def product_launch_config(
@@ -62,11 +65,11 @@ def product_launch_config(
     """The launch configuration of a product (measured on an H100, K of 4,096 and 14,336).
 
     Args:
-        rows: Rows, of experts those of a block.
-        columns: Of the result.
+        rows: Rows; of experts, rows of a block.
+        columns: Columns of the result.
         half: Half the columns of a block of the weight.
-        is_gated: Gate and up are made one.
-        is_fixed: Each sum is one chain over K, the same for any number of rows.
+        is_gated: Whether gate and up are combined.
+        is_fixed: Whether each sum must be one chain over K, the same for any number of rows.
         can_split: Whether programs may share K.
     """
     is_short, splits = half < 64, can_split and not is_fixed and columns <= _FEW_COLUMNS
@@ -103,17 +106,17 @@ def product_launch_config(
 
 
 class Experts(NamedTuple):
-    """Whose weights each row is multiplied by."""
+    """The expert by whose weights each row is multiplied."""
 
     blocks: Blocks
-    """Pairs in blocks of the shape's rows."""
+    """Pairs in blocks of the launch's rows."""
     shares: torch.Tensor | None
     """[T, k] float32; None for gate and up."""
     top_k: int
     """Pairs of each row of the input."""
     more: ExpertParts
     is_raw: bool = False
-    """Gate and up are written as they are, side by side; without biases."""
+    """Whether gate and up are written side by side, not combined; without biases."""
 
 
 def multiply_groups(
@@ -128,19 +131,18 @@ def multiply_groups(
     experts: Experts | None = None,
     options: LaunchOptions | None = None,
 ) -> None:
-    """x @ weight^T + bias + residual, or the gating of a pair's two products.
+    """x @ weight^T + bias + residual, or the gated product of a pair of matrices.
 
     Args:
         out: [M, N], where gated [M, N / 2], contiguous: receives the result, rounded once; may be
-            the residual. Of experts [P, ...], each pair's, times its share unless gated.
+            the residual. Of experts [P, ...], a row for each pair, times its share unless gated.
         x: [M, K], contiguous, 16-bit floats.
         weight: Where gated the rows of gate come first.
-        launch: How to launch.
         bias: [N], of experts [E, N], or None.
         residual: [M, N] or None; of a gated pair of experts [P, N], added before the activation.
-        is_gated: Make gate and up one.
-        experts: Whose weights are read; None: there is one matrix.
-        options: Launch options; None: those of the device.
+        is_gated: Whether the weight is a gated pair.
+        experts: The expert of each row; None: the weight is a single matrix.
+        options: None: the device's options.
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = (out.shape[1], first.columns)
@@ -258,7 +260,7 @@ def _groups_kernel(
     SPLITS: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ) -> None:
-    """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
+    """Parts of a split product are written as they are, to [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -349,7 +351,7 @@ def _sliced(
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[COLUMNS, ROWS] of one projection, and of the second of a gated pair."""
+    """[COLUMNS, ROWS] of one projection, and of the second one of a gated pair."""
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     IS_WHOLE: tl.constexpr = K % (2 * HALF * SLICES) == 0
     PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
@@ -374,7 +376,7 @@ def _sliced(
         low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
         low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
         tile = _bytes(begin + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
-        # Scales, which the compiler does not load ahead, are those of the next blocks.
+        # These are the scales of the next blocks, since the compiler does not load them ahead.
         at_scale += step
         is_block = (block + SLICES < BLOCKS)[:, None]
         following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
@@ -419,7 +421,7 @@ def _tiled(
     STAGES: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """As `_sliced`."""
+    """Returns the same as `_sliced`."""
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     IS_WHOLE: tl.constexpr = K % (2 * HALF) == 0
     PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
@@ -429,7 +431,7 @@ def _tiled(
     row_at = row_at[:, None] + part
     product = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
-    # Of programs that share K some may have no block; the first scales are read nevertheless.
+    # Some programs that share K may have no block; they read the first scales nevertheless.
     at_scale = tl.minimum(first_block, BLOCKS - 1) * PER_BLOCK * width + column
     given = _given(scales, offsets, at_scale, True, width, UNIT, HALF)
     given_up = given
@@ -479,7 +481,9 @@ def _rows(
     HALF: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of a block's columns of the rows, zero beyond them and beyond K."""
+    """Columns of the rows that belong to the two halves of a block, zero beyond the rows and beyond
+    K.
+    """
     if IS_WHOLE:
         low = tl.load(row_at + start, mask=is_row, other=0.0)
         high = tl.load(row_at + (start + HALF), mask=is_row, other=0.0)
@@ -504,8 +508,8 @@ def _given(
     UNIT: tl.constexpr,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Scales and offsets of a block's rows as they are kept, of its first and its second half;
-    those of blocks that do not exist are zero. Where there are none, another stands for them.
+    """Scales and offsets of a block's rows as they are stored, of its first and its second half;
+    zero for blocks that do not exist. Without offsets another value stands in their place.
     """
     scale = tl.load(scales + at, mask=exists, other=0)
     offset = scale
@@ -534,7 +538,7 @@ def _add_groups(
 ) -> tl.tensor:
     """Adds a block's product with its columns of the rows to `total`.
 
-    `given` is from `_given`; split: each half has a scale of its own.
+    `given` is from `_given`. IS_SPLIT: each half of a block has a scale of its own.
     """
     scale, offset, scale_high, offset_high = given
     lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
@@ -566,7 +570,7 @@ def _add_rounded(
     IS_E2M1: tl.constexpr,
     IS_NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Does what `_add_groups` does, with weights that are rounded once."""
+    """Like `_add_groups`, with weights that are scaled and rounded first."""
     scale, offset, scale_high, offset_high = given
     lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
     if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:
@@ -592,7 +596,7 @@ def _wide(scale: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _moved(offset: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """What belongs to each number besides, since it is 8 less than it is stored."""
+    """The offset plus 8 scales, since numbers here are 8 less than they are stored."""
     return tl.expand_dims(offset.to(tl.float32) + 8.0 * scale.to(tl.float32), -1)
 
 
@@ -608,7 +612,7 @@ def _sum_kernel(
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Sums the parts of a row's product, in their order, and finishes it."""
+    """Sums the parts of a row's product in order, and adds bias and residual."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)

@@ -2,10 +2,10 @@
 9.0.
 
 Bytes of the weight pass through shared memory, and each thread takes from them the numbers that
-tensor cores want of it: the weight is the first operand and stays in registers. Numbers are exact
-in bfloat16; scales and offsets are applied to a group's sums in float32. Few rows are multiplied
-warp by warp (mma), more by four warps at once (wgmma). It is written in Gluon, since Triton would
-pass the numbers in floats through shared memory.
+tensor cores expect in its registers: the weight is the first operand. Numbers are exact in
+bfloat16; scales and offsets are applied to a group's sums in float32. Few rows are multiplied warp
+by warp (mma), more by four warps at once (wgmma). The kernel is written in Gluon, since Triton
+would pass the numbers as floats through shared memory.
 
 A program takes 128 columns of x at a time. They are one block of the weight, or two where groups
 are shorter than 128 (`packed_groups`). A block's lower and upper numbers are two operands, which
@@ -32,7 +32,7 @@ from weft.kernels.gpu.groups_product import sum_parts
 from weft.kernels.packed_groups import LONG_UNIT, PackedGroups
 
 MAX_ROWS = 128
-"""Most rows; `groups_product` multiplies more in less time."""
+"""Most rows; for more, `groups_product` takes less time."""
 _FASTER_ROWS = {
     (False, 128, False): range(5, MAX_ROWS + 1),
     (False, 128, True): range(5, MAX_ROWS + 1),
@@ -47,17 +47,19 @@ _FASTER_ROWS = {
     (True, 32, False): range(3, 17),
     (True, 32, True): range(3, 17),
 }
-"""Rows that this kernel multiplies in less time than `groups_product`, by whether the weight has
-offsets, by its unit and by whether it is gated. They were measured on an H200 with the products of
-Llama-3.1-8B, except those with offsets in groups of 64, which take what groups of 32 take.
+"""Numbers of rows for which this kernel is faster than `groups_product`, by whether the weight has
+offsets, by its unit and by whether it is gated. Measured on an H200 with the products of
+Llama-3.1-8B, except offsets in groups of 64, which have the numbers of groups of 32.
 """
 _MAX_NARROW_ROWS = 16
-"""Most rows that warps multiply by themselves."""
+"""Most rows that warps multiply separately."""
 _LARGE_WEIGHT = 1 << 24
-"""Numbers beyond which programs of more columns take less time, from 33 rows on."""
+"""Elements of a weight from which on programs of more columns take less time, for 33 rows
+and more.
+"""
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Triton 3.9 has other names for both; the earlier one of copies raises there."""
+"""Triton 3.9 has new names for both. There the older one for copies raises an error."""
 
 
 class TensorCoresLaunchConfig(NamedTuple):
@@ -65,15 +67,15 @@ class TensorCoresLaunchConfig(NamedTuple):
 
     rows: int
     columns: int
-    """Output columns of a program, at least 16 a warp; of a gated pair so many of each."""
+    """Output columns of a program, at least 16 for each warp; of a gated pair so many of each."""
     warps: int
     stages: int
-    """Times 128 columns of x and of the weight that are being loaded."""
+    """Steps of 128 columns of x and of the weight that are being loaded."""
     splits: int = 1
-    """Programs that share K; a further launch sums their parts. Not where gated."""
+    """Number of programs that share K; a further launch sums their parts. 1 where gated."""
     is_paired: bool = False
-    """A program computes two tiles of `columns` columns, and unpacks the numbers of one while the
-    tensor cores multiply the other. A gated pair is computed so in any case; then this is False.
+    """Whether a program computes two tiles of `columns` columns, and unpacks the numbers of one
+    while tensor cores multiply the other. A gated pair is always computed so, with False here.
     """
 
     @property
@@ -90,8 +92,8 @@ class TensorCoresLaunchConfig(NamedTuple):
 def tensor_cores_launch_config(
     rows: int, columns: int, k: int, *, is_gated: bool, can_pair: bool = True
 ) -> TensorCoresLaunchConfig:
-    """How a product is launched (measured on an H100 and an H200 with groups of 128, K of 4,096
-    and 14,336). `can_pair`: whether registers suffice for two products of so many rows.
+    """How a product is launched (measured on an H100 and an H200 with groups of 128, K of 4,096 and
+    14,336). `can_pair`: whether registers suffice for two products of so many rows.
     """
     if rows <= _MAX_NARROW_ROWS:
         few = 8 if rows <= 8 else 16
@@ -112,12 +114,12 @@ def tensor_cores_launch_config(
 
 
 def _splits(wanted: int, programs: int, k: int) -> int:
-    """Among how many programs K is cut, for about as many as are wanted; at most 8."""
+    """Number of programs that share K, for about `wanted` programs in all; at most 8."""
     return max(1, min(8, wanted // programs, -(-k // LONG_UNIT)))
 
 
 def can_multiply(x: torch.Tensor, weight: PackedGroups, *, is_gated: bool) -> bool:
-    """Whether `multiply_wide` takes x, [M, K], on its device, and in less time."""
+    """Whether `multiply_wide` takes x, [M, K], on its device, and is faster."""
     return (
         x.shape[0] in _FASTER_ROWS[weight.offsets is not None, weight.unit, is_gated]
         and x.shape[1] % 8 == 0
@@ -129,7 +131,7 @@ def can_multiply(x: torch.Tensor, weight: PackedGroups, *, is_gated: bool) -> bo
 
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether the device multiplies as the kernel does."""
+    """Whether the device has the instructions of the kernel."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -153,9 +155,9 @@ def multiply_wide(
         weight: Where gated the rows of gate come first.
         bias: [N] or None.
         residual: [M, N] or None; None where gated.
-        is_gated: silu(gate) * up.
-        launch: How to launch; None: what suits.
-        options: Launch options; None: those of the device.
+        is_gated: Whether the weight is a gated pair, for silu(gate) * up.
+        launch: None: the launch for these sizes.
+        options: None: the device's options.
     """
     (rows, k), columns = x.shape, out.shape[1]
     if launch is None:
@@ -215,15 +217,15 @@ _PAIRS = gl.constexpr(
     }
     """
 )
-"""Takes the selected two bytes of each half of 16, and makes their lower and then their upper
-numbers floats. A number in the last bits of 128's mantissa makes a float that is larger by 128;
-136 is subtracted, since numbers are stored with 8 added. All this is exact.
+"""Takes the selected two bytes of each half of 16, and turns their lower and then their upper
+numbers into floats. A number in the last bits of 128's mantissa makes a float that is larger by
+128. Then 136 is subtracted, since numbers are stored with 8 added. All this is exact.
 """
 
 
 @gluon.constexpr_function
 def _powers(count: int, rank: int, dim: int, start: int = 1) -> list[list[int]]:
-    """Bases of `count` places of a dimension, in steps of `start`."""
+    """Bases of `count` bits of dimension `dim`, in doubling steps from `start`."""
     bases, step = [], start
     while step < start * count:
         bases.append([step if place == dim else 0 for place in range(rank)])
@@ -248,7 +250,7 @@ def _x_layout(is_wide: bool, half: int) -> gl.NVMMASharedLayout | gl.SwizzledSha
 
 @gluon.constexpr_function
 def _words_layout(columns: int, words: int, warps: int) -> gl.DistributedLinearLayout:
-    """The layout of a block's words, [columns, words]: all four threads of a row have all its
+    """The layout of a block's words, [columns, words]: each of a row's four threads has all its
     words.
     """
     rows = [[8, 0], *_powers(columns // 16 // warps, 2, 0, 16 * warps)]
@@ -277,7 +279,9 @@ def _operands(
     by: gl.constexpr,
     layout: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Words [COLUMNS, HALF / 4] of a block as operands, [COLUMNS, HALF] each: numbers less 8."""
+    """Words [COLUMNS, HALF / 4] of a block as two operands, [COLUMNS, HALF] each, of numbers less
+    8.
+    """
     apart = gl.reshape(words, [COLUMNS, HALF // 16, 4])
     apart = gl.convert_layout(apart, gl.SliceLayout(3, by), assert_trivial=True)
     lower, upper = gl.inline_asm_elementwise(
@@ -305,8 +309,8 @@ def _multiply(
     IS_WIDE: gl.constexpr,
     second_of: gl.constexpr,
 ) -> gl.tensor:
-    """Adds to `part` an operand's product with its columns of x, [HALF, ROWS] in shared memory.
-    If IS_WIDE, the product is only begun. IS_FIRST says that `part` is zeros.
+    """Adds an operand's product with its columns of x, [HALF, ROWS] in shared memory, to `part`.
+    With IS_WIDE the product is only begun. IS_FIRST says that `part` is zeros.
     """
     if IS_WIDE:
         part = warpgroup_mma(operand, columns, part, use_acc=not IS_FIRST, is_async=True)
@@ -324,8 +328,8 @@ def _begun(
     IS_WIDE: gl.constexpr,
     second_of: gl.constexpr,
 ) -> gl.tuple:
-    """Multiplies a block's operands with their columns of x, and returns a product for each group.
-    If IS_WIDE, the products are only begun, and `_finished` waits for those of each operand.
+    """Multiplies a block's operands by their columns of x, and returns a product for each group.
+    With IS_WIDE the products are only begun, and `_finished` waits for those of each operand.
     """
     first = _multiply(operands[0], columns[0], zeros, True, IS_WIDE, second_of)
     if UNIT == 32:
@@ -339,7 +343,7 @@ def _finished(
     part: gl.tensor, operands: gl.tuple, LATER: gl.constexpr, IS_WIDE: gl.constexpr
 ) -> gl.tensor:
     """Waits until a product is complete and returns it. Its operands stay in registers until then;
-    `LATER` products of operands may still be under way.
+    `LATER` products of later operands may still be running.
     """
     if IS_WIDE:
         part, _, _ = warpgroup_mma_wait(LATER, deps=[part, operands[0], operands[1]])
@@ -372,7 +376,7 @@ def _copy_columns(
     K: gl.constexpr,
     HALF: gl.constexpr,
 ) -> None:
-    """Copies 128 columns of x; what does not exist becomes zeros."""
+    """Copies 128 columns of x; columns and rows that do not exist become zeros."""
     PIECES: gl.constexpr = 1 if HALF == 64 else 4
     for piece in gl.static_range(PIECES):
         begin = step * 128 + piece * HALF
@@ -391,7 +395,7 @@ def _copy_words(
     WIDTH: gl.constexpr,
     HALF: gl.constexpr,
 ) -> None:
-    """Copies the words of 128 columns, of WIDTH words that a row of the weight has."""
+    """Copies the words of 128 columns, of the WIDTH words of a row of the weight."""
     BLOCKS: gl.constexpr = 64 // HALF
     for block in gl.static_range(BLOCKS):
         begin = step * 16 + block * (HALF // 4)
@@ -409,7 +413,7 @@ def _given(
     GROUPS: gl.constexpr,
     PER_STEP: gl.constexpr,
 ) -> gl.tuple:
-    """Scales and offsets of 128 columns: first one group's, then the next one's."""
+    """Scales and offsets of 128 columns: those of the first group, then those of the next."""
     given = _given_of_group(scales, offsets, at, step * PER_STEP, width, GROUPS)
     for i in gl.static_range(1, PER_STEP):
         given += _given_of_group(scales, offsets, at, step * PER_STEP + i, width, GROUPS)
@@ -425,8 +429,8 @@ def _given_of_group(
     width: int,
     GROUPS: gl.constexpr,
 ) -> gl.tuple:
-    """A scale and an offset as they are kept. Where there are no offsets, the scale stands for one;
-    groups that do not exist have the last one's.
+    """A scale and an offset as they are stored. Without offsets the scale stands for one; groups
+    that do not exist have those of the last group.
     """
     own = at + gl.minimum(group, GROUPS - 1) * width
     scale = gl.load(scales + own)
@@ -444,7 +448,9 @@ def _scaled(
     offset: gl.tensor,
     HAS_OFFSETS: gl.constexpr,
 ) -> gl.tensor:
-    """A group's sums with scales; an offset belongs to each number, which is 8 less than stored."""
+    """A group's sums times their scales, plus offsets. An offset belongs to each number, which here
+    is 8 less than it is stored.
+    """
     scale = scale.to(gl.float32)
     total = part * scale[:, None]
     if HAS_OFFSETS:
@@ -477,14 +483,14 @@ def _tensor_cores_kernel(
     UNIT: gl.constexpr,
     HALF: gl.constexpr,
 ) -> None:
-    """Parts of a split product are written as they are, [SPLITS, rows, columns] float32."""
+    """Parts of a split product are written as they are, to [SPLITS, rows, columns] float32."""
     if IS_DEPENDENT:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
     HAS_OFFSETS: gl.constexpr = offsets is not None
-    # `up` is the second product: that of a gated pair, or that of a program's second tile.
+    # `up` is the second product: of a gated pair, or of a program's second tile.
     HAS_SECOND: gl.constexpr = IS_GATED or IS_PAIRED
     TOGETHER: gl.constexpr = 2 * COLUMNS if IS_PAIRED else COLUMNS
     BLOCKS: gl.constexpr = 64 // HALF
@@ -556,7 +562,7 @@ def _tensor_cores_kernel(
     place = gl.arange(0, TAKEN, layout=gl.SliceLayout(0, x_copied))
     from_x = x + (row * K)[:, None] + place[None, :]
     is_row = (row < rows)[:, None] & (place < TAKEN)[None, :]
-    # The first words are counted with the first columns of x.
+    # The first words are committed in one group with the first columns of x.
     for i in gl.static_range(STAGES - 1):
         _copy_columns(ring, i, from_x, place, is_row, begin + i, end, K, HALF)
         async_copy.commit_group()
@@ -597,12 +603,12 @@ def _tensor_cores_kernel(
             operands_up = operands
             begun_up = begun
             if HAS_SECOND:
-                # The other operands are made while these are multiplied.
+                # The other operands are prepared while these are multiplied.
                 words_up = bank_up.index(stage * BLOCKS + block).load(words_of)
                 operands_up = _operands(words_up, select, COLUMNS, HALF, numbers_of, first_of)
                 begun_up = _begun(operands_up, taken, zeros, UNIT, IS_WIDE, second_of)
             for i in gl.static_range(PER_BLOCK):
-                # A tuple's place is a constant only if it is written where it is used.
+                # An index into a tuple is a constant only if it is written where it is used.
                 part = _finished(
                     begun[i], operands, PER_BLOCK - 1 - i + (2 if HAS_SECOND else 0), IS_WIDE
                 )

@@ -26,8 +26,8 @@ _FOUR_INTEGERS = tl.constexpr(
     }
     """
 )
-"""Four bytes become four lower and four upper numbers. A number in the last bits of 128's mantissa
-is 128 more than itself, of which 136 is subtracted; exact.
+"""Turns four bytes into four lower and four upper numbers. A number in the last bits of 128's
+mantissa is 128 more than itself, from which 136 is subtracted; exact.
 """
 _FOUR_E2M1 = tl.constexpr(
     """
@@ -61,8 +61,8 @@ _FOUR_E2M1 = tl.constexpr(
     }
     """
 )
-"""The same of e2m1: exponent and mantissa move to where bfloat16 has them, and 2^126 makes up for
-the difference of the exponents' biases; exact, halves included.
+"""Like `_FOUR_INTEGERS` for e2m1: exponent and mantissa move to their places in bfloat16, and a
+factor of 2^126 corrects the exponents' bias; exact, halves included.
 """
 
 
@@ -71,9 +71,9 @@ def unpacked(
     tile: tl.tensor, like: tl.constexpr, IS_E2M1: tl.constexpr, IS_NATIVE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The numbers in the lower and in the upper bits of bytes, in floats `like`: e2m1, or the
-    number less 8; exact.
+    stored number less 8; exact.
 
-    Native: the device has compute capability 9.0.
+    IS_NATIVE: the device has compute capability 9.0.
     """
     if IS_NATIVE and like == tl.bfloat16:
         if IS_E2M1:
@@ -107,6 +107,6 @@ def _plain(number: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """2^(exponent - 127) in float32, of 0 to 254."""
+    """2^(exponent - 127) in float32, for exponents 0 to 254."""
     normal = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return tl.where(exponent == 0, 2.0**-127, normal)

@@ -1,7 +1,7 @@
 """Linear layers with int8 weights of channels on a GPU.
 
 One or two rows are multiplied as they are by numbers that are widened in registers. More rows are
-rounded to int8, each with a scale of its own, and multiplied by int8 tensor cores; sums are exact,
+rounded to int8, each with a scale of its own, and multiplied on int8 tensor cores. Sums are exact,
 so that a row's result does not depend on the other rows.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
 
 _LEAST_ROWS = 32
-"""Rows up to which `torch._int_mm` gets others of zeros: it takes no fewer than 17."""
+"""Fewer rows are padded with zeros to this number: `torch._int_mm` takes no fewer than 17."""
 _TILE = 1024
 _MOST = tl.constexpr(INT8_MAX)
 
@@ -37,8 +37,8 @@ def linear(
     out_dtype: torch.dtype | None = None,
     lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.linear.linear` for int8 weights on a GPU; what adapters add is computed of `x`
-    as it is.
+    """`weft.kernels.linear.linear` for int8 weights on a GPU; adapters read `x` before it is
+    rounded.
     """
     matrix = _matrix_of(x, w, residual)
     return with_adapters(x, w, partial(_product, x, w, matrix), residual, out_dtype, lora)
@@ -73,14 +73,14 @@ def _product(
 
 
 def round_rows(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows rounded to int8, the largest magnitude of each being INT8_MAX.
+    """Rounds rows to int8, so that the largest magnitude of each becomes INT8_MAX.
 
     Args:
         x: [M, K], contiguous, floats.
         count: Rows of the result, M or more.
 
     Returns:
-        [count, K] int8, of which rows behind M are zeros, and scales [count] float32.
+        [count, K] int8, zeros after row M, and scales [count] float32.
     """
     rows, k = x.shape
     data = torch.empty((count, k), dtype=torch.int8, device=x.device)
@@ -118,7 +118,7 @@ def _round_kernel(
     for start in range(0, K, TILE):
         at = start + part
         values = tl.load(x + row * K + at, mask=at < length, other=0.0)
-        # Halves away from 0, as a conversion to integers cuts off.
+        # Halves are added away from 0, since a conversion to integers truncates.
         scaled = values.to(tl.float32) * inverse
         rounded = scaled + tl.where(scaled < 0, -0.5, 0.5)
         tl.store(data + row * K + at, rounded.to(tl.int8), mask=at < K)
@@ -136,7 +136,7 @@ def _finish_kernel(
     IS_DEPENDENT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """A row's products in floats, with what is added to them."""
+    """A row's products in floats, with bias and residual."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)

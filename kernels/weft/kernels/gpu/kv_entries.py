@@ -32,7 +32,7 @@ _FOUR_INTEGERS_TO_FLOAT16 = tl.constexpr(
     }
     """
 )
-"""0x6400 + n is 1024 + n in float16; n is the integer and 128."""
+"""0x6400 + n is 1024 + n in float16, where n is the integer plus 128."""
 _UNIT_OF_QUERY = tl.constexpr(2.0**12)
 LEAST_UNIT = tl.constexpr(1e-30)
 
@@ -49,7 +49,7 @@ def scales_at(
     PAGE_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Where the scales of K of positions are; those of V are one page's rows behind."""
+    """Address of the scales of K at the given positions; those of V are one page's rows further."""
     OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
     in_page = (kv_head * LAYERS + layer) * (2 * OF_ROWS) + PAGE_SIZE * DIM
     at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * SCALE_BYTES
@@ -69,12 +69,11 @@ def dequantised(
 
     Args:
         numbers: [TILE, D], uint8 (FP8) or int8.
-        at: [TILE], pointers to the scales, float32.
-        exists: [TILE], which scales may be read, others are 0; None: all.
-        like: Dtype of the result.
-        IS_NATIVE: The device has compute capability 9.0.
-        IS_FIRST: Numbers become floats before threads exchange them: exchanging the bytes of a
-            transposed tile is slow.
+        at: [TILE] pointers to float32 scales.
+        exists: [TILE]: which scales may be read; the others count as 0. None: all.
+        IS_NATIVE: Whether the device has compute capability 9.0.
+        IS_FIRST: Whether numbers become floats before threads exchange them: exchanging the bytes
+            of a transposed tile is slow.
 
     Returns:
         [TILE, D].
@@ -97,7 +96,7 @@ def widened(
 ) -> tl.tensor:
     """Vectors [TILE, D] in floats `like`, float16 or float32, exactly, without their scales.
 
-    Native and first are as in `dequantised`.
+    IS_NATIVE and IS_FIRST are as in `dequantised`.
     """
     IS_INT8: tl.constexpr = numbers.dtype == tl.int8
     if IS_NATIVE and like == tl.float16:
@@ -116,9 +115,9 @@ def widened(
 def query_in_units(query: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Queries [M, D] in float16, and the power of two that they must be multiplied by.
 
-    Products with numbers in 8 bits take float16, which has more bits than bfloat16 but a smaller
-    range: so queries are divided by a power of two that makes the largest element at least 2^12
-    and less than 2^13. Queries in float32 are returned as they are, with 1.
+    Products with numbers in 8 bits take float16, which has more mantissa bits than bfloat16 but a
+    smaller range. So queries are divided by a power of two that makes the largest element at least
+    2^12 and less than 2^13. Queries in float32 are returned as they are, with 1.
     """
     unit = 1.0
     if query.dtype != tl.float32:
@@ -135,7 +134,7 @@ def weights_in_units(
     weights: tl.tensor, v_scales: tl.tensor, shrink: tl.tensor, unit: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Weights [M, TILE] times the scales of V, in units of the largest scale so far, so that
-    float16 holds them; what sums in earlier units shrink by; and the unit.
+    float16 holds them; the factor on sums in earlier units; and the new unit.
     """
     largest = tl.maximum(unit, tl.max(v_scales, axis=0))
     return weights * (v_scales / largest)[None, :], shrink * (unit / largest), largest

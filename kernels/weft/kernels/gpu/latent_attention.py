@@ -1,7 +1,7 @@
 """Attention over paged latents on a GPU.
 
-A program takes some heads of one row and a part of the positions that it sees; all heads read the
-same vectors, of which the first elements are values as well. Rows with long contexts have several
+A program takes some heads of one row and a part of the positions that the row sees. All heads read
+the same vectors, whose first elements are values as well. Rows with long contexts have several
 parts, which a second launch merges by their sums of exponentials (Flash-Decoding, Dao et al. 2023).
 """
 
@@ -21,21 +21,21 @@ from weft.kernels.latent_attention import NOTHING, LatentSpec
 
 
 class LatentLaunchConfig(NamedTuple):
-    """What a program takes, and how it iterates over its positions."""
+    """The work of a program, and how it iterates over positions."""
 
     heads: int
     positions: int
-    """Positions that a program takes in an iteration."""
+    """Positions of an iteration."""
     warps: int
     stages: int
-    """Iterations whose loads are under way."""
+    """Iterations whose data is being loaded."""
 
 
 _MAX_PARTS = 32
 _MIN_PART = 128
-"""Positions of a part at least."""
+"""Least positions of a part."""
 _MANY_ROWS = 8
-"""Rows from which on a program takes more heads: what it loads of the pool is read once for all."""
+"""Rows from which on a program takes more heads, which share its loads from the pool."""
 _REQUESTS_AT_ONCE = 256
 
 
@@ -68,8 +68,8 @@ def _attend(
     step: AttentionMetadata,
     sums: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends to latents. If `sums`, [T, H] float32, are given, they are written, and rows attend
-    to the positions before the step alone.
+    """If `sums`, [T, H] float32, are given, it writes them, and rows attend only to the positions
+    before the step.
     """
     rows, heads, dim = q.shape
     width, device = spec.value_dim, q.device
@@ -108,7 +108,7 @@ def _attend(
 
 
 def launch_config(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchConfig:
-    """The launch configuration for so many rows of so many heads."""
+    """The launch for `rows` rows of `heads` heads."""
     most = max(16, next_power_of_2(heads))
     if dtype == torch.float32:
         return LatentLaunchConfig(16, 16, warps=4, stages=2)
@@ -150,7 +150,7 @@ def _latent_kernel(
     REQUESTS: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """One row, HEADS of its heads, one of the parts of the positions that it sees."""
+    """HEADS heads of one row, for one part of the positions that the row sees."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0)
@@ -213,7 +213,7 @@ def _latent_kernel(
             is_seen = exists & ((own < 0) | (bit == 1))
         scores = tl.where(is_seen[None, :], scores * scale, float("-inf"))
         now = tl.maximum(highest, tl.max(scores, axis=1))
-        # A part may have nothing but rows that this one does not see.
+        # All positions of a part may be rows that this row does not see.
         level = tl.where(now == float("-inf"), 0.0, now)
         shrunk = tl.exp(highest - level)
         power = tl.exp(scores - level[:, None])

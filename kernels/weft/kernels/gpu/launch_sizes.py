@@ -1,4 +1,6 @@
-"""Sizes of launches. Triton's functions of these names serve kernels too, and take microseconds."""
+"""Sizes of launches. Triton's functions of the same names also serve kernels, and take
+microseconds.
+"""
 
 
 def cdiv(number: int, size: int) -> int:
@@ -12,5 +14,5 @@ def next_power_of_2(number: int) -> int:
 
 
 def block_dim(dim: int) -> int:
-    """Columns of a program that holds heads of `dim` elements: tensor cores take at least 16."""
+    """Columns of a program for heads of `dim` elements; tensor cores take at least 16."""
     return max(16, next_power_of_2(dim))

@@ -1,4 +1,4 @@
-"""Layer norm on a GPU, with the addition before it: a row a program, read once."""
+"""Layer norm on a GPU with the addition before it; each program reads one row, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: kernels of our own for few rows, cuBLAS for more."""
+"""Linear layers on a GPU: our own kernels for few rows, cuBLAS for more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
 
 _SMALL_WEIGHT = 1 << 23
-"""Elements up to which cuBLAS is slower at 3 to 16 rows too (measured on an H200)."""
+"""Elements of a weight up to which cuBLAS is slower at 3 to 16 rows too (measured on an H200)."""
 
 
 def linear(
@@ -43,7 +43,7 @@ def linear(
 ) -> torch.Tensor:
     """`weft.kernels.linear.linear` for CUDA tensors; `weight` is [N, K] as it was given.
 
-    A float32 result of a narrower input is never rounded to the narrow dtype on the way.
+    A float32 result of a narrower input is never rounded to the narrow dtype in between.
     """
     _check(x, weight, residual)
     if is_fixed:
@@ -71,7 +71,7 @@ def _fixed(
         return fixed_linear(x, weight, bias, residual, out_dtype)
     out = fixed_linear(x, weight, bias, None, out_dtype)
     add_fixed_lora(out, x, lora)
-    # The residual is added last, as it is if the following norm adds it.
+    # The residual is added last, in the same order as by a norm that follows.
     return out if residual is None else out.add_(residual)
 
 
@@ -100,7 +100,7 @@ def _product(
 
 
 def supports_norm(rows: int, w: LinearWeight, lora: LoraAddition | None = None) -> bool:
-    """Whether products of so many rows take the norm of their input themselves."""
+    """Whether products of so many rows compute the norm of their input themselves."""
     if _is_fp8(w):
         return fp8_linear.supports_norm(rows, w, lora)
     is_small = w.data.dtype.itemsize == 2 and w.data.is_contiguous() and not w.is_fixed
@@ -117,7 +117,7 @@ def normed_linear(
     out_dtype: torch.dtype | None = None,
     lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.linear.normed_linear` where `supports_norm` holds, in one launch, or two with
+    """`weft.kernels.linear.normed_linear` where `supports_norm` holds, in one launch; in two with
     adapters.
     """
     if gain.shape != x.shape[1:] or gain.dtype != x.dtype:
@@ -140,12 +140,11 @@ def add_product(
     lora: LoraAddition | None = None,
     tap: torch.Tensor | None = None,
 ) -> None:
-    """Adds x @ weight^T + bias to `stream` in one launch, or two with adapters.
+    """Adds x @ weight^T + bias to `stream` in one launch; in two with adapters.
 
     Args:
         stream: [M, N], contiguous, dtype of `x`.
-        x: [M, K], contiguous, of few enough rows for plain multiplication.
-        w: The product's weight.
+        x: [M, K], contiguous, few enough rows for a product without tensor cores.
         lora: What adapters add as well, where `adds_within` holds; or None.
         tap: [M, N] with rows of any stride: receives the sum as well; or None.
     """
@@ -160,8 +159,8 @@ def add_product(
 
 
 def adds_within(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
-    """Whether a product of so many rows adds what adapters add in its own launch, behind one for
-    their ranks; also if there is nothing to add.
+    """Whether a product of so many rows can add what adapters add in its own launch, after one
+    launch for their ranks. True if adapters add nothing.
     """
     if lora is None:
         return True
@@ -187,7 +186,9 @@ def _adds_within(
 def linear_to_fold(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: LoraAddition
 ) -> tuple[torch.Tensor, Folded | None]:
-    """`linear` of at most MAX_FOLDED_ROWS, and what is still to be added to it, if anything is."""
+    """`linear` for at most MAX_FOLDED_ROWS rows, and what adapters still add to its result, or
+    None.
+    """
     _check(x, weight, None)
     if _adds_within(x.shape[0], weight, lora):
         return small_linear(x, weight, bias, None, x.dtype, added=added_within(x, lora)), None
@@ -205,7 +206,8 @@ def gate_up_silu(
 ) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K].
 
-    The product of up to MAX_ROWS is the same kernel's with adapters in the step and without.
+    For up to MAX_ROWS rows, the same kernel computes the product with and without adapters in the
+    step.
     """
     _check(x, weight, None)
     if is_fixed:
@@ -220,9 +222,8 @@ def gate_up_silu_to_fold(
     lora: LoraAddition,
     down: LoraAddition,
 ) -> tuple[torch.Tensor, Folded | None]:
-    """`gate_up_silu`, and what is to be added to its product with down.
-
-    None for the latter where it was not computed beside.
+    """`gate_up_silu`, and what adapters add to the product of its result with down; None if that
+    was not computed.
     """
     _check(x, weight, None)
     return _gate_up_silu(x, weight, bias, lora, down)

@@ -1,9 +1,9 @@
-"""Low-rank additions on a GPU: all tokens' ranks first, then their products with B.
+"""Low-rank additions on a GPU: first the ranks of all tokens (x times A), then their products with
+B.
 
-Few tokens are taken row by row, more in tiles of those sorted by adapter. Grids do not depend on
-the adapters of a step, so a captured graph serves any mix. Where a row's bits must not depend on
-the
-other rows, all come in tiles of one shape.
+Few tokens are taken row by row, more in tiles of tokens sorted by adapter. Grids do not depend on
+the adapters of a step, so that a captured graph serves any mix. If a row's bits must not depend on
+the other rows, all rows come in tiles of one shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None
 
 
 def add_fixed_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
-    """`add_lora` where a row's bits depend on its adapter and its row of x alone.
+    """`add_lora` in which a row's bits depend only on its adapter and its row of x.
 
     One shape of tiles and one way to cut K serve any number of tokens, in launches of their own.
 
     Args:
         out: [T, N], contiguous.
         x: [T, K], contiguous.
-        addition: Of these tokens.
     """
     if x.shape[0] == 0:
         return
@@ -43,18 +42,18 @@ def add_fixed_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -
 
 
 class Ranks:
-    """The ranks of some tokens, whose computation begins here; to be used once.
+    """The ranks of some tokens, whose computation begins with this object; to be used once.
 
-    They need only the product's input, so while a graph is captured they are computed beside the
+    They need only the product's input, so that a captured graph computes them concurrently with the
     product.
 
     Args:
-        x: [T, K], contiguous; stays as it is meanwhile.
+        x: [T, K], contiguous; must not change meanwhile.
         addition: Additions of these tokens.
-        down: Parts of the product that follows, if `silu_of` is to compute its ranks as well.
-        is_ahead: Whether they are computed before the product, which would leave too little of the
+        down: Parts of the product that follows, if `silu_of` is to compute their ranks as well.
+        is_ahead: Whether to compute them before the product, which would leave too little of the
             device for them.
-        is_folded: They are for `folded`, and for nothing else.
+        is_folded: Whether they are for `folded`, and for nothing else.
     """
 
     def __init__(
@@ -96,7 +95,9 @@ class Ranks:
             self._ranks = SideStreamWork(x.device, shrink, is_forked=self._is_forked)
 
     def folded(self) -> Folded:
-        """The addition for a kernel that reads the product next; T at least 1, one part."""
+        """The addition for a kernel that reads the product next. There must be at least one token,
+        and one part.
+        """
         assert self._ranks is not None
         found, (part,) = self._ranks.join(), self._addition.parts
         ranks, entries = (found.ranks, found.entries) if isinstance(found, Shrunk) else found
@@ -104,11 +105,8 @@ class Ranks:
         return Folded(ranks, entries, part, self._is_forked)
 
     def add_to(self, out: torch.Tensor, *, is_new: bool = False) -> None:
-        """Adds what adapters add to `out` [T, N].
-
-        Args:
-            out: Contiguous.
-            is_new: It is written, whatever was there; all of its columns are some part's.
+        """Adds what adapters add to `out`, [T, N], contiguous. With `is_new` it overwrites `out`;
+        then all of its columns belong to some part.
         """
         if not out.is_contiguous():
             raise ValueError("out must be contiguous")
@@ -124,9 +122,9 @@ class Ranks:
         expand_rows(out, ranks[0], addition.parts, layer, slots, self._options, is_new=is_new)
 
     def silu_of(self, both: torch.Tensor) -> tuple[torch.Tensor, Folded | None] | None:
-        """silu(gate) * up with what adapters add to `both` [T, 2 * I], and what they add to down.
+        """silu(gate) * up with what adapters add to `both`, [T, 2 * I], and what they add to down.
 
-        None where `add_to` has to be called instead.
+        None if the caller must use `add_to` instead.
         """
         inner = both.shape[1] // 2
         places = [(part.column, part.out_features) for part in self._addition.parts]

@@ -1,6 +1,6 @@
-"""Low-rank additions in the kernel that reads a product next: no launch of their own.
+"""Low-rank additions within the kernel that reads a product next, which saves a launch.
 
-It serves few tokens: each reads its own rows of B, even if others read the same.
+It serves few tokens: each token reads its own rows of B, even if others read the same.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from weft.kernels.gpu.launch_sizes import next_power_of_2
 from weft.kernels.lora import LoraWeights
 
 MAX_FOLDED_ROWS = 128
-"""Most rows for which folding pays: reading B once per token costs less than a launch."""
+"""Most rows for which folding pays: reading B once per token then costs less than a launch."""
 FOLDED = ["rank_width", "entry_width", "stride"]
-"""Arguments for whose values kernels are not specialised."""
+"""Arguments for whose values Triton does not specialise kernels."""
 
 
 class Folded(NamedTuple):
     """An addition to a product of T tokens whose columns all belong to one part."""
 
     ranks: torch.Tensor
-    """[sums, T, ranks] float32 or dtype of the product: to be added up."""
+    """[sums, T, ranks] float32 or dtype of the product; the sums are to be added up."""
     entries: torch.Tensor
-    """[1, T, ...] int32: see `new_entries`."""
+    """[1, T, ...] int32, from `new_entries`."""
     part: LoraWeights
     is_alone: bool = False
     """Whether the consumer must not start early, because it waits for another stream."""
 
     @property
     def sums(self) -> tuple[int, int]:
-        """Number of partial sums, and the next power of two."""
+        """Number of partial sums, and the smallest power of two that is not less."""
         count = self.ranks.shape[0]
         return count, next_power_of_2(count)
 
     def arguments(self) -> tuple[Any, ...]:
-        """Arguments for the kernel that reads the product."""
+        """Arguments of the kernel that reads the product."""
         _, tokens, width = self.ranks.shape
         return self.ranks, self.entries, self.part.b, width, self.entries.shape[2], tokens * width
 
 
 NOTHING = (None, None, None, 0, 0, 0)
-"""The arguments where nothing is added."""
+"""Arguments for a product to which nothing is added."""
 
 
 def ranks_at_once(columns: int, element_bytes: int) -> int:
-    """Number of ranks that a program multiplies with B at once, so that all of it fits the
-    registers of at most 16 warps.
+    """Number of ranks that a program multiplies by B at once, so that they fit the registers of at
+    most 16 warps.
 
     Args:
         columns: Columns of the program, a power of two.
-        element_bytes: Bytes per element of B.
+        element_bytes: Bytes of an element of B.
     """
     return max(1, min(16, (1 << 17) // (columns * element_bytes)))
 
@@ -70,19 +70,18 @@ def added_to_row(
     BLOCK_SUMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """The addition to some columns of a row's product of one part: [COLUMNS] float32.
+    """The addition to some columns of a row's product: [COLUMNS] float32.
 
     Args:
         ranks: Pointer to the row's ranks, of the first sum.
         entry: Pointer to the row's entry.
         b: [rows, 8, features].
-        features: Columns of B.
         column: [COLUMNS].
         mask: [COLUMNS].
-        stride: From one sum of the ranks to the next one.
-        SUMS: Sums.
-        BLOCK_SUMS: A power of two, not less.
-        AT_ONCE: `ranks_at_once`.
+        stride: Distance between sums of the ranks.
+        SUMS: Number of sums.
+        BLOCK_SUMS: A power of two, not less than SUMS.
+        AT_ONCE: From `ranks_at_once`.
     """
     count = tl.load(entry)
     total = _times_some(
@@ -116,7 +115,7 @@ def _times_some(
     is_rank = rank < 8 * count
     # Entries beyond the count are not used.
     row = tl.load(entry + 1 + rank // 8).to(tl.int64) * 8 + rank % 8
-    # This load is under way while the ranks are added up.
+    # This load runs while the ranks are added up.
     at = b + row[:, None] * features + column[None, :]
     tile = tl.load(at, mask=is_rank[:, None] & mask[None, :], other=0.0)
     number = tl.arange(0, BLOCK_SUMS)[:, None]

@@ -1,9 +1,9 @@
-"""Low-rank additions of few rows in the kernel of the product itself, which takes their ranks.
+"""Low-rank additions of few rows within the kernel of the product itself.
 
-The ranks come from a launch before it. Beside small weights, which are read in less time than a
-launch takes, that is faster than ranks computed on a second stream and launches that add them: a
-graph's branches begin later than what follows in one. Each row takes its own rows of B, which are
-on their way before the ranks are there.
+A launch before the product computes the ranks. For small weights, which are read in less time than
+a launch takes, this is faster than ranks on a second stream and launches that add them, since
+branches of a graph begin later than launches in sequence. Each row loads its own rows of B before
+the ranks have arrived.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from weft.kernels.gpu.lora_rows import NormOfRows, of_tokens, shrink_rows
 from weft.kernels.lora import LoraAddition
 
 MAX_ROWS = 8
-"""Most rows whose additions are computed directly: up to here tokens rarely share an adapter."""
+"""Most rows for which it is used: up to here tokens rarely share an adapter."""
 _AT_ONCE = tl.constexpr(16)
-"""Ranks that are multiplied with B at once."""
+"""Ranks that are multiplied by B at once."""
 
 
 class ToColumns(NamedTuple):
-    """What adapters add to the columns of a product of T rows: the tensors that its kernel reads.
+    """The tensors from which a product's kernel adds what adapters add to the columns of T rows.
 
-    Of a product's parts that do not exist the first stands there.
+    If a product has fewer parts, its first part stands in their place.
     """
 
     ranks: torch.Tensor
-    """[sums, T, ranks of all parts] float32, to be added up."""
+    """[sums, T, ranks of all parts] float32; the sums are to be added up."""
     token_slots: torch.Tensor
-    """Adapter slot of each row, [T] int32."""
+    """[T] int32: adapter slot of each row."""
     b0: torch.Tensor
     b1: torch.Tensor
     b2: torch.Tensor
     table0: torch.Tensor
-    """The rows of each slot, [layers, slots, most rows] int32."""
+    """[layers, slots, most rows] int32: the rows of each slot."""
     table1: torch.Tensor
     table2: torch.Tensor
     counts0: torch.Tensor
-    """How many rows, [layers, slots] int32."""
+    """[layers, slots] int32: number of rows."""
     counts1: torch.Tensor
     counts2: torch.Tensor
 
 
 class AddedLaunchConfig(NamedTuple):
-    """Sizes of an addition, which kernels are compiled for."""
+    """Sizes of an addition, for which kernels are specialised."""
 
     slots: int
     sums: int
-    """A power of two."""
+    """Number of sums, a power of two."""
     width: int
     """Ranks of all parts."""
     parts: int
@@ -63,7 +63,7 @@ class AddedLaunchConfig(NamedTuple):
     max_rows: tuple[int, ...]
     """The most rows of an adapter in each part."""
     is_early: bool
-    """What says where B is may be read before the last kernel has ended."""
+    """Whether the tables that say where B is may be read before the preceding kernel has ended."""
 
 
 class ProductAddition(NamedTuple):
@@ -74,21 +74,18 @@ class ProductAddition(NamedTuple):
     launch: AddedLaunchConfig
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments for the kernel."""
         return {"added": self.tensors, "layer": self.layer, "ADDED": self.launch}
 
 
 NOTHING: dict[str, Any] = {"added": None, "layer": 0, "ADDED": None}
-"""The arguments where nothing is added."""
+"""Arguments for a product to which nothing is added."""
 
 
 def can_add_within(rows: int, columns_at_once: int, addition: LoraAddition) -> bool:
     """Whether a product's kernel can add what adapters add to so many rows.
 
     Args:
-        rows: T.
-        columns_at_once: Columns of a program: all of them are of one part, or of none.
-        addition: To the product.
+        columns_at_once: Columns of a program: all of them belong to one part, or to none.
     """
     places = [place for p in addition.parts for place in (p.column, p.out_features)]
     are_whole = all(place % columns_at_once == 0 for place in places)
@@ -103,8 +100,8 @@ def added_within(
 
     Args:
         x: [T, K], contiguous: the product's input.
-        addition: To the product; one that `can_add_within`.
-        norm: Applied to `x` before, as by the product; or None.
+        addition: One that `can_add_within`.
+        norm: Norm that the product, too, applies to `x`; or None.
     """
     parts, layer, slots = addition.parts, addition.layer, addition.segments.token_slots
     options = launch_options(x.device)
@@ -139,19 +136,19 @@ def rows_of_b(
     column: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """What is read of adapters before the ranks: for `added_to_columns`.
+    """Reads what `added_to_columns` needs of adapters before the ranks have arrived.
 
     Args:
-        added: The addition.
-        layer: Of the adapters.
+        layer: Layer of the adapters.
         row: [ROWS].
-        rows: Rows that there are.
+        rows: Number of rows that exist.
         column: [COLUMNS]: columns of the product, all of one part, or of none.
-        SHAPE: Its `AddedLaunchConfig`.
+        SHAPE: An `AddedLaunchConfig`.
 
     Returns:
-        The number of the part; the place of each row's slot in the part's tables, and how many rows
-        of B it has there, [ROWS]; and the first ranks' elements of B, [ROWS, _AT_ONCE, COLUMNS].
+        The number of the part; the place of each row's slot in the part's tables, and the number of
+        its rows of B there, [ROWS]; and the elements of B for the first ranks, [ROWS, _AT_ONCE,
+        COLUMNS].
     """
     first = tl.min(column, axis=0)
     part = 0
@@ -165,7 +162,7 @@ def rows_of_b(
     slot = tl.load(added.token_slots + row, mask=row < rows, other=0)
     counts = pick(part, added.counts0, added.counts1, added.counts2)
     begin = layer * SHAPE.slots
-    # Columns of no part are as those of no adapter.
+    # Columns of no part are treated as those of no adapter.
     slot = tl.where(is_there, slot, 0)
     count = tl.load(counts + begin + slot, mask=slot > 0, other=0)
     slot += begin
@@ -209,23 +206,19 @@ def some_ranks(
 ) -> tl.tensor:
     """The ranks of each row from `start` on: [ROWS, _AT_ONCE] float32.
 
-    The first are to be read before the product is computed: they would come late behind it.
+    Load the first ones before the product is computed: they would arrive late after it.
 
     Args:
-        added: The addition.
         part: From `rows_of_b`.
-        count: Likewise.
-        row: As there.
-        rows: As there.
+        count: From `rows_of_b`.
         start: The first rank.
-        SHAPE: As there.
     """
     rank = start + tl.arange(0, _AT_ONCE)[None, None, :]
     is_rank = rank < 8 * count[None, :, None]
     number = tl.arange(0, SHAPE.sums)[:, None, None]
     at = added.ranks + (number * rows + row[None, :, None]) * SHAPE.width + rank
     at += 8 * before(part, SHAPE.max_rows[0], SHAPE.max_rows[1])
-    # One load of all sums: several would each wait for the one before.
+    # One load of all sums, since each of several loads would wait for the one before.
     return tl.sum(tl.load(at, mask=is_rank, other=0.0), axis=0)
 
 
@@ -245,16 +238,9 @@ def added_to_columns(
     """The addition to some columns of each row: [COLUMNS, ROWS] float32.
 
     Args:
-        added: The addition.
-        part: From `rows_of_b`.
-        slot: Likewise: the place in the tables.
-        count: Likewise.
-        elements: Likewise.
+        part: From `rows_of_b`, as are `slot`, `count` and `elements`.
+        slot: The place of each row's slot in the tables.
         ranks: The first ones, from `some_ranks`.
-        row: As there.
-        rows: As there.
-        column: As there.
-        SHAPE: As there.
     """
     total = tl.sum(elements.to(tl.float32) * ranks[:, :, None], axis=1)
     for start in range(_AT_ONCE, 8 * tl.max(count, axis=0), _AT_ONCE):

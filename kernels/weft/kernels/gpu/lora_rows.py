@@ -1,8 +1,8 @@
-"""Low-rank additions row by row on a GPU, without sorting, for steps in which rows hardly share
-adapters.
+"""Low-rank additions row by row on a GPU, without sorting, for steps in which rows rarely share an
+adapter.
 
-A program takes one row and streams a part of its adapter. Programs without work end at once, so a
-captured graph serves any mix of adapters.
+A program takes one row and streams a part of its adapter. Programs without work end at once, so
+that a captured graph serves any mix of adapters.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ _TILE = 1024
 _PROGRAMS = 1024
 """Number of programs that keep the memory busy."""
 _MIN_SPLIT_K = 512
-"""Elements of the input below which parts are too short to be worth their sum."""
+"""Elements of K below which parts are too short to pay for their sum."""
 _MAX_SPLITS = 8
 
 
 class RowSlots(NamedTuple):
-    """Adapter slot whose parameters each row uses: its token's, or one of its experts'."""
+    """The adapter slot of each row: its token's, or that of one of the token's experts."""
 
     token_slots: torch.Tensor
-    """Adapter slot of each token, [T] int32."""
+    """[T] int32: adapter slot of each token."""
     ids: torch.Tensor
-    """[T * k] int32: each pair's expert; not read where there are no experts."""
+    """[T * k] int32: the expert of each pair; not read without experts."""
     experts: int = 0
-    """Numbers that `ids` may have (`weft.kernels.moe.ExpertWeights.num_places`); 0: there are no
-    experts.
+    """Number of values that `ids` may have (`weft.kernels.moe.ExpertWeights.num_places`); 0: there
+    are no experts.
     """
     top_k: int = 1
-    """Rows a token: pair p is one of token p // k."""
+    """Rows of a token: row p belongs to token p // k."""
     are_equal: bool = False
-    """Whether all experts share the parameters, so that `ids` are not read."""
+    """Whether all experts share the parameters; `ids` are then not read."""
 
 
 class NormOfRows(NamedTuple):
-    """The RMS norm of an input, which each program takes by itself: the input is multiplied by the
+    """The RMS norm of an input, which each program computes itself: it multiplies the input by the
     norm's weight, and the sums by the scale of their row.
     """
 
     weight: torch.Tensor
-    """Weight of the norm, [K], dtype of the input."""
+    """[K], dtype of the input."""
     eps: float
 
 
@@ -86,24 +86,20 @@ def shrink_rows(
     is_fixed: bool = False,
     are_zero: bool = False,
 ) -> torch.Tensor:
-    """The ranks of each row by itself.
+    """Computes the ranks of each row, separately from other rows.
 
     Args:
-        x: [R / x_top_k, K]: row r is that of x_top_k neighbours.
-        parts: Parts of the product.
-        layer: Layer of the adapters.
-        slots: Slots of R rows.
-        options: Options of the launch.
-        x_top_k: Rows that have one input.
-        entries: Are written, if given.
-        norm: Applied to `x` before; or None.
-        is_early: The rows are tokens, and what names their slots was written before a launch that
-            was not dependent: A is fetched while the kernel ahead still computes x.
+        x: [R / x_top_k, K]: x_top_k neighbouring rows share one row of x.
+        x_top_k: Rows that share an input.
+        entries: Written, if given; from `new_entries`.
+        norm: Applied to `x` first; or None.
+        is_early: Whether A may be loaded while the preceding kernel still computes x. Rows must be
+            tokens, and their slots must have been written before a launch that was not dependent.
         is_fixed: Whether a row's sums must not depend on the number of rows; then K is not split.
-        are_zero: Whether ranks that a row does not have are 0 in place of undefined.
+        are_zero: Whether ranks that a row does not have are 0 instead of undefined.
 
     Returns:
-        [splits, R, ranks of all parts] float32, to be added up.
+        [splits, R, ranks of all parts] float32; the splits are to be added up.
     """
     depth, rows = x.shape[1], x.shape[0] * x_top_k
     most = max(max_rows(part) for part in parts)
@@ -141,14 +137,9 @@ def expand_rows(
 
     Args:
         out: [R, N].
-        ranks: [splits, R / ranks_top_k, ranks of all parts], of `shrink_rows`.
-        parts: Parts of the product.
-        layer: Layer of the adapters.
-        slots: Slots of R rows.
-        options: Options of the launch.
-        is_new: The parts' columns of `out` are written, whatever was there; 0 where nothing is
-            added.
-        ranks_top_k: Rows that have the same ranks.
+        ranks: [splits, R / ranks_top_k, ranks of all parts], from `shrink_rows`.
+        is_new: Whether the parts' columns of `out` are overwritten, with 0 where nothing is added.
+        ranks_top_k: Rows that share ranks.
     """
     blocks = sum(cdiv(part.out_features, _COLUMNS) for part in parts)
     _expand_kernel[(out.shape[0], blocks)](
@@ -188,7 +179,7 @@ def times_b(
     features: int,
     column: tl.tensor,
 ) -> tl.tensor:
-    """[COLUMNS] float32: `total` and one row of the pool's B, weighed by its 8 ranks."""
+    """[COLUMNS] float32: `total` plus one row of the pool's B, weighed by its 8 ranks."""
     rank = tl.arange(0, 8)
     at = b + (row.to(tl.int64) * 8 + rank[:, None]) * features + column[None, :]
     tile = tl.load(at, mask=(column < features)[None, :], other=0.0)
@@ -253,7 +244,7 @@ def _shrink_kernel(
     column = split * PART + step
     tile = _tile_of_a(a, one, rank, column, K, count > first)
     if IS_EARLY:
-        # Only what was there before the step is read ahead, and nothing is written.
+        # Before the wait it reads only data from before the step, and writes nothing.
         wait_for_last(IS_DEPENDENT)
     if entries is not None:
         entry = entries + (part * tl.num_programs(0) + token) * entry_width
@@ -283,7 +274,7 @@ def _tile_of_a(
     K: tl.constexpr,
     is_there: tl.tensor,
 ) -> tl.tensor:
-    """[8, TILE] of a row of the pool, zero beyond K or if it is not there."""
+    """[8, TILE] of a row of the pool; zero beyond K, and for a row that does not exist."""
     at = a + (row.to(tl.int64) * 8 + rank[:, None]) * K + column[None, :]
     depth = tl.where(is_there, K, 0)
     return tl.load(at, mask=(column < depth)[None, :], other=0.0)
@@ -291,7 +282,9 @@ def _tile_of_a(
 
 @triton.jit
 def _given(begin: tl.tensor, gain: tl.tensor, column: tl.tensor, K: tl.constexpr) -> tl.tensor:
-    """[TILE] float32 of a row of the input, before the scale of its norm if it has one."""
+    """[TILE] float32 of a row of the input, times the norm's weight if there is a norm, but without
+    its scale.
+    """
     values = tl.load(begin + column, mask=column < K, other=0.0).to(tl.float32)
     if gain is not None:
         values *= tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)

@@ -1,10 +1,10 @@
-"""The ranks of many tokens on a GPU: those of one adapter are multiplied together.
+"""The ranks of many tokens on a GPU: tokens of one adapter are multiplied together.
 
-Tokens sorted by adapter are cut into tiles (after Punica, Chen et al. 2023, section 4, whose
-programs take the tokens of one adapter: their number must be bounded by the tokens in a captured
-graph, and most of them have nothing to do). The ranks of all adapters of a tile are multiplied as
-one matrix, of which each token uses its own columns. K is split among programs, of which the last
-one adds the sums up, in a fixed order, so that results repeat.
+Tokens sorted by adapter are cut into tiles. (In Punica, Chen et al. 2023, section 4, a program
+takes the tokens of one adapter. A captured graph must bound the number of such programs by its
+tokens, and most would have no work.) The ranks of all adapters of a tile are multiplied as one
+matrix, of which each token uses its own columns. K is split among programs, and the last one adds
+up the sums in a fixed order, so that results repeat.
 """
 
 from __future__ import annotations
@@ -42,51 +42,58 @@ from weft.kernels.gpu.lora_units import (
 from weft.kernels.lora import LoraAddition, LoraSegments
 
 AHEAD = LoraLaunchConfig(512, 32, warps=8, sharers=4, registers=128)
-"""Tiles of UNIT tokens whose A is prefetched entirely."""
+"""For tiles of UNIT tokens whose A is prefetched as a whole."""
 SHAPES = {
     16: LoraLaunchConfig(128, 64, warps=4, stages=3),
     32: LoraLaunchConfig(128, 32, warps=4, sharers=4, stages=4),
     64: LoraLaunchConfig(64, 32, warps=4, sharers=2, stages=4),
 }
-"""Launch shapes by tokens of a tile."""
+"""Launches by tokens of a tile."""
 _BESIDE = (1024, 8, 200)
-"""Least elements of a part of K, most parts, and programs that are enough (`splits_of`): few beside
-a product, which leaves few multiprocessors free; of large tiles as many as run at once."""
+"""Least elements of a part of K, most parts, and number of programs that is enough (`splits_of`),
+for launches beside a product. The product leaves few multiprocessors free; of large tiles as many
+programs are launched as run at once.
+"""
 _ALONE = (512, 16, 1000)
-"""Launch shape for small tiles ahead of the product, where the end of the last program counts."""
+"""Like `_BESIDE`, for small tiles before the product, where the end of the last program counts."""
 _MAX_SUMS = 16
 """Most partial sums; more would take their consumer too long to add up."""
 _MAX_COUNTERS = 512
-"""Size of the counter array: more than the tiles and parts that are ever split."""
+"""Number of counters, more than the tiles and parts that are ever split."""
 _FIXED_PART = 1024
-"""Elements of a part of K where parts must not depend on the number of tokens, unless that makes
-more than _MAX_SUMS of them."""
+"""Elements of a part of K where parts must not depend on the number of tokens, unless there would
+be more than _MAX_SUMS parts.
+"""
 
 
 class Shrunk(NamedTuple):
-    """The ranks of all tokens, and the units of each part and tile, with which B is found at once.
+    """The ranks of all tokens, and the units of each part and tile, by which B is found at once.
 
-    A unit is up to 16 ranks of one of the tile's adapters; those of a tile follow each other. The
-    parts of a product that follows come last: of them there are units and entries, and no ranks.
-    Of what is folded, a token's rows of B are found by its entry: there are no units.
+    A unit is up to 16 ranks of one of the tile's adapters; units of a tile follow one another.
+    Parts of a following product come last: they have units and entries, but no ranks. For folded
+    parts a token's rows of B are found by its entry, and there are no units.
     """
 
     ranks: torch.Tensor
-    """[sums, T, ranks of all parts]: one sum, dtype of the parameters; or several in float32, for
-    whoever reads them to add up."""
+    """[sums, T, ranks of all parts]: a single sum in the dtype of the parameters, or several in
+    float32 that the reader adds up.
+    """
     num_units: torch.Tensor
-    """Number of units with work, [parts, tiles] int32."""
+    """[parts, tiles] int32: number of units with work."""
     rows: torch.Tensor
-    """[parts, tiles, ranks of the most units] int32: row of B, as [rows * 8, features]; -1: no
-    rank. Those of the first NOTED ranks, and so on, are always there."""
+    """[parts, tiles, ranks of the most units] int32: row of B as [rows * 8, features]; -1: no rank.
+    The first NOTED ranks are always written.
+    """
     owners: torch.Tensor
-    """[parts, tiles, the most units] int32: see `units_of`."""
+    """[parts, tiles, the most units] int32, as from `units_of`."""
     entries: torch.Tensor | None
-    """[parts, T, 1 + rows]: see `new_entries`; of parts that are folded, None without any."""
+    """[parts, T, 1 + rows], from `new_entries`, for parts that are folded; None if there are
+    none.
+    """
 
 
 def can_be_ahead(tokens: int, depth: int) -> bool:
-    """Whether A is fetched before so many tokens [depth] are there."""
+    """Whether A can be fetched before so many tokens of `depth` elements have arrived."""
     is_small = tile_of(tokens) == UNIT and depth <= _MAX_SUMS * AHEAD.block
     return is_small and tokens <= MAX_FOLDED_ROWS
 
@@ -106,14 +113,13 @@ def shrink_tiles(
     Args:
         x: [T, K], contiguous.
         addition: Additions of these tokens.
-        options: Options of the launch.
-        following: Parts of a later product, whose units and entries are noted as well.
-        is_ahead: What little each program needs of A is fetched while the kernel ahead of it still
-            computes x, and sums are left to be added up. Only where they `can_be_ahead`.
-        is_folded: What is added is left to the kernel that reads the product; with nothing
-            following.
-        is_fixed: A token's ranks depend on its adapter and its row of x alone: tiles and parts of
-            K are the same for any number of tokens, and sums are left to be added up.
+        following: Parts of a later product, whose units and entries are written as well.
+        is_ahead: Whether programs fetch their part of A while the preceding kernel still computes
+            x, and leave sums to be added up. Only where `can_be_ahead` holds.
+        is_folded: Whether the kernel that reads the product adds the result; `following` must be
+            empty.
+        is_fixed: Whether a token's ranks depend only on its adapter and its row of x. Tiles and
+            parts of K are then the same for any number of tokens, and sums are left to be added up.
     """
     (tokens, depth), products, segments = x.shape, addition.parts, addition.segments
     assert all(part.b_table is None for part in (*products, *following)), "A and B have one table"
@@ -179,9 +185,10 @@ def _new_shrunk(
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros, which a launch leaves as zeros: how many programs of a tile's part have arrived.
+    """Counters of the programs of a tile's part that have arrived; each launch leaves them at zero.
 
-    Launches that follow each other share them, also those of two streams that wait for each other.
+    Launches that follow one another share them, also launches of two streams that wait for each
+    other.
     """
     return torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
 
@@ -234,8 +241,9 @@ def _shrink_kernel(
 ) -> None:
     """Computes all ranks of a part for a tile's tokens, over a part of K."""
     release_next(IS_DEPENDENT)
-    # What says where A is was there before the step, as A was: it is fetched while the kernel ahead
-    # still writes x. Nothing is written before the wait: others may still read the memory.
+    # A and the tables that say where it is existed before the step, so they are fetched while the
+    # preceding kernel still writes x. Nothing is written before the wait, since other kernels may
+    # still read that memory.
     if not IS_EARLY:
         wait_for_last(IS_DEPENDENT)
     part, job = tl.program_id(1), tl.program_id(2)
@@ -246,7 +254,8 @@ def _shrink_kernel(
     token = tl.load(order + place, mask=is_token, other=0).to(tl.int64)
     counts = pick(part, counts0, counts1, counts2) + layer * slots
     count = tl.load(counts + slot, mask=slot > 0, other=0)
-    # Units of each token that is its adapter's first, before which are those of others.
+    # Units of each token that is the first of its adapter; the units of other adapters precede
+    # them.
     units = tl.where(slot != last_slot, (8 * count + RANKS - 1) // RANKS, 0)
     begin = tl.cumsum(units, axis=0) - units
     total_units = tl.sum(units, axis=0)
@@ -317,12 +326,12 @@ def _note(
     IS_EARLY: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """Notes the units of a tile's part."""
+    """Writes the units of a tile's part."""
     owner, row = units_of(table, max_rows, slot, count, begin, units, 0, RANKS, NOTED)
     if IS_EARLY:
         wait_for_last(IS_DEPENDENT)
     tl.store(num_units, total_units)
-    # Even where there are no units: the first are read whether there are any or not.
+    # Written even where there are no units, since the first ones are always read.
     to_rows, to_owners = rows + tl.arange(0, NOTED), owners + tl.arange(0, NOTED // RANKS)
     tl.store(to_rows, row)
     tl.store(to_owners, owner)
@@ -341,7 +350,7 @@ def _list(
     IS_EARLY: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """Writes the entries of a tile's tokens ([TOKENS] pointers) from their rows of the table."""
+    """Writes the entries of a tile's tokens, [TOKENS] pointers, from their rows of the table."""
     count = tl.where(is_listed, count, 0)
     index = tl.arange(0, 8)[None, :]
     listed = at_row[:, None] + index
@@ -368,7 +377,9 @@ def _add_up(
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """The ranks of a tile's part, in a fixed order; `own` [TOKENS, 1] is where each token's are."""
+    """Adds up the ranks of a tile's part in a fixed order; `own`, [TOKENS, 1], is where each
+    token's ranks are.
+    """
     for start in range(0, 8 * tl.max(count, axis=0), RANKS):
         rank = start + tl.arange(0, RANKS)
         mask = rank[None, :] < ((8 * count + RANKS - 1) // RANKS * RANKS)[:, None]

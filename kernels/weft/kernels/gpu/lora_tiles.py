@@ -1,7 +1,7 @@
 """Low-rank additions to many tokens on a GPU: ranks of `lora_shrink` times B, added to a product.
 
-What is added to gate and up is added in the launch that computes their activation, which also
-multiplies it with A of down: its ranks come without a launch of their own.
+Additions to gate and up are computed in the launch of their activation. It also multiplies the
+activation by the A of down, whose ranks then need no launch of their own.
 """
 
 from __future__ import annotations
@@ -41,26 +41,29 @@ SHAPES = {
     32: LoraLaunchConfig(128, 32, warps=4),
     64: LoraLaunchConfig(64, 32, warps=4, blocks=4, registers=128),
 }
-"""Launch shapes by tokens of a tile."""
+"""Launches by tokens of a tile."""
 _FIXED = LoraLaunchConfig(64, UNIT, warps=4)
-"""Launch shape of deterministic mode, for tiles of UNIT tokens. A unit is one tensor core
-instruction for each of a token's elements, and what others' units add before and after it is 0: the
-sum is that of the token's own."""
+"""Launch of deterministic mode, for tiles of UNIT tokens. A unit is one tensor core instruction for
+each of a token's elements. Units of other adapters add 0 before and after it, so that the sum is
+that of the token's own unit.
+"""
 SILU_LAUNCH_CONFIGS = {
     16: LoraLaunchConfig(128, 32, warps=4, registers=128),
     32: LoraLaunchConfig(128, 32, warps=8, registers=128),
     64: LoraLaunchConfig(64, 32, warps=4, registers=168),
 }
-"""Launch shapes by tokens of a tile, for kernels that apply the activation as well."""
+"""Launches by tokens of a tile, for kernels that compute the activation as well."""
 
 
 class Activation(NamedTuple):
-    """The activation that `expand_tiles_silu` applies."""
+    """The results of `expand_tiles_silu`."""
 
     out: torch.Tensor
-    """Result silu(gate) * up, [T, I]."""
+    """[T, I]: silu(gate) * up."""
     ranks: torch.Tensor
-    """[blocks of columns, T, ranks of down] float32: to be added up; empty without down."""
+    """[blocks of columns, T, ranks of down] float32; the blocks are to be added up. Empty without
+    down.
+    """
 
 
 def expand_tiles(
@@ -71,7 +74,7 @@ def expand_tiles(
     *,
     is_fixed: bool = False,
 ) -> None:
-    """Adds the tokens' ranks times B to `out` [T, N]; `is_fixed` as for `shrink_tiles`."""
+    """Adds the tokens' ranks times B to `out`, [T, N]; `is_fixed` as in `shrink_tiles`."""
     parts, segments = addition.parts, addition.segments
     tile = UNIT if is_fixed else tile_of(out.shape[0])
     shape, sums = _FIXED if is_fixed else SHAPES[tile], shrunk.ranks.shape[0]
@@ -94,14 +97,13 @@ def expand_tiles_silu(
     options: LaunchOptions,
     down: LoraWeights | None = None,
 ) -> Activation:
-    """silu(gate) * up of the sums, where the two parts are gate's and up's.
+    """silu(gate) * up, both with what adapters add.
 
     Args:
         both: [T, 2 * I]: the products without adapters.
-        shrunk: Ranks of `shrink_tiles`.
-        addition: Additions whose first part begins at column 0, the second at I.
-        options: Options of the launch.
-        down: Multiplied with the activation as well; `shrunk` is followed by it.
+        shrunk: From `shrink_tiles`.
+        addition: Its first part begins at column 0, the second at I.
+        down: Multiplied by the activation as well; `shrunk` must have it in `following`.
     """
     (gate, up), segments = addition.parts, addition.segments
     tokens, inner = both.shape[0], both.shape[1] // 2
@@ -133,9 +135,8 @@ def _noted(
     RANKS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rows [GROUP] of B or A and owners [GROUP / RANKS] of a tile, from rank `start` on.
-
-    Of a tile with fewer units: nobody's.
+    """Rows [GROUP] of B or A and owners [GROUP / RANKS] of a tile, from rank `start` on; units that
+    do not exist have no owner.
     """
     rank = start + tl.arange(0, GROUP)
     unit = start // RANKS + tl.arange(0, GROUP // RANKS)
@@ -147,14 +148,16 @@ def _noted(
 def _first_noted(
     rows: tl.tensor, owners: tl.tensor, RANKS: tl.constexpr, GROUP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The same of the first units, which are noted in any case: no need to know how many."""
+    """Like `_noted` for the first units. They are always written, so that their number need not be
+    known.
+    """
     row = tl.load(rows + tl.arange(0, GROUP))
     return row, tl.load(owners + tl.arange(0, GROUP // RANKS))
 
 
 @triton.jit
 def _tile(values: tl.tensor, row: tl.tensor, features: tl.tensor, column: tl.tensor) -> tl.tensor:
-    """[GROUP, COLUMNS] of A or B, [rows * 8, features]; 0 where there is no row."""
+    """[GROUP, COLUMNS] of A or B, [rows * 8, features]; 0 for rows that do not exist."""
     at = values + row.to(tl.int64)[:, None] * features + column[None, :]
     return tl.load(at, mask=(row >= 0)[:, None] & (column < features)[None, :], other=0.0)
 
@@ -163,7 +166,7 @@ def _tile(values: tl.tensor, row: tl.tensor, features: tl.tensor, column: tl.ten
 def _turned_tile(
     values: tl.tensor, row: tl.tensor, features: tl.tensor, column: tl.tensor
 ) -> tl.tensor:
-    """The same as [COLUMNS, GROUP]."""
+    """Like `_tile`, as [COLUMNS, GROUP]."""
     at = values + row.to(tl.int64)[None, :] * features + column[:, None]
     return tl.load(at, mask=(row >= 0)[None, :] & (column < features)[:, None], other=0.0)
 
@@ -228,9 +231,10 @@ def _expand_kernel(
     stride = tokens * width
     for number in range(EACH):
         column = begin + number * COLUMNS + tl.arange(0, COLUMNS)
-        # No return where there are no units: the rest would not be loaded before that is known.
+        # No early return without units, since the rest could then be loaded only after their number
+        # is known.
         mask = (slot > 0)[:, None] & (column < tl.where(units > 0, features, 0))[None, :]
-        # All that is loaded is on its way before the first of it is waited for.
+        # All loads are issued before the first one is waited for.
         product = tl.load(to_row + column[None, :], mask=mask, other=0.0)
         tile_b = _tile(b, row, features, column)
         given = load_units(ranks, slot, owner, stride, SUMS, BLOCK_SUMS, RANKS)
@@ -274,7 +278,7 @@ def _expand_silu_kernel(
     ALIGNMENT: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """silu(gate) * up of a tile's tokens, some columns; tokens without adapters too."""
+    """silu(gate) * up of a tile's tokens, some columns, for tokens without adapters too."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     inner = aligned(inner, ALIGNMENT)

@@ -1,6 +1,6 @@
-"""Units of low-rank additions: 16 ranks of one of a tile's adapters, which follow each other.
+"""Units of low-rank additions: 16 ranks each, of one of a tile's adapters, one after another.
 
-Tokens of a tile are multiplied with all units of the tile; each uses what is its adapter's.
+The tokens of a tile are multiplied by all units of the tile; each token uses those of its adapter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import triton.language as tl
 from weft.kernels.lora import LoraWeights
 
 UNIT = 16
-"""Ranks of a unit: the least that tensor cores multiply. An adapter has as many as it needs."""
+"""Ranks of a unit, the fewest that tensor cores multiply. An adapter has as many units as it
+needs.
+"""
 NOTED = 128
-"""Ranks of which rows are noted at once; all kernels take that many or fewer at once."""
+"""Ranks whose rows are written at once; all kernels take that many or fewer at once."""
 
 
 class LoraLaunchConfig(NamedTuple):
@@ -23,31 +25,30 @@ class LoraLaunchConfig(NamedTuple):
     block: int
     """Elements of K, or columns, that are taken at once."""
     group: int
-    """Ranks that are taken at once, a power of two, UNIT to NOTED."""
+    """Ranks that are taken at once, a power of two from UNIT to NOTED."""
     warps: int
     blocks: int = 1
-    """Blocks of columns that a program takes one after the other."""
+    """Blocks of columns that a program takes one after another."""
     sharers: int = 1
-    """Programs that share a tile's groups of ranks."""
+    """Number of programs that share a tile's groups of ranks."""
     stages: int = 1
     registers: int | None = None
-    """Most registers per thread; with more, too few programs run at once."""
+    """Most registers of a thread; with more, too few programs would run at once."""
 
     def options(self) -> dict[str, int]:
-        """Options of the launch."""
         most = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, **most}
 
 
 def tile_of(tokens: int) -> int:
-    """Tokens that are multiplied together."""
+    """Number of tokens that are multiplied together."""
     if tokens <= 256:
         return 16
     return 32 if tokens <= 1024 else 64
 
 
 def unit_ranks(part: LoraWeights) -> int:
-    """Ranks that a token has room for, whole units."""
+    """Most ranks of a token in this part, in whole units."""
     return -(-part.max_rank // UNIT) * UNIT
 
 
@@ -63,9 +64,11 @@ def units_of(
     RANKS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Owners [GROUP / RANKS] of units from rank `start` on, and rows [GROUP] of the pool's ranks.
+    """Owners [GROUP / RANKS] of the units from rank `start` on, and rows [GROUP] of the pool's
+    ranks.
 
-    An owner is slot * 1024 + the unit's first rank, 0 for nobody; a row is -1 where no rank is.
+    An owner is slot * 1024 + the unit's first rank, or 0 for no owner; a row is -1 where there is
+    no rank.
     """
     unit = start // RANKS + tl.arange(0, GROUP // RANKS)[:, None]
     is_its = (unit >= begin[None, :]) & (unit < (begin + units)[None, :])
@@ -86,15 +89,15 @@ def own_ranks(
     owner: tl.tensor,
     RANKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Offsets of the tokens' ranks in some units, and whether the ranks are the token's own: [T,
-    UNITS, RANKS].
+    """[T, UNITS, RANKS] each: offsets of the tokens' ranks in some units, and whether these ranks
+    are the token's own.
 
     Args:
         ranks: [T] pointers to the tokens' first ranks of a part.
         slot: [T].
-        owner: [UNITS]: see `units_of`.
+        owner: [UNITS], from `units_of`.
     """
-    # A multiple of RANKS, as the compiler sees: sixteen are loaded or stored at once.
+    # Marked for the compiler as a multiple of RANKS, so that sixteen are loaded or stored at once.
     first = owner % 1024 // RANKS * RANKS
     at = ranks[:, None, None] + first[None, :, None] + tl.arange(0, RANKS)[None, None, :]
     is_own = (slot[:, None] == (owner // 1024)[None, :]) & (slot > 0)[:, None]
@@ -111,19 +114,20 @@ def load_units(
     BLOCK_SUMS: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> tl.tensor:
-    """[T, UNITS * RANKS]: the tokens' ranks of some units, those of others' as 0.
+    """[T, UNITS * RANKS]: the tokens' ranks in some units, 0 in units of other adapters.
 
     Args:
         ranks: [T] pointers to the tokens' first ranks of a part, of the first sum.
         slot: [T].
-        owner: [UNITS]: see `units_of`.
-        stride: From one sum of the ranks to the next one.
-        SUMS: How many.
-        BLOCK_SUMS: A power of two, not less.
+        owner: [UNITS], from `units_of`.
+        stride: Distance between sums of the ranks.
+        SUMS: Number of sums.
+        BLOCK_SUMS: A power of two, not less than SUMS.
     """
     at, mask = own_ranks(ranks, slot, owner, RANKS)
-    # All at once, in one load: the compiler would wait for each of several before the next one. A
-    # sum of one too, since it would move waiting up to right after the load otherwise.
+    # All sums in one load, since the compiler would wait for each of several loads before the next
+    # one. A single sum is loaded alike, since the compiler would otherwise wait right after the
+    # load.
     number = tl.arange(0, BLOCK_SUMS)[:, None, None, None]
     at_all = at[None, :, :, :] + number * stride
     given = tl.load(at_all, mask=mask[None, :, :, :] & (number < SUMS), other=0.0)
@@ -135,8 +139,8 @@ def load_units(
 def store_units(
     ranks: tl.tensor, slot: tl.tensor, owner: tl.tensor, values: tl.tensor, RANKS: tl.constexpr
 ) -> None:
-    """Stores each token's part of `values` [T, UNITS * RANKS], padding beyond its adapter's ranks
-    included.
+    """Stores each token's part of `values`, [T, UNITS * RANKS], with the padding after its
+    adapter's ranks.
     """
     at, mask = own_ranks(ranks, slot, owner, RANKS)
     values = tl.reshape(values, at.shape)

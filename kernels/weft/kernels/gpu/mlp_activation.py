@@ -1,4 +1,4 @@
-"""Activations that no product takes along, on a GPU."""
+"""Activations on a GPU that are not fused with a product."""
 
 from __future__ import annotations
 
