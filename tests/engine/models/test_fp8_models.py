@@ -129,7 +129,9 @@ def test_weights_made_at_load(model_dir: Path, tmp_path: Path) -> None:
             spec = LinearSpec(names=(module,), in_features=columns, rows=(rows,))
             with Checkpoint(model_dir) as file:
                 made = Weights(file, scheme, torch.float32, torch.device("cpu")).matrix(spec)
-            torch.testing.assert_close(made, expected)
+            # Of two ways to divide by a scale one may round a weight to its other neighbour.
+            torch.testing.assert_close(made, expected, rtol=1 / 8, atol=1e-6)
+            assert (made != expected).float().mean() < 1e-3
 
 
 def test_a_cpu_makes_no_fp8(model_dir: Path) -> None:
