@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -36,6 +38,8 @@ from weft.kernels.quantised import (
     Fp8Channels,
     Fp8Experts,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Routing(NamedTuple):
@@ -243,7 +247,15 @@ def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
     # columns.
     if isinstance(form, PackedGroups) and form.order is None:
         return form
+    if isinstance(form, PackedGroups):
+        _warn_of_order(dtype)
     return matrix.dequantised(dtype)
+
+
+@functools.cache
+def _warn_of_order(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    logger.warning("experts with act order are computed in %s on a GPU", name)
 
 
 def _pair_on_gpu(
