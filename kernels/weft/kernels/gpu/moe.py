@@ -1,9 +1,9 @@
 """The experts of a mixture on a GPU.
 
-Few rows: see `moe_direct`, and `groups_few_rows` for weights of 4 bits. More rows: pairs of a row
-and an expert are sorted by expert and cut into blocks, which are multiplied by their experts'
-weights (`moe_products`). No pair is dropped, and a row's experts are summed in their order, so that
-results repeat.
+Few rows go to `moe_direct`, and with weights of 4 bits to `groups_few_rows`. For more rows, pairs
+of a row and an expert are sorted by expert and cut into blocks, which are multiplied by their
+experts' weights (`moe_products`). No pair is dropped, and a row's experts are summed in order, so
+that results repeat.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ from weft.kernels.quantised import Fp8Experts
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 MAX_PACKED_ROWS = 4
-"""Most rows of which each pair is multiplied by its expert's weights of 4 bits for itself."""
+"""Most rows for which each pair is multiplied separately by its expert's weights of 4 bits."""
 MAX_FORKED_ROWS = 256
 """Most rows for which the low-rank additions run concurrently with the products, which leave parts
-of the GPU idle."""
+of the GPU idle.
+"""
 MAX_PAIRED_ROWS = 256
 """Most rows whose low-rank additions are computed pair by pair between the products."""
 
 TokenRanks = SideStreamWork[torch.Tensor]
-"""Each token's ranks for gate and up if all experts share A, computed concurrently with the router.
+"""Each token's ranks for gate and up if all experts share A, computed concurrently with the
+router.
 """
 
 
 class _Sorted(NamedTuple):
-    """The products of sorted pairs, each times its share, and what is to be added to them."""
+    """The products of sorted pairs, each times its share, and what is still to be added to them."""
 
     products: torch.Tensor
     """[T * k, H]."""
@@ -69,17 +71,17 @@ class _Sorted(NamedTuple):
 def begin_ranks(
     x: torch.Tensor, lora: ExpertAddition | None, places: int, inner: int, *, is_fixed: bool
 ) -> TokenRanks | None:
-    """Starts the ranks that do not depend on the router; they are complete when the router is.
+    """Starts computing the ranks that do not depend on the router; they are complete when the
+    router is.
 
     Args:
         x: [T, H], contiguous, the experts' input.
-        lora: The tokens' adapters, or None.
         places: `weft.kernels.moe.ExpertWeights.num_places`.
         inner: I.
         is_fixed: As in `moe`.
 
     Returns:
-        Work for `routed_moe`; None where there is none.
+        Work for `routed_moe`; None if there are no such ranks.
     """
     if lora is None or not _is_paired(lora, x.shape[0], inner, is_fixed=is_fixed):
         return None
@@ -111,30 +113,25 @@ def routed_moe(
     shared: SharedExpert | None = None,
     is_fixed: bool = False,
 ) -> torch.Tensor:
-    """Routing and `moe` of a layer, with what follows it, in as few launches as there may be.
+    """Routing and `moe` of a layer, with the norm that follows it, in as few launches as possible.
 
     Args:
-        x: As in `moe`, like those that are not named here.
-        logits: [T, E] float32, of the router; where experts are a share, of all.
-        top_k: k.
+        x: As in `moe`, like all arguments that are not described here.
+        logits: [T, E] float32, of the router; of the experts of all ranks.
         w13: [E, 2 * I, H].
         w2: [E, H, I].
-        after: What follows, or None.
-        lora: The tokens' adapters, or None.
+        after: The norm that follows, or None.
         ranks: From `begin_ranks` of the same arguments.
-        renormalise: The shares of a row's experts add up to 1.
-        form: How logits become shares.
-        more: As in `moe`.
-        shared: Added too, where `moe_direct.joins_shared` holds; its requirements are those of
-            `direct_moe`.
-        is_fixed: As in `moe`.
+        renormalise: Whether the shares of a row's experts add up to 1.
+        shared: Shared expert that is added too, where `moe_direct.joins_shared` holds, with the
+            requirements of `direct_moe`.
 
     Returns:
-        [T, H]: the sum of each row's experts, or, where a norm follows, its result.
+        [T, H]: the sum of each row's experts, or with `after` the norm's result.
     """
     rows, experts = x.shape[0], w2.shape[0]
     if _is_direct(rows, w13) or is_fixed:
-        # Norms add squares in one order only if they are all one kernel's.
+        # Squares are added in one order only if one kernel computes all norms.
         routed = route(logits, top_k, renormalise, form, more.placement)
         if shared is None:
             out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
@@ -175,17 +172,16 @@ def moe(
 
     Args:
         x: [T, H], contiguous, T at least 1.
-        ids: [T, k] int32, each below E; of a share of the experts (`more`) also E, for those that
-            are not here.
+        ids: [T, k] int32, each below E; if `more` says that experts are a share, also E, for
+            experts of other ranks.
         shares: [T, k] float32.
         w13: [E, 2 * I, H], rows of gate first.
         w2: [E, H, I].
         residual: [T, H] or None.
-        lora: The tokens' adapters, or None; not with other parts than the plain ones.
-        more: Biases, how gate and up become one, and which experts are here.
-        is_fixed: A row's result does not depend on the other rows: each element is one chain of
-            tensor core instructions over K, which is the same for all tiles, and a residual is
-            added to the rounded sum, as by a norm that follows.
+        lora: What adapters add, or None; only with PLAIN_EXPERTS.
+        is_fixed: Whether a row's result must not depend on the other rows. Each element is then one
+            chain of tensor core instructions over K, the same for all tiles, and a residual is
+            added to the rounded sum, as a following norm does.
     """
     if _is_direct(x.shape[0], w13) and not is_fixed:
         assert not isinstance(w13, PackedExperts)
@@ -278,19 +274,11 @@ def sorted_moe(
     """`moe` over pairs sorted by expert, cut as `tiles` says.
 
     Args:
-        x: As in `moe`, like those that follow.
-        ids: [T, k].
-        shares: [T, k].
-        w13: [E, 2 * I, H].
-        w2: [E, H, I].
-        residual: [T, H] or None.
+        x: As in `moe`, like all arguments that are not described here.
         tiles: How pairs and columns are cut.
-        lora: The tokens' adapters, or None.
         ranks: As in `routed_moe`.
-        blocks: The pairs in blocks of `tiles.rows`, if they are sorted already.
-        after: What follows, whose result this is then, or None; not with `residual`.
-        is_fixed: As in `moe`.
-        more: As in `moe`.
+        blocks: The pairs in blocks of `tiles.rows`, if they have been sorted already.
+        after: The norm that follows, whose result is then returned, or None; not with `residual`.
     """
     rows, (experts, _, inner) = x.shape[0], w2.shape
     blocks = blocks or sort_pairs(ids, experts, tiles.rows)
@@ -383,9 +371,7 @@ def _paired(
     *,
     is_share: bool,
 ) -> _Sorted:
-    """Computes both products, with additions pair by pair between them.
-
-    `ranks` are the ranks if experts share A; otherwise each pair's ranks are computed concurrently
+    """`ranks` are given if experts share A; otherwise each pair's ranks are computed concurrently
     with the first product.
     """
     hidden, (experts, _, width), top_k = x.shape[1], w2.shape, ids.shape[1]
@@ -396,8 +382,8 @@ def _paired(
     items = pairs_of(lora.token_slots, ids, experts, places, blocks, tiles.rows)
     both = torch.empty((pairs, 2 * width), dtype=torch.float32, device=device)
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
-    # The activation reads slots, experts and ranks before it waits: all of them are complete before
-    # the first of these launches that is alone begins.
+    # The activation reads slots, experts and ranks before its wait. All of them are complete before
+    # the first of these launches with `is_alone` begins.
     if ranks is not None:
         given, activation = ranks.join(), options
         multiply_sorted(

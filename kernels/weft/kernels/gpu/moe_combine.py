@@ -1,4 +1,4 @@
-"""The sum of each row's experts on a GPU, with what adapters add to it and the norm behind it."""
+"""Sums each row's experts on a GPU, with what adapters add and the norm that follows."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class NormAfter(NamedTuple):
     """The norm that follows an addition to the stream."""
 
     stream: torch.Tensor
-    """[T, H], contiguous, which is added to, and becomes the sum."""
+    """[T, H], contiguous; becomes the sum."""
     weight: torch.Tensor
-    """Weight of the norm, [H]."""
+    """[H]: weight of the norm."""
     eps: float
 
 
@@ -47,16 +47,15 @@ def combine(
 
     Args:
         products: [T * k, H], each times its pair's share.
-        added: What is added: [T, H] float32, or [T * k, H] in the dtype of `products`; or None.
-        folded: What adapters add besides, or None. It is found by slots that were complete before
-            the launch ahead of this one began.
-        options: Options of the launch.
+        added: Added too: [T, H] float32, or [T * k, H] in the dtype of `products`; or None.
+        folded: What adapters add in addition, or None. The slots that it reads must be complete
+            before the preceding launch begins.
         top_k: k.
         residual: [T, H] or None.
-        after: What follows, whose result this is then, or None; not with `residual`.
-        is_fixed: A residual is added to the rounded sum, as by a norm that follows.
-        share: Experts of all pairs, [T, k], and the number of those that are here, if not all are:
-            others have no products.
+        after: The norm that follows, whose result is then returned, or None; not with `residual`.
+        is_fixed: Whether a residual is added to the rounded sum, as a following norm does.
+        share: Experts of all pairs, [T, k], and the number of experts on this rank, if it does not
+            have all: experts of other ranks have no products.
 
     Returns:
         [T, H], dtype of `products`.
@@ -110,17 +109,17 @@ def _combine_kernel(
     BLOCK_SUMS: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """out[row] = the products of its pairs, in their order, + added[row] + residual[row].
+    """out[row] = the products of its pairs, in order, + added[row] + residual[row].
 
-    Added is also what a token's ranks (SUMS of them, to be added up) times B are. With a stream
-    that is added to the sum, as the norms' kernel does it, and out is the norm of that.
+    A token's ranks (SUMS of them, to be added up) times B are added too. With a stream, the sum is
+    added to the stream as the norms' kernel does it, and `out` is the norm of the result.
     """
     release_next(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
     if ranks is not None:
-        # Complete before the launch ahead began.
+        # Complete before the preceding launch began.
         slot = tl.load(token_slots + row)
         group = layer * slots + slot * places
         count = rows_of(counts, group, slot)

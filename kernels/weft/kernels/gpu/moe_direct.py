@@ -1,7 +1,7 @@
 """The experts of few rows on a GPU.
 
 A program takes some columns of one pair of a row and an expert, or of all pairs of a row, and
-streams its part of their weights; nothing is sorted.
+streams its part of the weights. Pairs are not sorted.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from weft.kernels.lora import ExpertAddition
 from weft.kernels.quantised import Fp8Experts
 
 MAX_DIRECT_ROWS = 8
-"""Most rows: up to here rows rarely share an expert, so that sorting gains nothing."""
+"""Most rows; up to here rows rarely share an expert, so that sorting gains nothing."""
 _MAX_TILE = 1 << 13
-"""Elements of K up to which a program of gate and up takes whole columns, one after the other."""
+"""Elements of K up to which a program of gate and up takes whole columns, one after another."""
 _ELEMENTS_PER_WARP = 1024
 _WARPS_PER_SM = 16
-"""Warps of such programs on each multiprocessor: as many as their registers allow."""
+"""Warps of such programs on each multiprocessor, as many as their registers allow."""
 _PART = 2048
 """Elements of longer columns that are taken at once."""
 _OUT_COLUMNS = 2
 """Columns of the second product that a program takes."""
 _OUT_ELEMENTS_PER_WARP = 256
 """Elements of a column of the second product for each warp. With fewer, warps wait for one another:
-on an H200 both products of experts of 384 elements take 20.6 us with 4 warps and 11.7 with 2.
+on an H200 both products of experts of 384 elements take 20.6 us with 4 warps and 11.7 us with 2.
 """
 _MAX_AT_ONCE = 1 << 13
-"""Experts of a row times elements of K up to which all of a program's columns are loaded at once;
-experts beyond it are taken one after the other (`moe_listed`).
+"""Number of a row's experts times elements of K up to which a program loads all of its columns at
+once. Beyond it, experts are taken one after another (`moe_listed`).
 """
 
 _MAX_JOINED_ROWS = 2
-"""Most rows whose shared expert is computed in the routed ones' launches. On an H100 a layer of
-Qwen3-Next's experts takes 41.4 us for one row and 69.4 for two, and 49.0 and 75.1 with launches of
-its own, but 131.5 and 130.1 for four.
+"""Most rows whose shared expert is computed in the launches of the routed ones. On an H100 a layer
+of Qwen3-Next's experts takes 41.4 us for one row and 69.4 us for two; with separate launches 49.0
+and 75.1 us. For four rows it takes 131.5 us, and 130.1 us with separate launches.
 """
 
 
 def joins_shared(x: torch.Tensor, top_k: int, inner_size: int) -> bool:
-    """Whether `direct_moe` takes a shared expert with the routed ones of x, [T, H]."""
+    """Whether `direct_moe` takes a shared expert together with the routed ones of x, [T, H]."""
     is_whole = next_power_of_2(top_k + 1) * next_power_of_2(inner_size) <= _MAX_AT_ONCE
     return 0 < x.shape[0] <= _MAX_JOINED_ROWS and x.dtype.itemsize == 2 and is_whole
 
@@ -76,9 +76,9 @@ def direct_moe(
     more: ExpertParts = PLAIN_EXPERTS,
     shared: SharedExpert | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.gpu.moe.moe` of at most MAX_DIRECT_ROWS rows, in two launches.
+    """`weft.kernels.gpu.moe.moe` for at most MAX_DIRECT_ROWS rows, in two launches.
 
-    `shared` is added where `joins_shared` holds and there are no other parts, adapters or scales.
+    `shared` is added only where `joins_shared` holds and without other parts, adapters and scales.
     Its pairs follow those of the routed experts.
     """
     (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
@@ -94,7 +94,7 @@ def direct_moe(
         tile = next_power_of_2(hidden)
         warps = max(2, tile // _ELEMENTS_PER_WARP)
         programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
-        # Of pairs whose experts are here, on average.
+        # The average number of pairs whose experts are on this rank.
         own_pairs = max(1, pairs * experts // more.num_routed(experts))
         parts = min(width, max(1, programs // (own_pairs + num_shared)))
     data, scaling = scaled_data(w13)
@@ -144,13 +144,13 @@ def _direct_inner_kernel(
     TILE: tl.constexpr,
     IS_SHARE: tl.constexpr,
 ) -> None:
-    """inner[pair] = gate of x[row] and up of x[row] made one, some columns of it.
+    """inner[pair] = gate and up of x[row], combined, for some columns.
 
-    While a column is summed, the weights of the next one are being loaded. Weights are read once
-    and bypass the cache, which keeps data that is read again.
+    While a column is summed, the weights of the next one are loaded. Weights are read once and
+    bypass the cache, which keeps data that is read again.
     """
     wait_for_last(IS_DEPENDENT)
-    # Only now: `_direct_out_kernel` reads ids and shares before its own wait.
+    # Released only now, since `_direct_out_kernel` reads ids and shares before its own wait.
     release_next(IS_DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
@@ -182,7 +182,7 @@ def _direct_inner_kernel(
             gate_sum = summed_row(gate, values, of_expert, column, K, SCALE_ROWS)
             up_sum = summed_row(up, values, of_expert, column + width, K, SCALE_ROWS)
             later = column + step
-            # No row of the last column's next one.
+            # The last column has no next one to load.
             is_next = part < tl.minimum(K, (width - later) * K)
             gate = once(gate_at + later * K + part, is_next)
             up = once(up_at + later * K + part, is_next)
@@ -257,7 +257,7 @@ def _direct_out_kernel(
     IS_SHARE: tl.constexpr,
 ) -> None:
     """out[row] = residual[row] + share * down of inner, over the row's experts. All their weights
-    are on their way before `inner` is there.
+    are loaded before `inner` is complete.
     """
     release_next(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -283,7 +283,8 @@ def _direct_out_kernel(
         begin = tl.where(is_shared[:, None], of_shared, begin)
     tiles = once(begin[:, :, None] + part[None, None, :], mask)
     if shared is not None:
-        # As ids and shares, rows were there before `_direct_inner_kernel` released this one.
+        # Rows, like ids and shares, were complete before `_direct_inner_kernel` released this
+        # kernel.
         element = tl.arange(0, BLOCK_HIDDEN)
         is_there = element < hidden
         given = tl.load(x + row * hidden + element, mask=is_there, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
-"""The second product of few rows with experts on a GPU, where a row's experts are too large to be
+"""The second product of few rows with experts on a GPU, for rows whose experts are too large to be
 loaded at once.
 
-Each program finds which of its row's experts are on this rank and multiplies them one after the
-other, loading the next weights meanwhile. `moe_direct` chooses between this kernel and its own.
+Each program finds which of its row's experts are on this rank and multiplies them one after
+another, loading the next weights meanwhile. `moe_direct` chooses between this kernel and its own.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ def listed_down(
     more: ExpertParts,
     options: LaunchOptions,
 ) -> None:
-    """out[row] = residual[row] + share * down of inner, over the row's experts that are here.
+    """out[row] = residual[row] + share * down of inner, over the row's experts on this rank.
 
     Args:
-        out: [T, H], receives the sums, rounded once.
+        out: [T, H]: receives the sums, rounded once.
         inner: [T * k, I], contiguous.
         ids: [T, k] int32.
         shares: [T, k] float32.
         w2: [E, H, I].
         residual: [T, H] or None.
-        more: Biases and placement.
-        options: Launch options.
     """
     (rows, hidden), width = out.shape, inner.shape[1]
     data, scaling = scaled_data(w2)
-    # Columns of a program have their scales in common.
+    # Columns of a program share their scales.
     columns = min(_COLUMNS, scaling["SCALE_ROWS"] or _COLUMNS)
     _listed_out_kernel[(rows, cdiv(hidden, columns))](
         out, inner, data, ids, shares, residual, more.down_bias, hidden, data.shape[0], K=width,
@@ -60,7 +58,7 @@ def listed_down(
 
 @triton.jit
 def _places(is_here: tl.tensor) -> tl.tensor:
-    """The place of each pair among those that are here, else -1."""
+    """The rank of each pair among those whose experts are here; -1 for the others."""
     return tl.where(is_here, tl.cumsum(is_here.to(tl.int32), axis=0) - 1, -1)
 
 
@@ -68,7 +66,7 @@ def _places(is_here: tl.tensor) -> tl.tensor:
 def _pair_at(
     place: tl.tensor, expert_of: tl.tensor, at: tl.tensor, PAIRS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The pair in a place and its expert; of a place without a pair both are 0."""
+    """The pair in a place and its expert, both 0 for a place without a pair."""
     is_its = place == at
     pair = tl.sum(tl.where(is_its, tl.arange(0, PAIRS), 0), axis=0)
     return pair, tl.sum(tl.where(is_its, expert_of, 0), axis=0).to(tl.int64)
@@ -95,8 +93,8 @@ def _listed_out_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each thread has elements of K of all the program's columns; they are summed in the end. The
-    first weights are on their way before `inner` is there.
+    """Each thread has elements of K in all of the program's columns; the threads' parts are summed
+    at the end. The first weights are loaded before `inner` is complete.
     """
     SIZE: tl.constexpr = min(GROUP, TILE)
     GROUPS: tl.constexpr = TILE // SIZE
@@ -115,7 +113,8 @@ def _listed_out_kernel(
     place = _places(is_here)
     end = (tl.max(place, axis=0) + 1) * STEPS
     group = tl.arange(0, GROUPS)
-    # Eight numbers a thread, of the weight as of the rows, so that neither changes threads.
+    # Eight numbers a thread, both of the weight and of the rows, so that neither moves between
+    # threads.
     in_group = tl.max_contiguous(tl.arange(0, SIZE), 8)
     part = group[:, None] * SIZE + in_group[None, :]
     pair, expert = _pair_at(place, expert_of, 0, PAIRS)

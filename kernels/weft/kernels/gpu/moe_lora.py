@@ -1,7 +1,8 @@
 """Low-rank additions to experts on a GPU.
 
-With few tokens hardly two pairs share an adapter's expert, so each pair is computed by itself. With
-many tokens, pairs are sorted by expert and computed in tiles (`moe_lora_tiles.py`).
+With few tokens hardly two pairs share an adapter's expert, so that each pair is computed
+separately. With many tokens, pairs are sorted by expert and computed in tiles
+(`moe_lora_tiles.py`).
 
 Matrices that all experts of an adapter share are applied once per token: A of gate and up before
 tokens are paired with experts, and B of down after the pairs' ranks are added up.
@@ -34,22 +35,20 @@ def gate_up_additions(
     is_fixed: bool = False,
     is_share: bool = False,
 ) -> torch.Tensor | None:
-    """Computes the additions to each pair's gate and up.
+    """Computes what adapters add to each pair's gate and up.
 
     Args:
         x: [T, H], contiguous.
-        ids: [T, k] int32, each below E; of a share also E, for those that are not here.
+        ids: [T, k] int32, each below E; if experts are a share also E, for experts of other ranks.
         inner: I.
         experts: E.
-        lora: Additions of these T tokens.
-        options: Options of the launches.
         items: The pairs in tiles; None: pair by pair.
-        is_fixed: As in `shrink_rows`; pair by pair.
+        is_fixed: As in `shrink_rows`; only pair by pair.
         is_share: Whether the experts are a share.
 
     Returns:
-        [T * k, 2 * I], dtype of `x`; None for nothing. In tiles it is undefined for experts that
-        are not here.
+        [T * k, 2 * I], dtype of `x`; None if nothing is added. In tiles it is undefined for experts
+        of other ranks.
     """
     if not lora.w13:
         return None
@@ -90,7 +89,7 @@ def down_additions(
     is_fixed: bool = False,
     is_share: bool = False,
 ) -> torch.Tensor | None:
-    """The additions to down times the pairs' shares, summed over each row's pairs.
+    """What adapters add to down, times the pairs' shares, summed over each row's pairs.
 
     Args:
         inner: [T * k, I], contiguous: each pair's activation.
@@ -98,17 +97,15 @@ def down_additions(
         shares: [T, k] float32.
         hidden: H.
         experts: E.
-        lora: Additions of these T tokens.
-        options: Options of the launches.
-        onto: [T, H], contiguous: it is added to this.
+        onto: [T, H], contiguous: the result is added to it; or None.
         items: The pairs in tiles; None: pair by pair. Not with `onto`.
-        is_fixed: As in `shrink_rows`; pair by pair.
+        is_fixed: As in `shrink_rows`; only pair by pair.
         is_share: As in `gate_up_additions`.
 
     Returns:
-        [T, H], float32 unless `onto` is given; of pairs in tiles, whose experts have a B each,
-        [T * k, H] before the sum, dtype of `inner`, undefined for experts that are not here. None
-        for nothing.
+        [T, H], float32 unless `onto` is given. For pairs in tiles whose experts each have a B of
+        their own: [T * k, H] before the sum, dtype of `inner`, undefined for experts of other
+        ranks. None if nothing is added.
     """
     if not lora.w2:
         return None
@@ -175,7 +172,7 @@ def _weigh_kernel(
     if not IS_NEW:
         total += tl.load(to, mask=column < hidden, other=0.0).to(tl.float32)
     if tl.load(token_slots + row) > 0:
-        # One B for all pairs is multiplied with their weighed ranks at once.
+        # If all pairs share B, it is multiplied once by the sum of their weighed ranks.
         STEP: tl.constexpr = TOP_K if IS_SHARED else 1
         for number in range(0, TOP_K, STEP):
             pair = row * TOP_K + number

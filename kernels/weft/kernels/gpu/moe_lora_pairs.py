@@ -1,12 +1,12 @@
 """Low-rank additions to experts on a GPU while tokens decode: in the kernels between the products.
 
-Among up to some hundred tokens, each with an adapter of its own, hardly two pairs of a token and an
+Among a few hundred tokens, each with an adapter of its own, hardly two pairs of a token and an
 expert share an adapter's expert. Pairs then share no reads of A and B, and an additional launch
 takes longer than the reads. So the launch that computes the activation of gate and up also adds
-their ranks times B and computes the ranks of down. If experts share the B of down, the launch that
+their ranks times B, and computes the ranks of down. If experts share the B of down, the launch that
 sums a token's pairs multiplies the ranks by it.
 
-Both launches load slots, experts and B before they wait for the product ahead of them. Therefore
+Both launches load slots, experts and B before they wait for the preceding product. Therefore
 some launches must not begin early; `activate_pairs` and the product before it say which.
 """
 
@@ -24,7 +24,7 @@ from weft.kernels.gpu.moe_lora_tiles import can_tile
 from weft.kernels.lora import ExpertAddition, LoraWeights
 
 _UNIT = 16
-"""Ranks that a program multiplies at once: two rows of the pool, see `unit_of`."""
+"""Ranks that a program multiplies at once, two rows of the pool (`unit_of`)."""
 
 
 class PairLaunchConfig(NamedTuple):
@@ -36,21 +36,23 @@ class PairLaunchConfig(NamedTuple):
 
 
 LAUNCH_CONFIG = PairLaunchConfig(256, 1)
-"""One warp adds up all ranks of a column by itself: no barriers, and all programs of 64 tokens run
-at once."""
+"""One warp adds up all ranks of a column, so that there are no barriers; and all programs of 64
+tokens run at once.
+"""
 
 
 class DownRanks(NamedTuple):
-    """The ranks of each pair's activation for down, times its share."""
+    """The ranks of each pair's activation for down, times the pair's share."""
 
     ranks: torch.Tensor
-    """[1, T * k * sums, ranks] float32: those of a pair follow each other, to be added up;
-    undefined where a pair has no ranks."""
+    """[1, T * k * sums, ranks] float32: the sums of a pair follow one another, to be added up;
+    undefined for a pair without ranks.
+    """
     sums: int
 
 
 class Folded(NamedTuple):
-    """What adapters add to the sum of a token's pairs: with a B that their experts share."""
+    """What adapters add to the sum of a token's pairs, with a B that their experts share."""
 
     down: DownRanks
     part: LoraWeights
@@ -60,7 +62,7 @@ class Folded(NamedTuple):
     layer: int
 
     def arguments(self) -> tuple[Any, ...]:
-        """Arguments of the kernel that sums, but for how many sums there are."""
+        """Arguments of the kernel that sums, except the number of sums."""
         part = self.part
         return (
             self.down.ranks, self.token_slots, part.b, part.rows_of_b, part.counts, max_rows(part),
@@ -69,13 +71,13 @@ class Folded(NamedTuple):
 
 
 NOTHING = (None, None, None, None, None, 0, 0, 0, 0, 0)
-"""The arguments where nothing is added."""
+"""Arguments where nothing is added."""
 FOLDED = ["most", "layer", "slots", "rank_width", "places"]
-"""Numbers that kernels are not compiled anew for."""
+"""Arguments for whose values Triton does not specialise kernels."""
 
 
 def can_pair(lora: ExpertAddition, inner: int) -> bool:
-    """Whether `activate_pairs` takes these additions: gate and up both have some."""
+    """Whether `activate_pairs` takes these additions; gate and up must both have some."""
     places = [(part.column, part.out_features) for part in lora.w13]
     return places == [(0, inner), (inner, inner)] and can_tile((*lora.w13, *lora.w2))
 
@@ -91,24 +93,23 @@ def activate_pairs(
     *,
     is_share: bool = False,
 ) -> tuple[torch.Tensor, DownRanks | None]:
-    """silu(gate) * up of each pair with what adapters add to both, and its ranks for down.
+    """silu(gate) * up of each pair with what adapters add to both, and the pair's ranks for down.
 
-    What it is given but for `both` is read before the launch ahead of it is complete: either that
-    one or this one must not begin early.
+    All arguments except `both` are read before the preceding launch is complete, so that either
+    that one or this one must not begin early.
 
     Args:
         both: [T * k, 2 * I] float32: gate and up of each pair, without adapters.
-        ranks: [1, T, ranks of gate and up] float32 where experts share A, or [1, T * k, ...].
-        ids: [T, k] int32, each below E; of a share also E, for those that are not here.
+        ranks: [1, T, ranks of gate and up] float32 if experts share A, else [1, T * k, ...].
+        ids: [T, k] int32, each below E; if experts are a share also E, for experts of other ranks.
         shares: [T, k] float32.
-        lora: Additions of these T tokens, which `can_pair`.
+        lora: Additions that `can_pair` accepts.
         experts: E.
-        options: Options of the launch.
         is_share: Whether the experts are a share.
 
     Returns:
-        [T * k, I], dtype of the parameters, undefined for experts that are not here; and the ranks,
-        None where nothing is added to down.
+        [T * k, I], dtype of the parameters, undefined for experts of other ranks; and the ranks,
+        None if nothing is added to down.
     """
     (pairs, width), (gate, up) = both.shape, lora.w13
     width //= 2
@@ -146,21 +147,22 @@ def unit_of(
     inside: tl.tensor,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """Some columns of an adapter's ranks from `start` on: [UNIT, COLUMNS], 0 where there is none.
+    """Some columns of an adapter's ranks from `start` on: [UNIT, COLUMNS], 0 for ranks that do not
+    exist.
 
-    Two numbers of the table are loaded and not sixteen, which would pass through shared memory
-    before the pool's loads could begin; and whether they are rows or not, without waiting for the
-    count.
+    It loads two numbers of the table instead of sixteen, which would pass through shared memory
+    before the pool's loads could begin. It loads them whether or not they are rows, without waiting
+    for `count`.
 
     Args:
         pool: [rows, 8, features].
         table: Pointer to the adapter's rows.
-        count: How many it has.
+        count: Number of these rows.
         start: A multiple of UNIT.
         most: Rows that the table has room for.
         features: Columns of the pool.
         column: [COLUMNS].
-        inside: [COLUMNS]: those that exist.
+        inside: [COLUMNS]: which columns exist.
         UNIT: A power of two, up to 16.
     """
     rank = start % 8 + tl.arange(0, UNIT)
@@ -188,16 +190,15 @@ def summed_ranks(
     BLOCK_SUMS: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """A token's ranks from `start` on, of all its pairs: [UNIT] float32.
+    """A token's ranks from `start` on, summed over all its pairs: [UNIT] float32.
 
     Args:
-        ranks: Pointer to those of its first pair.
+        ranks: Pointer to the ranks of its first pair.
         count: Rows of its adapter.
         start: A multiple of UNIT.
         rank_width: Ranks that there is room for.
-        SUMS: Sums of all its pairs.
-        BLOCK_SUMS: A power of two, not less.
-        UNIT: Ranks.
+        SUMS: Number of sums of all its pairs.
+        BLOCK_SUMS: A power of two, not less than SUMS.
     """
     number, rank = tl.arange(0, BLOCK_SUMS)[:, None], start + tl.arange(0, UNIT)[None, :]
     mask = (number < SUMS) & (rank < 8 * count)
@@ -206,7 +207,7 @@ def summed_ranks(
 
 @triton.jit
 def rows_of(counts: tl.tensor, group: tl.tensor, slot: tl.tensor) -> tl.tensor:
-    """Rows that the adapter in a slot has for an expert; none in slot 0."""
+    """Rows that the adapter in a slot has for an expert; 0 for slot 0."""
     return tl.load(counts + group, mask=slot > 0, other=0)
 
 
@@ -248,7 +249,7 @@ def _activate_kernel(
     COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Some columns of one pair, and what they add to its ranks for down."""
+    """Some columns of one pair, and their part of its ranks for down."""
     release_next(IS_DEPENDENT)
     pair, part = tl.program_id(0), tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -260,8 +261,8 @@ def _activate_kernel(
     count0, count1 = rows_of(counts0, group, slot), rows_of(counts1, group, slot)
     table0 += group * most0
     table1 += group * most1
-    # Of the first ranks, which most adapters have no more than, all is on its way before any of it
-    # is used.
+    # All loads for the first ranks, of which most adapters have no more, are issued before any of
+    # them is used.
     gate_tile = unit_of(b0, table0, count0, 0, most0, WIDTH, column, inside, UNIT)
     up_tile = unit_of(b1, table1, count1, 0, most1, WIDTH, column, inside, UNIT)
     count2 = 0
@@ -285,7 +286,7 @@ def _activate_kernel(
     result = (gate / (1.0 + tl.exp(-gate)) * up).to(inner.dtype.element_ty)
     tl.store(inner + pair.to(tl.int64) * WIDTH + column, result, mask=inside)
     if to_down is not None:
-        # As the product reads it: rounded.
+        # Rounded, as the product reads it.
         weighed = result.to(tl.float32) * share
         to = to_down + (pair * tl.num_programs(1) + part).to(tl.int64) * (8 * most2)
         rank = tl.arange(0, UNIT)

@@ -1,10 +1,10 @@
 """Low-rank additions to experts on a GPU for many tokens, in tiles of tensor cores.
 
-A tile is a block of items: pairs of a token and an expert, sorted by expert, or tokens as they come
-where all experts of an adapter share a side. Each program walks over the adapters of its block, and
-loads only what the items of that adapter need. Tokens of a request follow each other, so a block of
-a prompt's step has few adapters. (Segments of one adapter as in Punica, arXiv:2310.18547, section
-4, with experts as a second key.)
+A tile is a block of items. Items are pairs of a token and an expert, sorted by expert, or tokens in
+their order if all experts of an adapter share a matrix. Each program walks over the adapters of its
+block and loads only what their items need. Tokens of a request follow one another, so that a block
+of a prompt's step has few adapters. (Segments of one adapter as in Punica, arXiv:2310.18547,
+section 4, with experts as a second key.)
 """
 
 from __future__ import annotations
@@ -33,55 +33,57 @@ from weft.kernels.gpu.lora_parts import (
 from weft.kernels.gpu.moe_sort import Blocks
 
 _MAX_ROWS = 64
-"""Most items of a tile: of more, each adapter of a tile is multiplied with more of other ones."""
+"""Most items of a tile: with more, each of a tile's adapters is multiplied by more items of other
+adapters.
+"""
 _UNIT = 32
-"""Most ranks of which a program computes the sums over K at once."""
+"""Most ranks for which a program computes the sums over K at once."""
 _MAX_SPAN, _PROGRAMS = 8, 256
-"""Most blocks of columns that a program takes in turn, as long as so many programs are left."""
+"""Most blocks of columns that a program takes in turn, as long as so many programs remain."""
 _DEPTH, _COLUMNS = 128, 128
 _FEW_TOKENS, _SOME_TOKENS = 256, 1024
-"""Numbers of tokens up to which eight, or two, programs share the adapters of a tile."""
+"""Numbers of tokens up to which eight programs, or two, share the adapters of a tile."""
 MAX_RANKS = 128
 """Most ranks of an adapter that a program can hold at once, with its part of B."""
 _LAST: tl.constexpr = tl.constexpr(2**31 - 1)
-"""A number that is larger than those of all slots."""
+"""A number that is larger than every slot."""
 
 
 class Items(NamedTuple):
-    """What tiles consist of, and whose parameters each item uses."""
+    """The items of tiles, and whose parameters each item uses."""
 
     token_slots: torch.Tensor
-    """[T] int32: each token's adapter slot."""
+    """[T] int32: adapter slot of each token."""
     experts: int
     """E."""
     places: int
     """Entries of an adapter in a layer's table (`weft.kernels.moe.ExpertWeights.num_places`)."""
     top_k: int
-    """Items of a token: item i is one of token i // k."""
+    """Items of a token: item i belongs to token i // k."""
     num_items: int
     rows: int
     """Items of a tile, a power of two, at least 16."""
     tiles_each: int = 1
     """Tiles of a block."""
     blocks: Blocks | None = None
-    """Pairs by expert; None: tokens, in their order, with what all experts share."""
+    """Pairs by expert; None: items are tokens, in order, for parameters that all experts share."""
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles; some of them may be empty."""
+        """Number of tiles, some of which may be empty."""
         if self.blocks is None:
             return int(cdiv(self.num_items, self.rows))
         return self.blocks.expert.shape[0] * self.tiles_each
 
     @property
     def sharers(self) -> int:
-        """Programs that share the adapters of a tile."""
+        """Number of programs that share the adapters of a tile."""
         tokens = self.token_slots.shape[0]
         return 8 if tokens <= _FEW_TOKENS else 2 if tokens <= _SOME_TOKENS else 1
 
 
 def can_tile(parts: Parts) -> bool:
-    """Whether `expand_items` can take adapters of the largest rank that there may be."""
+    """Whether `expand_items` takes adapters of the largest rank that there is room for."""
     return all(part.max_rank <= MAX_RANKS for part in parts)
 
 
@@ -93,14 +95,14 @@ def pairs_of(
     blocks: Blocks,
     rows: int,
 ) -> Items:
-    """The pairs of `ids` [T, k], in blocks of so many rows."""
+    """The pairs of `ids`, [T, k], in tiles of `rows` items."""
     tile = min(rows, _MAX_ROWS)
     counts = (ids.shape[1], ids.numel(), tile, rows // tile)
     return Items(token_slots, experts, places, *counts, blocks)
 
 
 def tokens_of(token_slots: torch.Tensor, places: int) -> Items:
-    """Tokens by themselves, for a side that all experts of an adapter share."""
+    """Tokens as items, for a matrix that all experts of an adapter share."""
     tokens = token_slots.shape[0]
     rows = 16 if tokens <= _FEW_TOKENS else _MAX_ROWS
     return Items(token_slots, 1, places, 1, tokens, rows)
@@ -119,16 +121,13 @@ def shrink_items(
     """The ranks of each item: x times its adapter's A.
 
     Args:
-        x: [items / x_top_k, K], contiguous: an item's row is that of x_top_k neighbours.
-        parts: Parts of the product.
-        layer: Layer of the adapters.
-        items: The tiles.
-        options: Options of the launch.
-        x_top_k: Items that have one input.
+        x: [items / x_top_k, K], contiguous: x_top_k neighbouring items share one row of x.
+        x_top_k: Items that share an input.
         are_zero: Whether ranks that an item does not have are 0.
 
     Returns:
-        [1, items, ranks of all parts] float32; else undefined where an item has no ranks.
+        [1, items, ranks of all parts] float32; undefined for ranks that an item does not have,
+        unless `are_zero`.
     """
     ranks = new_ranks(items.num_items, parts, 1, x.device, are_zero=are_zero)
     _shrink_kernel[(items.num_tiles, len(parts), items.sharers)](
@@ -156,20 +155,16 @@ def expand_items(
     shares: torch.Tensor | None = None,
     summed: int = 1,
 ) -> None:
-    """Writes each item's ranks times its adapter's B, 0 where an item has none.
+    """Writes each item's ranks times its adapter's B, and 0 for items without ranks.
 
     Args:
-        out: [items, N]: the parts' columns are written, whatever was there.
-        ranks: [1, R, ranks of all parts], of `shrink_items`, R = items / ranks_top_k; with `shares`
-            or `summed` R = items * n.
-        parts: Parts of the product.
-        layer: Layer of the adapters.
-        items: The tiles.
-        options: Options of the launch.
-        ranks_top_k: Items that have the same ranks.
-        shares: [items, n] float32: an item's ranks are the sum of n neighbours', each times its
-            share.
-        summed: The same without shares: n.
+        out: [items, N]: the parts' columns are overwritten.
+        ranks: [1, R, ranks of all parts], from `shrink_items`. R = items / ranks_top_k; with
+            `shares` or `summed` R = items * n.
+        ranks_top_k: Items that share ranks.
+        shares: [items, n] float32: an item's ranks are the sum of n neighbours' ranks, each times
+            its share; or None.
+        summed: n, for the same sum without shares.
     """
     span = _span(items.num_tiles * cdiv(sum(p.out_features for p in parts), _COLUMNS))
     spans = sum(cdiv(part.out_features, _COLUMNS * span) for part in parts)
@@ -225,7 +220,7 @@ def _items_of(
 
 @triton.jit
 def _slot_after(slot: tl.tensor, last: tl.tensor, number: int) -> tl.tensor:
-    """The slot that is so many places after `last` among those of a tile; _LAST behind all."""
+    """The slot `number` places after `last` among the slots of a tile; _LAST if there is none."""
     for _ in range(number):
         last = tl.min(tl.where(slot > last, slot, _LAST), axis=0)
     return last
@@ -357,7 +352,7 @@ def _expand_kernel(
     ALIGNMENT: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """A tile's ranks times some columns of one part, adapter by adapter, some blocks at a time."""
+    """A tile's ranks times some columns of one part, adapter by adapter, a few blocks at a time."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     expert = 0
@@ -380,7 +375,7 @@ def _expand_kernel(
     to += aligned(pick(part, column0, column1, column2), ALIGNMENT)
     rank = tl.arange(0, RANKS)
     sharer = tl.program_id(2)
-    # Items without an adapter, of slot 0, have a turn without ranks: they get zeros.
+    # Items without an adapter, in slot 0, take a turn without ranks, so that they get zeros.
     current = _slot_after(slot, sharer * 0 - 1, sharer + 1)
     while current < _LAST:
         is_its = slot == current

@@ -1,4 +1,4 @@
-"""The parts of a mixture's experts besides their matrices: biases, gating and placement."""
+"""The parts of a mixture's experts other than their matrices: biases, gating and placement."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from weft.kernels.activation import SILU, Gating
 
 
 class ExpertParts(NamedTuple):
-    """Parts of all experts beside their matrices."""
+    """All parts of experts other than their matrices."""
 
     gating: Gating = SILU
     """How gate and up become the input of the down projection."""
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
     """[E, 2 * I], gate first, and [E, H]; None: there are none."""
     placement: torch.Tensor | None = None
-    """[experts of all ranks] int32, if these are a share: the place of each here, or E."""
+    """[experts of all ranks] int32, if this rank has a share: each expert's place here, or E; None:
+    this rank has all experts.
+    """
 
     @property
     def gate_up_bias(self) -> torch.Tensor | None:
@@ -36,7 +38,7 @@ class ExpertParts(NamedTuple):
         return self.placement is not None
 
     def num_routed(self, experts: int) -> int:
-        """The number of experts that rows are routed to, of which `experts` are here."""
+        """Number of experts on all ranks, of which `experts` are here."""
         return experts if self.placement is None else self.placement.numel()
 
     def gating_arguments(self) -> dict[str, Any]:
@@ -52,7 +54,8 @@ class ExpertParts(NamedTuple):
 
 
 class SharedExpert(NamedTuple):
-    """An expert that takes every row, of the routed experts' dtype and inner size, without biases.
+    """An expert that takes every row. It has the routed experts' dtype and inner size, and no
+    biases.
 
     Its share is the sigmoid of the product of the row and `gate`.
     """
@@ -79,7 +82,7 @@ def gated(
     GATE_LIMIT: tl.constexpr,
     CUBIC: tl.constexpr,
 ) -> tl.tensor:
-    """`weft.kernels.activation.Gating` of float32; a limit of 0 is none."""
+    """`weft.kernels.activation.Gating` in float32; a limit of 0 means no limit."""
     if GATE_LIMIT > 0.0:
         gate = tl.minimum(gate, GATE_LIMIT)
     if LIMIT > 0.0:
@@ -95,7 +98,7 @@ def gated(
 
 @triton.jit
 def once(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Elements that are not read again."""
+    """Loads elements that are not read again, so that they need not be cached."""
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
@@ -115,7 +118,7 @@ def store_inner(
     GATE_LIMIT: tl.constexpr,
     CUBIC: tl.constexpr,
 ) -> None:
-    """Writes gate and up of a pair's column, made one, with what biases and adapters add."""
+    """Writes gate and up of a pair's column, combined, with biases and what adapters add."""
     if bias is not None:
         gate += tl.load(bias + column).to(tl.float32)
         up += tl.load(bias + width + column).to(tl.float32)
@@ -142,7 +145,9 @@ def with_row_parts(
     TOP_K: tl.constexpr,
     IS_SHARE: tl.constexpr,
 ) -> tl.tensor:
-    """Some columns of a row's sum over its experts, plus their biases and the residual, if any."""
+    """Some columns of a row's sum over its experts, plus the experts' biases and the residual, if
+    given.
+    """
     if bias is not None:
         for place in range(TOP_K):
             expert = tl.load(ids + row * TOP_K + place).to(tl.int64)

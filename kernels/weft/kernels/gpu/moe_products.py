@@ -23,14 +23,15 @@ from weft.kernels.quantised import FP8_GROUP, Fp8Experts
 
 MIN_COPIED_ROWS = 128
 """Least pairs of a block for which the copy engine fetches weights, since loads would cost
-registers."""
+registers.
+"""
 MIN_HALVED_ROWS = 128
-"""Pairs of a block from which on a block of at most half as many is multiplied as half of one: of
-fewer, tensor cores take no less time.
+"""Pairs of a block from which on a block with at most half as many pairs is multiplied as half a
+block. For smaller blocks tensor cores would take no less time.
 """
 MIN_ROUNDED_ROWS = 64
-"""Pairs of a block from which on rows are rounded to FP8, as a dense layer's are, where weights are
-FP8 in blocks. Then tensor cores multiply both as they are; widening weights would bound the rate.
+"""Pairs of a block from which on rows are rounded to FP8, as for a dense layer, if weights are FP8
+in blocks. Tensor cores then multiply both as they are; widening weights would bound the rate.
 """
 
 
@@ -50,23 +51,21 @@ def multiply_sorted(
     is_fixed: bool = False,
     more: ExpertParts = PLAIN_EXPERTS,
 ) -> None:
-    """Multiplies sorted pairs with their experts' weights.
+    """Multiplies sorted pairs by their experts' weights.
 
     Args:
         out: [P, I] or [P, 2 * I] for gate and up, else [P, H].
         x: [T, H] for gate and up, else [P, I].
-        weight: [E, 2 * I, H], rows of gate first, or [E, H, I]; 4 bits, and FP8 of fewer than
-            MIN_ROUNDED_ROWS pairs a block, are widened in registers.
-        shares: [T, k] float32, each pair's; not read for gate and up.
+        weight: [E, 2 * I, H], rows of gate first, or [E, H, I]. Weights of 4 bits, and FP8 for
+            fewer than MIN_ROUNDED_ROWS pairs a block, are widened in registers.
+        shares: [T, k] float32; not read for gate and up.
         blocks: The pairs in blocks of `tiles.rows`.
         added: [P, 2 * I], added to gate and up, or None.
-        tiles: How pairs and columns are cut.
         top_k: Pairs of each row of `x`.
-        options: Launch options.
-        is_gated: Gate and up: what both become is written.
-        is_raw: Gate and up are written as they are, side by side; without biases.
-        is_fixed: Sums are in one order for all tiles, as those of floats always are.
-        more: Biases, and how gate and up become one.
+        is_gated: Whether gate and up are combined.
+        is_raw: Whether gate and up are written side by side, not combined; without biases.
+        is_fixed: Whether sums must have one order for all tiles, as they always have for weights in
+            floats.
     """
     if isinstance(weight, PackedExperts):
         shape = product_launch_config(
@@ -74,7 +73,7 @@ def multiply_sorted(
             can_split=False,
         )  # fmt: skip
         if weight.first.is_e2m1 and not shape.slices and not is_fixed:
-            # Powers of two as scales round nothing.
+            # Scales that are powers of two round nothing.
             shape = shape._replace(is_rounded=True)
         given = Experts(blocks, None if is_gated else shares, top_k, more, is_raw)
         bias = more.gate_up_bias if is_gated else more.down_bias
@@ -94,10 +93,11 @@ def multiply_sorted(
         x, x_scales, scale_places = rounded.data, rounded.scales, rounded.scales.shape[1]
         inner = FP8_GROUP
     else:
-        # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
+        # The tables are for elements of two bytes; a multiprocessor's memory holds fewer wider
+        # ones.
         inner = min(tile.depth * 2 // x.dtype.itemsize, next_power_of_2(depth))
         if scaling["SCALE_ROWS"]:
-            # Deeper tiles take fewer stages, so that as many bytes are being loaded.
+            # Deeper tiles take fewer stages, so that the same number of bytes is being loaded.
             tile = tile._replace(stages=max(2, tile.stages * inner // FP8_GROUP))
             inner = FP8_GROUP
     weight_tiles = None
@@ -105,7 +105,7 @@ def multiply_sorted(
     is_copied = tiles.rows >= MIN_COPIED_ROWS or (is_gated and x_scales is not None)
     if is_copied and can_copy(flat):
         weight_tiles = copied_tiles(flat, tile.columns, inner)
-    # Programs that run together share a block's rows and an expert's weights in the cache.
+    # Programs that run at the same time share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
         out, x, data, weight_tiles, shares, *blocks, added,
         more.gate_up_bias if is_gated else more.down_bias, columns, experts, x_scales,
@@ -119,7 +119,7 @@ def multiply_sorted(
 
 
 def _columns(weight: StackedWeight, tile: Tile) -> int:
-    """Columns of a program, which have the scales of one block."""
+    """All columns of a program share one block of scales."""
     rows = weight.rows if isinstance(weight, Fp8Experts) else 0
     return min(tile.columns, rows) if rows else tile.columns
 
@@ -167,7 +167,8 @@ def _sorted_kernel(
 ) -> None:
     """Multiplies one block of pairs by one tile of columns; pair p reads row p // TOP_K of x.
 
-    Raw: gate and up, side by side; gated: both made one; else the product times the pair's share.
+    IS_RAW: writes gate and up side by side. IS_GATED: writes both combined. Else it writes the
+    product times the pair's share.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -177,7 +178,7 @@ def _sorted_kernel(
         return
     begin = tl.load(block_begin + block)
     end = tl.load(block_end + block)
-    # An expert's last block is multiplied as half of one if it has no more pairs.
+    # An expert's last block is multiplied as half a block if it has no more pairs.
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
@@ -246,7 +247,7 @@ def _multiply_block(
     at_scale = scales
     at_scale_up = scales
     if SCALE_ROWS > 0:
-        # A program's columns have their scales in common.
+        # A program's columns share their scales.
         of_expert = scales + expert * tl.cdiv(weight_rows, SCALE_ROWS) * NUM_GROUPS
         place = tl.program_id(0) * COLUMNS
         at_scale = of_expert + place // SCALE_ROWS * NUM_GROUPS
@@ -260,7 +261,8 @@ def _multiply_block(
             of_group = x_scales + start // GROUP * scale_places
             of_rows = tl.load(of_group + pair // TOP_K, mask=is_pair, other=0.0)[:, None]
         if weight_tiles is not None:
-            # Of columns that do not exist it fetches another expert's, which are not stored.
+            # For columns that do not exist it fetches another expert's weights, whose results are
+            # not stored.
             tile = weight_tiles.load([first, start])
         else:
             tile = tl.load(begin + at, mask=at < K, other=0.0)
@@ -326,7 +328,7 @@ def _dot(
     SCALE_ROWS: tl.constexpr,
     IS_FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Adds a product to `total`; of FP8 in blocks, that of one group with its scales."""
+    """Adds a product to `total`; for FP8 in blocks, the product of one group times its scales."""
     if IS_FP8 and values.dtype != tile.dtype:
         tile = widened(tile, values.dtype, IS_NATIVE)
     if SCALE_ROWS > 0:

@@ -1,5 +1,6 @@
-"""The router of a mixture of experts on a GPU: softmax, selection and order in one launch, and for
-few rows the pairs sorted by expert as well."""
+"""The router of a mixture of experts on a GPU: softmax, selection and order in one launch. For few
+rows the same launch also sorts the pairs by expert.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +114,8 @@ def _route_kernel(
 def choose(
     values: tl.tensor, exists: tl.tensor, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """From the logits [R, B] of rows, the experts' shares, and the place of each chosen expert
-    among its row's chosen experts in ascending order, else -1. A NaN logit makes its row's shares
+    """From the logits of rows, [R, B]: the experts' shares, and each chosen expert's rank among its
+    row's chosen experts in ascending order, -1 for the others. A NaN logit makes its row's shares
     NaN.
     """
     chosen = best(values, exists, TOP_K)
@@ -127,10 +128,12 @@ def choose(
 
 @triton.jit
 def best(values: tl.tensor, exists: tl.tensor, TOP_K: tl.constexpr) -> tl.tensor:
-    """1 where a row [R, B] of numbers has its largest, else 0; of equal ones the first."""
+    """1 where a row of [R, B] numbers has its largest, else 0; only the first of equal ones
+    counts.
+    """
     expert = tl.arange(0, values.shape[1])[None, :]
     # Converted to integers in the order of the logits, since a warp finds the largest integer with
-    # one instruction. NaN sorts first: otherwise it would go unnoticed.
+    # one instruction. NaN sorts first; otherwise it would go unnoticed.
     bits = values.to(tl.int32, bitcast=True)
     left = tl.where(values == values, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     left = tl.where(exists, left, -0x7FFFFFFF)
@@ -159,7 +162,7 @@ def choose_by_score(
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`choose` where a `RouterForm` says by which scores."""
+    """`choose` by the scores that a `RouterForm` describes."""
     expert = tl.arange(0, values.shape[1])[None, :]
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-values))
@@ -184,7 +187,7 @@ def choose_by_score(
                 at = tl.min(tl.where(is_first, expert, 0x7FFFFFFF), axis=1)[:, None]
                 first += tl.max(tl.where(expert == at, least, its), axis=1)[:, None]
             of_group = tl.where(is_its, first, of_group)
-        # A group is chosen by its first expert.
+        # The first expert of a group stands for it in the choice.
         kept = best(of_group, exists & (expert % GROUP_SIZE == 0), KEPT_GROUPS)
         can_be = tl.zeros_like(of_group) > 0.0
         for group in tl.static_range(GROUPS):
@@ -203,7 +206,7 @@ def choose_by_score(
 
 
 def is_sorted_at_once(rows: int, experts: int) -> bool:
-    """Whether `route_and_sort` takes so many."""
+    """Whether `route_and_sort` takes so many rows and experts."""
     size = next_power_of_2(rows) * next_power_of_2(experts)
     return rows > 0 and size <= _MAX_AT_ONCE
 
@@ -218,16 +221,16 @@ def route_and_sort(
     placement: torch.Tensor | None = None,
     own: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
-    """`route`, and `weft.kernels.gpu.moe_sort.sort_pairs` of its pairs, in one launch.
+    """`route` and `weft.kernels.gpu.moe_sort.sort_pairs` in one launch.
 
     Args:
-        logits: [T, E] float32, contiguous, of so many rows as `is_sorted_at_once` says.
+        logits: [T, E] float32, contiguous, where `is_sorted_at_once` holds.
         top_k: 1 to E.
         block: Pairs of a block.
-        renormalise: The shares of a row's experts add up to 1.
-        form: How logits become scores and shares.
-        placement: See `weft.kernels.moe.ExpertWeights`; pairs of absent experts are in no block.
-        own: Number of experts that are here; None: all.
+        renormalise: Whether the shares of a row's experts add up to 1.
+        placement: As in `weft.kernels.moe.ExpertWeights`; pairs of other ranks' experts are in no
+            block.
+        own: Number of experts on this rank; None: all.
     """
     rows, experts = logits.shape
     own = experts if own is None else own
@@ -325,7 +328,7 @@ def _route_and_sort_kernel(
     begin = tl.cumsum(total, axis=0) - total
     place = begin[None, :] + tl.cumsum(chosen, axis=0) - chosen
     tl.store(order + place, pair, mask=is_chosen)
-    # A row has an expert once: ROWS are the most pairs of one.
+    # A row has an expert only once, so that an expert has at most ROWS pairs.
     blocks = (total + (BLOCK - 1)) // BLOCK
     first = tl.cumsum(blocks, axis=0) - blocks
     for number in tl.static_range((ROWS + BLOCK - 1) // BLOCK):

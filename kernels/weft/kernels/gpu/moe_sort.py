@@ -1,4 +1,6 @@
-"""Pairs of a row and an expert, sorted by expert and cut into blocks: one to three GPU launches."""
+"""Sorts pairs of a row and an expert by expert and cuts them into blocks, in one to three
+launches.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = 128
-"""Pairs that one program looks at."""
+"""Pairs of one program."""
 _MAX_SUMMED_CHUNKS = 32
-"""Most chunks whose counts each program sums by itself; for more a separate launch does it once."""
+"""Most chunks whose counts each program sums itself; for more, a separate launch does it once."""
 _SCANNED_CHUNKS, _SCANNED_BINS = 128, 8
 
 
@@ -21,26 +23,27 @@ class Blocks(NamedTuple):
     """Pairs sorted by expert, in blocks of one expert each."""
 
     order: torch.Tensor
-    """[P] int32: pairs, expert by expert, ascending; undefined behind the last block."""
+    """[P] int32: pairs in the order of their experts, ascending; undefined after the last block."""
     expert: torch.Tensor
-    """[B] int32: of each block; the number of experts for blocks that are not needed."""
+    """[B] int32: each block's expert; the number of experts for unused blocks."""
     begin: torch.Tensor
-    """[B] int32: each block's first place in `order`; undefined for blocks that are not needed."""
+    """[B] int32: each block's first place in `order`; undefined for unused blocks."""
     end: torch.Tensor
-    """[B] int32: where its expert's pairs end; undefined for blocks that are not needed."""
+    """[B] int32: where the pairs of the block's expert end; undefined for unused blocks."""
 
 
 def num_blocks(pairs: int, experts: int, block: int) -> int:
-    """A bound: each expert leaves at most one that is not full."""
+    """An upper bound, since each expert has at most one block that is not full."""
     return pairs // block + min(pairs, experts)
 
 
 def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
-    """Sorts pairs by counting; the number of blocks is a bound, so that graphs can hold it.
+    """Sorts pairs by counting. The number of blocks is an upper bound, so that graphs can capture
+    it.
 
     Args:
         ids: [T, k] int32 on a GPU, contiguous, each below `experts`, or `experts` for a pair that
-            belongs into no block; T at least 1.
+            belongs to no block; T at least 1.
         experts: E.
         block: Pairs of a block.
     """
@@ -107,7 +110,9 @@ def _scan_kernel(
     CHUNKS: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """counts[chunk, e] becomes the pairs before the chunk; behind the last chunk, all of them."""
+    """counts[chunk, e] becomes the number of pairs before the chunk, and after the last chunk the
+    total.
+    """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     number = tl.program_id(0) * PART + tl.arange(0, PART)
@@ -138,7 +143,7 @@ def _place_kernel(
     IS_ONE: tl.constexpr,
     IS_SCANNED: tl.constexpr,
 ) -> None:
-    """Puts a chunk's pairs where they belong, and describes some of the blocks."""
+    """Puts a chunk's pairs in their places, and describes some of the blocks."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     chunk = tl.program_id(0)
@@ -168,7 +173,7 @@ def _place_kernel(
     place += tl.sum((is_earlier & (chosen[:, None] == chosen[None, :])).to(tl.int32), axis=1)
     tl.store(order + place, pair, mask=pair < pairs)
 
-    # Each program describes some of every expert's blocks, and some that are not needed.
+    # Each program describes some of every expert's blocks, and some of the unused ones.
     blocks = (total + (block - 1)) // block
     first = tl.cumsum(blocks, axis=0) - blocks
     for its in range(chunk, tl.max(blocks, axis=0), tl.num_programs(0)):
@@ -187,6 +192,6 @@ def _place_kernel(
 def _experts_of(
     ids: tl.tensor, chunk: tl.tensor, pairs: int, experts: int, CHUNK: tl.constexpr
 ) -> tl.tensor:
-    """Experts of a chunk's pairs; entries that are no pair get the number after the last expert."""
+    """Experts of a chunk's pairs; entries without a pair get the number of experts."""
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     return tl.load(ids + pair, mask=pair < pairs, other=experts)

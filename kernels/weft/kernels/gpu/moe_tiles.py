@@ -1,4 +1,4 @@
-"""Tile sizes for the products of sorted experts, from tables measured by bench/tune_moe.py."""
+"""Tile sizes for products of sorted experts, from tables that bench/tune_moe.py measures."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class Tile(NamedTuple):
 
     columns: int
     depth: int
-    """Elements of the inner dimension taken at once."""
+    """Elements of K taken at once."""
     warps: int
     stages: int
-    """Tiles whose loads are under way."""
+    """Tiles that are being loaded."""
 
 
 class Tiles(NamedTuple):
     """The tiles of both products of a mixture of experts."""
 
     rows: int
-    """Pairs per block."""
+    """Pairs of a block."""
     up: Tile
-    """Gate and up projection; `columns` are those of each."""
+    """For gate and up; `columns` counts the columns of each."""
     down: Tile
 
 
 FIXED_FP8 = Tiles(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
-"""For FP8 weights in deterministic mode, whatever the number of pairs. `multiply_sorted` rounds the
-rows of larger blocks of pairs to FP8, so a row's result would depend on its batch with those.
+"""For FP8 weights in deterministic mode, whatever the number of pairs. For larger blocks
+`multiply_sorted` rounds rows to FP8, so that a row's result would depend on its batch.
 """
 
 
 def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
-    """The tiles measured to be fastest for the nearest row count; for other shapes a default.
+    """The tiles measured to be fastest for the nearest number of rows; for other shapes a default.
 
     Args:
         rows: T.
@@ -64,8 +64,8 @@ def default_tiles(pairs: int, experts: int) -> Tiles:
 
 
 def fp8_tiles(pairs: int, experts: int) -> Tiles:
-    """Tiles for FP8 weights in blocks and rows of 16-bit floats, by the average number of pairs per
-    expert. bench/notes/ranks.md has the measurements.
+    """Tiles for FP8 weights in blocks and rows in 16-bit floats, by the average number of pairs of
+    an expert. bench/notes/ranks.md has the measurements.
     """
     average = triton.cdiv(pairs, experts)
     if average <= 16:
@@ -76,17 +76,17 @@ def fp8_tiles(pairs: int, experts: int) -> Tiles:
 
 
 def packed_tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
-    """Tiles for weights of 4 bits in groups, of which only `rows` counts. Not plain: with adapters,
-    whose kernels take no fewer than 16 pairs.
+    """Tiles for weights of 4 bits in groups, of which only `rows` counts. `is_plain`: without
+    adapters, whose kernels take no fewer than 16 pairs.
     """
-    # Twice the average: an expert of two blocks has its weights read twice.
+    # Twice the average, since an expert of two blocks has its weights read twice.
     rows = triton.next_power_of_2(2 * triton.cdiv(pairs, experts))
     rows = min(64, max(8 if is_plain else 16, rows))
     return Tiles(rows, *default_tiles(pairs, experts)[1:])
 
 
 def as_json(tiles: Tiles) -> dict[str, Any]:
-    """Converts tiles to an entry of the table."""
+    """An entry of the table."""
     return {"rows": tiles.rows, "up": list(tiles.up), "down": list(tiles.down)}
 
 

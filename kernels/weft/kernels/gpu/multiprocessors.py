@@ -1,4 +1,4 @@
-"""How many programs a GPU runs side by side."""
+"""How many programs a GPU runs at the same time."""
 
 from __future__ import annotations
 

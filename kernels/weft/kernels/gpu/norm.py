@@ -1,4 +1,4 @@
-"""RMS normalisation on a GPU: a row a program, read once."""
+"""RMS normalisation on a GPU; each program reads one row, once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.norm.add_rms_norm` for CUDA tensors.
 
-    To `x` is added what adapters add. `tap`, [T, H] with rows of any stride, gets the sum as well.
+    `added` is what adapters add to `x`. `tap`, [T, H] with rows of any stride, receives the sum as
+    well.
     """
     out = torch.empty_like(x)
     _launch(out, x, residual, weight, eps, added, tap)
@@ -47,8 +48,8 @@ def add_rounding_norm(
     *,
     has_groups: bool,
 ) -> tuple[torch.Tensor, Fp8Rows]:
-    """Like `add_rms_norm`, but returns the norm's result and, in place of the sum, that result
-    rounded to FP8 as by `quantise_rows`. All of it is one launch.
+    """`add_rms_norm` that returns the norm's result and, in place of the sum, that result rounded
+    to FP8 as by `quantise_rows`, all in one launch.
     """
     out = torch.empty_like(x)
     rounded = empty_rows(x.shape[0], x.shape[1], x.device, has_groups=has_groups)
@@ -137,7 +138,7 @@ def _rms_norm_kernel(
             column, mask, stride, SUMS, BLOCK_SUMS, AT_ONCE,
         )  # fmt: skip
     if residual is not None:
-        # The stream is kept in its own dtype, and the norm sees the rounded sum.
+        # The stream keeps its dtype, and the norm reads the rounded sum.
         total = (stream + row).to(residual.dtype.element_ty)
         tl.store(residual + begin + column, total, mask=mask)
         if tap is not None:

@@ -1,4 +1,6 @@
-"""Digests of pages on a GPU: some tiles of a page a program, then one sum a page."""
+"""Digests of pages on a GPU. A program digests some tiles of a page; then a page's digests are
+summed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import triton.language as tl
 from weft.kernels.gpu.launch_sizes import cdiv
 
 _TILE, _TILES, _WARPS = 1024, 4, 8
-"""Words at once, how often, and warps a program digests with (measured on an H200)."""
+"""Words that a program digests at once, number of such tiles, and warps (measured on an H200)."""
 
 
 def row_digests(rows: torch.Tensor, pages: torch.Tensor, first_word: int = 0) -> torch.Tensor:
@@ -16,7 +18,8 @@ def row_digests(rows: torch.Tensor, pages: torch.Tensor, first_word: int = 0) ->
     num_pages, num_words = len(pages), rows.shape[1]
     parts = cdiv(num_words, _TILE * _TILES)
     partial = torch.empty((num_pages, parts), dtype=torch.int64, device=rows.device)
-    # Programs of one page follow each other: those that run together read what lies together.
+    # Programs of one page are neighbours, so that programs that run at the same time read adjacent
+    # memory.
     _digest_kernel[(num_pages * parts,)](
         partial, rows, pages, num_words, rows.stride(0), first_word, parts,
         TILE=_TILE, TILES=_TILES, IS_WHOLE=num_words % (_TILE * _TILES) == 0, num_warps=_WARPS,
@@ -42,7 +45,8 @@ def _digest_kernel(
     page = tl.load(pages + row)
     first = part * TILE * TILES
     lane = tl.arange(0, TILE)
-    # The states of SplitMix64 at a tile's words; those of the next are as far on for all of them.
+    # The states of SplitMix64 at a tile's words; each state of the next tile is the same distance
+    # further.
     state = (lane + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     state += (first_word + first).to(tl.uint64) * 0x9E3779B97F4A7C15
     total = tl.zeros((TILE,), tl.uint64)

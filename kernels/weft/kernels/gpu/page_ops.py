@@ -1,4 +1,4 @@
-"""Whole pages to and from a dense buffer on a GPU."""
+"""Copies whole pages to and from a dense buffer on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _gather_kernel(
     parts: int,
     TILE: tl.constexpr,
 ) -> None:
-    # Programs of one page follow each other: those that run together access what lies together.
+    # Programs of one page are neighbours, so that programs that run at the same time access
+    # adjacent memory.
     row = (tl.program_id(0) // parts).to(tl.int64)
     page = tl.load(pages + row)
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
@@ -58,7 +59,8 @@ def _scatter_kernel(
     parts: int,
     TILE: tl.constexpr,
 ) -> None:
-    # Programs of one page follow each other: those that run together access what lies together.
+    # Programs of one page are neighbours, so that programs that run at the same time access
+    # adjacent memory.
     row = (tl.program_id(0) // parts).to(tl.int64)
     page = tl.load(pages + row)
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)

@@ -1,9 +1,9 @@
-"""Logits of which each rank computes a part of the vocabulary, brought together on rank 0.
+"""Gathers logits on rank 0, of which each rank computes a part of the vocabulary.
 
-The other ranks write their parts into rank 0's memory, and count what they have written, by row and
-rank. Rank 0 waits until all of a row has come. Before a rank writes again it has been given the
-tokens that were drawn from these logits (`weft.kernels.gpu.peer_sum.share_tokens`), so one place
-does.
+The other ranks write their parts into rank 0's memory and count, by row and rank, what they have
+written. Rank 0 waits until all parts of a row have arrived. A rank writes again only after it has
+received the tokens drawn from these logits (`weft.kernels.gpu.peer_sum.share_tokens`), so that one
+place suffices.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class LogitsMemory(NamedTuple):
     logits: torch.Tensor
     """[rows, V] float32: this rank's own memory, used on rank 0."""
     bases: torch.Tensor
-    """[size] int64 on the device: address of each rank's memory in this process: the logits and,
-    behind them, the counts [rows, size] int32.
+    """[size] int64 on the device: address in this process of each rank's memory, which has the
+    logits and, after them, the counts [rows, size] int32.
     """
     turns: torch.Tensor
-    """[rows] int32 on the device: programs that each rank has run for a row."""
+    """[rows] int32 on the device: number of programs that each rank has run for a row."""
     control: torch.Tensor
-    """See `PeerMemory.control`."""
+    """As in `PeerMemory`."""
 
     @property
     def share(self) -> slice:
@@ -64,17 +64,13 @@ def memory_bytes(size: int, columns: int, rows: int) -> int:
 
 
 def gather_logits(memory: LogitsMemory, part: torch.Tensor) -> torch.Tensor:
-    """Brings the parts of all ranks together on rank 0; all ranks call it alike.
+    """Brings the parts of all ranks together on rank 0. All ranks must call it alike.
 
     Args:
-        memory: This rank's view.
         part: [L, columns of the rank's share] float32, contiguous.
 
     Returns:
-        [L, V] float32, valid until the next call; of other ranks than the first meaningless.
-
-    Raises:
-        ValueError: `part` does not fit.
+        [L, V] float32, valid until the next call; meaningless on other ranks than 0.
     """
     rows, width = part.shape
     share = memory.share

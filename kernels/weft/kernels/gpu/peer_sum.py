@@ -1,19 +1,20 @@
 """Sums over ranks with a GPU each, through memory that all of them map.
 
 A program takes a row. Up to a size it writes the row's part to all other ranks, waits for theirs,
-and adds up what it has (one exchange); beyond, each row has an owner, which adds up the parts and
-writes the sum to all (two exchanges, but less is sent). Both add the parts in float32 in the order
-of the ranks, then the residual, and round once; so all ranks get the same bits. The norm that
-follows is computed in the same launch.
+and adds up all parts (one exchange). For more rows, each row has an owner, which adds up the parts
+and writes the sum to all ranks (two exchanges, but fewer bytes). Both add the parts in float32 in
+the order of the ranks, then the residual, and round once, so that all ranks get the same bits. The
+norm that follows is computed in the same launch.
 
-Flags say what has come. They count a row's exchanges (`turns`), since a captured launch cannot
-carry a number of its own. Parts lie in two places in turn: who writes the next but one part of a
-row has seen the other ranks begin the exchange between, and so end the one before.
+Flags say which parts have arrived. They count a row's exchanges (`turns`), since a captured launch
+cannot carry a number of its own. Parts alternate between two places: a rank that writes a row's
+next part but one has seen the other ranks begin the exchange in between, and so end the one before.
 
 A program that has waited for about a tenth of a second reads the group's stop word on the host, and
-sets it when its limit has passed. Then results are meaningless; whoever waits for them must read it
-as well. Programs do not read it sooner, because ranks often come to a sum milliseconds apart: reads
-of thousands of programs queue for tens of milliseconds, long after the late rank has come.
+sets it when its time limit has passed. Results are then meaningless, and a reader of the results
+must check the stop word as well. Programs do not read it sooner, because ranks often arrive at a
+sum milliseconds apart: the reads of thousands of programs would queue for tens of milliseconds,
+long after the late rank has arrived.
 """
 
 from __future__ import annotations
@@ -28,49 +29,48 @@ from weft.kernels.gpu.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.norm import Norm
 
 MAX_TOKENS = 1 << 14
-"""Most tokens that one launch shares."""
+"""Most tokens that one launch of `share_tokens` takes."""
 LATE = 2
-"""The stop word of a group that rank r has kept waiting is LATE + r."""
+"""The stop word is LATE + r if rank r has kept the group waiting."""
 _TOKENS = 256
-"""Tokens shared by one program."""
+"""Tokens of one program of `share_tokens`."""
 _ALIGNMENT = 256
 SPINS_TO_LOOK = tl.constexpr(1 << 17)
-"""A waiting program checks its flags so many times, about a microsecond each, before it reads the
-host's stop word.
+"""Number of times that a waiting program checks its flags, about a microsecond each, before it
+reads the stop word on the host.
 """
 
 
 class PeerMemory(NamedTuple):
-    """A rank's view of the memory of all ranks; every rank lays out its memory alike."""
+    """A rank's view of the memory of all ranks; all ranks lay out their memory alike."""
 
     rank: int
     size: int
     width: int
-    """Numbers of a row."""
+    """Elements of a row."""
     itemsize: int
-    """Bytes of a number."""
+    """Bytes of an element."""
     once_rows: int
     """Most rows of a sum with one exchange."""
     twice_rows: int
     """Most rows of a sum with two exchanges."""
     bases: torch.Tensor
-    """[size] int64 on the device: address of each rank's memory in this process."""
+    """[size] int64 on the device: address in this process of each rank's memory."""
     turns: torch.Tensor
-    """[once_rows + twice_rows + programs of `share_tokens`] int32 on the device: exchanges so far.
+    """[once_rows + twice_rows + programs of `share_tokens`] int32 on the device: number of
+    exchanges so far.
     """
     control: torch.Tensor
-    """[2] int64 on the device: addresses of the stop word (uint32) and of the longest wait in
-    nanoseconds (int64), both on the host; 0: there are none.
+    """[2] int64 on the device: addresses on the host of the stop word (uint32) and of the longest
+    wait in nanoseconds (int64); 0: there are none.
     """
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.width * self.itemsize
 
     @property
     def layout(self) -> Layout:
-        """Where the parts of each rank's memory lie."""
         return layout_of(self.size, self.row_bytes, self.once_rows, self.twice_rows)
 
 
@@ -80,11 +80,11 @@ class Layout(NamedTuple):
     once_flags: int
     """[once_rows, size] int32."""
     twice_flags: int
-    """[twice_rows, size] int32: parts have come to the row's owner."""
+    """[twice_rows, size] int32: which parts have arrived at the row's owner."""
     sum_flags: int
-    """[twice_rows] int32: the owner's sum has come."""
+    """[twice_rows] int32: whether the owner's sum has arrived."""
     token_flags: int
-    """int32 by program of `share_tokens`."""
+    """int32 for each program of `share_tokens`."""
     tokens: int
     """[2, MAX_TOKENS] int64."""
     once_parts: int
@@ -128,21 +128,17 @@ def sum_rows(
     norm: Norm | None = None,
     tap: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Sets total = residual + the sum of `x` over all ranks; all ranks call it alike.
+    """Sets total = residual + the sum of `x` over all ranks. All ranks must call it alike.
 
     Args:
-        memory: This rank's view of the memory.
         x: [T, width], contiguous: this rank's part.
         residual: [T, width], contiguous, of the dtype of `x`.
-        total: Like `residual`, which it may be.
+        total: Like `residual`; may be `residual`.
         norm: RMS norm of the result, or None.
-        tap: [T, width] with rows of any stride: gets the result as well; or None.
+        tap: [T, width] with rows of any stride: receives the result as well; or None.
 
     Returns:
         [T, width]: norm(total); None without a norm.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     for one in (x, residual, total):
         if one.shape != x.shape or one.dtype != x.dtype or not one.is_contiguous():
@@ -181,17 +177,16 @@ def sum_rows(
 
 
 def share_tokens(memory: PeerMemory, tokens: torch.Tensor) -> torch.Tensor:
-    """Gives the tokens of rank 0 to all ranks, which call it alike.
+    """Gives the tokens of rank 0 to all ranks. All ranks must call it alike.
 
     Args:
-        memory: This rank's view of the memory.
         tokens: [L] int64, contiguous; of other ranks only L counts.
 
     Returns:
         [L] int64: the tokens of rank 0.
 
     Raises:
-        ValueError: There are too many.
+        ValueError: There are more than MAX_TOKENS.
     """
     count = tokens.shape[0]
     if count > MAX_TOKENS or tokens.dtype != torch.int64 or not tokens.is_contiguous():
@@ -219,10 +214,10 @@ def await_turn(
     LANES: tl.constexpr,
     HAS_TIMER: tl.constexpr,
 ) -> None:
-    """Returns when all flags have come to `turn`, or the group has stopped."""
+    """Returns when all flags have reached `turn`, or the group has stopped."""
     nothing = tl.zeros([LANES], tl.int32)
     seen = tl.atomic_add(flags, nothing, mask=mask, sem="acquire", scope="sys")
-    # Differences, since turns wrap around.
+    # Compared by difference, since turns wrap around.
     waits = tl.max(tl.where(mask & (seen - turn < 0), 1, 0), axis=0)
     spins = 0
     began = turn.to(tl.int64) * 0

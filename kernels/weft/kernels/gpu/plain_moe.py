@@ -1,4 +1,6 @@
-"""Experts without gates on a GPU: as others of many rows are, with an activation in between."""
+"""Experts without gates on a GPU, computed like gated experts of many rows, with an activation in
+between.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,6 @@ def plain_moe(
         shares: [T, k] float32.
         up: [E, I, H].
         down: [E, H, I].
-        activation: Between the products.
         placement: As in `PlainExperts`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What linear layers of quantised weights have in common on a GPU: checks, adapters, residuals."""
+"""Common code of linear layers with quantised weights on a GPU: checks, adapters, residuals."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
 
 Multiply = Callable[[torch.Tensor | None, torch.dtype], torch.Tensor]
-"""Computes x @ weight^T + bias + residual in a dtype."""
+"""Computes x @ weight^T + bias + residual in a dtype; the residual may be None."""
 
 
 def check_operands(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> None:
-    """Checks x [M, K] and the residual [M, N].
-
-    Raises:
-        ValueError: One of them does not fit the weight.
-    """
+    """Raises ValueError unless x [M, K] and the residual [M, N] fit the weight."""
     if x.shape[1] != w.in_features or x.dtype != w.dtype or not x.is_contiguous():
         raise ValueError(
             f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit "
@@ -41,12 +37,13 @@ def with_adapters(
     out_dtype: torch.dtype | None,
     lora: LoraAddition | None,
 ) -> torch.Tensor:
-    """`weft.kernels.linear.linear` by a product of the weight alone."""
+    """`weft.kernels.linear.linear`, given a function that multiplies by the weight alone."""
     if lora is not None:
         check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
     dtype = out_dtype or x.dtype
     if w.is_fixed:
-        # As with adapters, so that rows do not depend on whether another row has one.
+        # Rounded as with adapters, so that rows do not depend on whether another row has an
+        # adapter.
         out = multiply(None, dtype)
         if lora is not None:
             add_fixed_lora(out, x, lora)

@@ -1,4 +1,4 @@
-"""Recurrent operations on a GPU, rows one after another: for steps of few rows a sequence.
+"""Recurrent operations on a GPU that take rows one after another, for steps of few rows a sequence.
 
 A program has some values of one head of one sequence, whose part of the state it keeps in
 registers. Convolutions are computed row by row, each row from those before it.
@@ -23,7 +23,7 @@ _CONV_ROWS, _CONV_CHANNELS = 16, 256
 
 
 def fastest_recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`recurrence`, by chunks where that is faster."""
+    """`recurrence`, or by chunks where that is faster."""
     run = chunked_recurrence if supports_chunks(rows) else recurrence
     return run(rows, states)
 
@@ -36,7 +36,7 @@ def recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torc
         states: [S, H, Dk, Dv] float32; not changed.
 
     Returns:
-        [T, H, Dv] of the dtype of `v`, and the states behind the last rows.
+        [T, H, Dv] of the dtype of `v`, and the states after the last rows.
     """
     q, k, v, decay, sequences, *gates, scale, is_unit = rows.packed()
     heads, values = v.shape[1:]
@@ -179,7 +179,8 @@ def _conv_kernel(
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None]
-    # Few programs have rows near a beginning. What lies before it is of the first taps.
+    # Few programs have rows near the beginning of a sequence. The first taps read what lies before
+    # it.
     if tl.min(tl.where(is_row, row - begin, TAPS), axis=0) < TAPS - 1:
         for tap in tl.static_range(TAPS - 1):
             source = row - (TAPS - 1 - tap)

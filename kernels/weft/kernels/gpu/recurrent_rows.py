@@ -1,4 +1,4 @@
-"""What recurrent layers compute of each row by itself, on a GPU: one launch each."""
+"""Operations of recurrent layers that compute each row separately, on a GPU, in one launch each."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def gated_norm(
     form: GateForm,
     gates_first: bool,
 ) -> torch.Tensor:
-    """`weft.kernels.gated_norm.gated_norm` for CUDA tensors, with a gate of four axes."""
+    """`weft.kernels.gated_norm.gated_norm` for CUDA tensors; the gate has four axes."""
     rows, groups, width = x.shape
     x = x.contiguous()
     gate = gate if gate.stride(3) == 1 else gate.contiguous()
     out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
-    # Triton's functions of sizes serve kernels too, and take microseconds.
+    # Computed here, since Triton's own functions for sizes take microseconds.
     block = 1 << (width - 1).bit_length()
     together = min(max(1, _ELEMENTS // block), 1 << max(0, rows * groups - 1).bit_length())
     _norm_kernel[(-(-rows * groups // together),)](

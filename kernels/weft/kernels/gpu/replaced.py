@@ -1,7 +1,7 @@
-"""Whole embeddings and LM heads of adapters on a GPU.
+"""Embeddings and LM heads of adapters that replace the model's, on a GPU.
 
-Grids do not depend on the adapters of a step, so a captured graph serves any mix. Programs without
-a token that has a matrix of its own end at once.
+Grids do not depend on the adapters of a step, so that a captured graph serves any mix. Programs
+whose tokens have no matrix of their own end at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from weft.kernels.lora import LoraSegments
 
 _FEW = 16
-"""Tokens that are multiplied together where there are no more: the least that tensor cores take."""
+"""Tokens that are multiplied together in small steps, the fewest that tensor cores take."""
 _MANY = 64
-"""Tokens that are multiplied together of more."""
+"""Tokens that are multiplied together in larger steps."""
 _TILE, _EXACT_TILE = 128, 32
-"""Elements of K that are taken at once; of float32, of which shared memory holds fewer."""
+"""Elements of K that are taken at once; fewer for float32, of which shared memory holds fewer."""
 
 
 def replace_embeddings(
@@ -58,8 +58,6 @@ def replace_products(
         x: [T, K], contiguous.
         matrices: [n, N, K], contiguous, dtype of `x`.
         places: [slots] int32: each slot's matrix, or -1.
-        segments: Segments of these tokens.
-        is_fixed: Whether a row's bits must not depend on the number of rows.
     """
     if out.shape[0] == 0:
         return
@@ -85,7 +83,7 @@ def _embedding_kernel(
     width: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One token's row."""
+    """The row of one token."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(places + tl.load(token_slots + token)).to(tl.int64)
     if place < 0:
@@ -115,12 +113,12 @@ def _product_kernel(
     TILE: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """Some columns of all tokens that have a matrix."""
+    """Some columns for all tokens that have a matrix."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < width
     for segment in range(segments):
         slot = tl.load(segment_slots + segment)
-        # Segments without tokens have a slot beyond the last one.
+        # Segments without tokens have a slot after the last one.
         place = tl.load(places + slot, mask=slot < slots, other=-1).to(tl.int64)
         if place >= 0:
             weight = matrices + (place * width + column.to(tl.int64)[None, :]) * K

@@ -1,4 +1,6 @@
-"""Tiles of rows of one request each, where only the device knows how many rows it has."""
+"""Tiles of rows that belong to one request each; only the device knows how many rows a
+request has.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import triton.language as tl
 def request_of_tile(
     index: tl.tensor, cu_q_lens: tl.tensor, requests: int, ROWS: tl.constexpr
 ) -> tl.tensor:
-    """Last request whose first tile, cu_q_lens[r] // ROWS + r, is not after `index`."""
+    """The last request whose first tile, cu_q_lens[r] // ROWS + r, is not after `index`."""
     low = 0
     high = requests
     while high - low > 1:

@@ -32,10 +32,10 @@ def rope_and_cache(
     num_adjacent: int = 0,
     is_settled: bool = False,
 ) -> torch.Tensor:
-    """`weft.kernels.rope.rope_and_cache` for CUDA tensors, whose arguments are checked.
+    """`weft.kernels.rope.rope_and_cache` for CUDA tensors, whose arguments have been checked.
 
-    `k_out` [T, Hkv, D], if given, gets what is stored of K. `is_settled`: positions and slots were
-    written before a launch that was not dependent, and may be read ahead.
+    `k_out`, [T, Hkv, D], receives K as it is stored. `is_settled`: positions and slots were written
+    before a launch that was not dependent, and may be read ahead.
     """
     rows = qkv.shape[0]
     _, num_kv_heads, layers, _, page_size, _ = pool.shape
@@ -114,7 +114,7 @@ def _rope_and_cache_kernel(
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
 
-    # Where the two elements of each pair are in a head.
+    # Places of the two elements of each pair in a head.
     first = column
     second = HALF + column
     if NUM_ADJACENT > 0:
@@ -139,7 +139,7 @@ def _rope_and_cache_kernel(
         gain = tl.load(k_norm + second, mask=in_half, other=0.0).to(tl.float32)
         normed_high = tl.where(is_q[:, None], normed_high, high * scale[:, None] * gain[None, :])
 
-    # V passes through: neither norm nor rotation.
+    # V is stored as it is, without norm and rotation.
     low = tl.where(is_v[:, None], low, normed_low * cos - normed_high * sin)
     high = tl.where(is_v[:, None], high, normed_high * cos + normed_low * sin)
     low = low.to(q_out.dtype.element_ty)
@@ -164,7 +164,7 @@ def _rope_and_cache_kernel(
         to_scales = of_head * of_rows + PAGE_SIZE * (2 * HALF) + slot % PAGE_SIZE * SCALE_BYTES
         is_one = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (is_q == 0)
         scale_at = (page_at + to_scales).to(tl.pointer_type(tl.float32))
-        # 0, but NaN where a value is not finite: the largest magnitude passes NaN over.
+        # 0, or NaN where a value is not finite, since the largest magnitude ignores NaN.
         strange = tl.sum((wide_low - wide_low) + (wide_high - wide_high), axis=1)
         tl.store(scale_at, most / (INT8_MOST if IS_INT8 else FP8_MOST) + strange, mask=is_one)
     else:
@@ -233,7 +233,7 @@ def _bytes_of(values: tl.tensor, most: tl.tensor, IS_INT8: tl.constexpr) -> tl.t
     """Bytes of numbers in 8 bits; `most` is the largest magnitude of each row."""
     LARGEST: tl.constexpr = INT8_MOST if IS_INT8 else FP8_MOST
     inverse = tl.where(most > 1e-30, LARGEST / most, 0.0)
-    # Rounding may exceed the largest number that the format has.
+    # Rounding may exceed the format's largest number.
     scaled = tl.minimum(tl.maximum(values * inverse[:, None], -LARGEST), LARGEST)
     if IS_INT8:
         # 1.5 * 2^23: adding it rounds to an integer.

@@ -1,17 +1,18 @@
-"""Drawing tokens on a GPU: the same tokens as csrc/sampling.c and sampling_reference.py.
+"""Draws tokens on a GPU, the same tokens as csrc/sampling.c and sampling_reference.py.
 
-No row is sorted and nothing waits for the host. A row goes through these launches, of which most
-have nothing to do for it:
+No row is sorted and nothing waits for the host. A row goes through these launches, most of which
+have no work for it:
 
 1. scan: the largest logit of each chunk of 64 and of each tile; mass of each tile.
-2. bound: greedy rows are done. Rows with top_k or top_p get a bound that at least top_k (or
+2. bound: greedy rows are finished. Rows with top_k or top_p get a bound that at least top_k (or
    `NUCLEUS`) logits reach, found among the largest ones of the chunks.
 3. collect: the logits that reach it, `CAPACITY` at most.
 4. decide: filters and draws among these few. Rows whose nucleus is larger, or with too many equal
    logits, go on to
 5. search: the exact threshold, by dividing the range of keys.
 6. draw, finish: rows without a list, tile by tile; tokens are counted.
-7. count: of rows behind drafts, whose tokens count only once those of the rows before are known.
+7. count: for rows that follow drafts, whose tokens count only once the tokens of earlier rows are
+known.
 
 A key is a float32 logit as an integer of the same order (`key_of`). What is drawn does not depend
 on the order in which programs run.
@@ -76,19 +77,21 @@ _SPREAD = tl.constexpr(NOISE_SPREAD)
 _MIN_KEY = tl.constexpr(-(2**31))
 _LARGEST_INT = tl.constexpr(2**31 - 1)
 _MODE, _BOUND, _COUNT, _BEST = (tl.constexpr(i) for i in range(4))
-"""Columns of `Work.states`; the bound is a key: of the list, then of what may be drawn."""
+"""Columns of `Work.states`. The bound is a key: first of the list, then of what may be drawn."""
 _NUM_STATES = tl.constexpr(4)
 _DONE, _LIST, _SEARCH, _ALL = (tl.constexpr(i) for i in range(4))
 """Remaining work of a row."""
 _MASS_UNIT = tl.constexpr(2.0**52)
-"""Masses of listed tokens are multiples of its inverse; the largest token has mass 1."""
+"""Masses of listed tokens are multiples of its inverse; the token with the largest logit has mass
+1.
+"""
 
 
 class Work(NamedTuple):
     """Intermediate results passed from launch to launch: T tiles and C chunks per row."""
 
     tile_keys: torch.Tensor
-    """Largest key of each tile, [L, T] int32."""
+    """[L, T] int32: largest key of each tile."""
     tile_ids: torch.Tensor
     """[L, T] int32: lowest id of the largest key, or ERROR_NOT_FINITE; then the id drawn."""
     tile_reals: torch.Tensor
@@ -98,11 +101,11 @@ class Work(NamedTuple):
     `top_n_sigma`.
     """
     chunk_keys: torch.Tensor
-    """Largest keys of each chunk, [L, C] int32."""
+    """[L, C] int32: largest key of each chunk."""
     candidates: torch.Tensor
     """[L, CAPACITY] int64: key, then 2^31 - 1 - id, in any order."""
     states: torch.Tensor
-    """State of each row, [L, 4] int64."""
+    """[L, 4] int64: state of each row."""
     totals: torch.Tensor
     """[L] float64: mass of all tokens in units of the largest."""
     gaps: torch.Tensor
@@ -122,7 +125,7 @@ def draw_rows(
     if rows == 0:
         return tokens
     tiles = cdiv(vocab, TILE)
-    # What is not of this kind is not read.
+    # Entries of other kinds are not read.
     firsts, row_tokens, words = drafted or (slots, slots, None)
     kind = NOT_DRAFTED if drafted is None else CHAINS if words is None else TREES
     rest = (firsts, row_tokens, slots if words is None else words, kind)
@@ -253,7 +256,7 @@ def _bound_kernel(
                 mask=chunk < num_chunks,
                 other=_MIN_KEY,
             )
-            # As many chunks as wanted hold a key of at least `bound`.
+            # At least as many chunks as wanted hold a key of at least `bound`.
             beyond = best.to(tl.int64) + 1
             while beyond - bound > 1:
                 middle = bound + (beyond - bound) // 2
@@ -343,7 +346,7 @@ def _decide_kernel(source: Source, work: Work, tokens: tl.tensor, CAPACITY: tl.c
 def _threshold_of_few(
     keys: tl.tensor, weights: tl.tensor, below: tl.tensor, best: tl.tensor, limit: tl.tensor
 ) -> tl.tensor:
-    """The least key in (below, best] with weights of less than `limit` above it."""
+    """The least key in (below, best] above which the weights sum to less than `limit`."""
     while best - below > 1:
         middle = below + (best - below) // 2
         mass = tl.sum(tl.where(keys > middle, weights, 0), axis=0)
@@ -374,7 +377,7 @@ def _search_kernel(source: Source, work: Work, TILE: tl.constexpr) -> None:
         elif top_p < 1.0:
             total = tl.load(work.totals + row)
         if top_p < 1.0:
-            # Tokens each lighter than (1 - p) / vocabulary of the total are all dropped.
+            # Tokens that are each lighter than (1 - p) / vocabulary of the total are dropped.
             lightest = (1.0 - top_p) * 0.999999 / source.vocab * total
             cut = tl.maximum(largest + natural_log(lightest) * temperature, _MASKED)
             below = tl.maximum(last - 1, key_of(cut.to(tl.float32)).to(tl.int64) - 2)
@@ -398,7 +401,7 @@ def _threshold(
     BY_WEIGHT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The least key in (below, best] with less than `limit` (in tokens or mass) above it."""
+    """The least key in (below, best] with less than `limit`, in tokens or mass, above it."""
     while best - below > 1:
         step = (best - below + 3) // 4
         first = below + step
@@ -507,7 +510,7 @@ def _count_kernel(source: Source, tokens: tl.tensor) -> None:
             is_accepted = is_accepted & (is_right | (is_its == 0))
             last = tl.where(is_its, at, last)
             if source.drafted == _TREES:
-                # Of siblings with one token the first is the accepted one.
+                # Among siblings with the same token the first one is accepted.
                 own = tl.load(source.words + row) ^ (one << (row - first))
                 other = tl.load(source.words + at) ^ (one << (at - first))
                 is_same = tl.load(source.row_tokens + at) == tl.load(source.row_tokens + row)

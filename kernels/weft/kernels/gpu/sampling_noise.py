@@ -1,6 +1,6 @@
-"""Arithmetic of the samplers: the noise of `weft.kernels.noise` and weights, as device functions.
+"""Device functions of the samplers: the noise of `weft.kernels.noise`, and weights.
 
-Kernels that use these are launched with `enable_fp_fusion=False`: the noise is defined without
+Kernels that use them are launched with `enable_fp_fusion=False`, since the noise is defined without
 fused multiply-add.
 """
 
@@ -37,7 +37,7 @@ def natural_log(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gumbel_of_words(high: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """Noise of the two 32-bit words that a token takes from its block."""
+    """Noise from the two 32-bit words that a token takes from its block."""
     bits = (high.to(tl.int64) << 20) | (low.to(tl.int64) >> 12)
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -natural_log(-natural_log(uniform))
@@ -54,7 +54,7 @@ def _block(pairs: tl.tensor, seed: tl.tensor, position: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def gumbel_noise(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Noise of any tokens: `ids` [n] int32."""
+    """Noise of any tokens; `ids`: [n] int32."""
     w0, w1, w2, w3 = _block(ids >> 1, seed, position)
     is_odd = (ids & 1) != 0
     return gumbel_of_words(tl.where(is_odd, w2, w0), tl.where(is_odd, w3, w1))
@@ -64,7 +64,9 @@ def gumbel_noise(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.ten
 def gumbel_run(
     seed: tl.tensor, position: tl.tensor, first: tl.tensor, COUNT: tl.constexpr
 ) -> tl.tensor:
-    """Noise of tokens first..first + COUNT - 1, `first` even: two share a block."""
+    """Noise of tokens first to first + COUNT - 1, where `first` is even: two tokens share a
+    block.
+    """
     w0, w1, w2, w3 = _block(first // 2 + tl.arange(0, COUNT // 2), seed, position)
     return gumbel_of_words(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
@@ -94,7 +96,7 @@ def exp_of_negative(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def key_of(values: tl.tensor) -> tl.tensor:
-    """int32 keys in the order of float32 values; both zeros have one."""
+    """int32 keys in the order of float32 values; both zeros have the same key."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -22,7 +22,9 @@ _MASKED = tl.constexpr(MASKED_LOGIT)
 
 
 NOT_DRAFTED, CHAINS, TREES = 2, 3, 4
-"""Values of `Source.drafted`. Not 0 or 1, for which Triton would compile separate kernels."""
+"""Values of `Source.drafted`. They are not 0 or 1, for which Triton would compile separate
+kernels.
+"""
 _NOT_DRAFTED, _TREES = tl.constexpr(NOT_DRAFTED), tl.constexpr(TREES)
 
 
@@ -64,7 +66,7 @@ def load_logits(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Logits after all changes, and where they were not finite before the mask.
 
-    Columns from the vocabulary's size on are 0 and not counted as bad.
+    Columns from the vocabulary's size on are 0 and count as finite.
     """
     inside = column < source.vocab
     logits = tl.load(source.logits + row * source.stride + column, mask=inside, other=0.0)
@@ -101,7 +103,7 @@ def _drafts_before(source: Source, row: tl.tensor, column: tl.tensor) -> tl.tens
 
 @triton.jit
 def is_before(source: Source, row: tl.tensor, first: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """Whether an earlier row is one that this row follows, or this row itself."""
+    """Whether row `at` is one that this row follows, or this row itself."""
     found = at <= row
     if source.drafted == _TREES:
         word = tl.load(source.words + row)

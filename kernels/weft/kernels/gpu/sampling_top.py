@@ -29,7 +29,7 @@ def top_logits(
     if count == 0:
         return result
     tiles = cdiv(vocab, TILE)
-    # The largest one of each tile is what its mass is measured in, so it is kept in any case.
+    # A tile's mass is measured in units of its largest logit, which is therefore always kept.
     kept = max(1, num_top)
     packed = torch.empty((count, tiles, kept), dtype=torch.int64, device=device)
     masses = torch.empty((count, tiles), dtype=torch.float64, device=device)
@@ -56,7 +56,9 @@ def _top_of_tile_kernel(
     kept: int,
     TILE: tl.constexpr,
 ) -> None:
-    """Keys and ids of the tile's largest logits in order; its mass, NaN if one is not finite."""
+    """Keys and ids of the tile's largest logits in order, and its mass, NaN if a logit is not
+    finite.
+    """
     index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tile * TILE + tl.arange(0, TILE)
     inside = column < vocab

@@ -1,8 +1,8 @@
-"""Linear layers of 3 to 16 rows on a GPU, by tensor cores: sliced K.
+"""Linear layers of 3 to 16 rows on a GPU, by tensor cores with sliced K.
 
-A program owns a few columns and walks all of K, each warp a slice of it: all of them load and
-multiply at once, and their parts are summed in the end (sliced-K, as in CUTLASS). So few columns
-still keep many loads under way. A row's result does not depend on the other rows, and repeats.
+A program owns a few columns and walks all of K, with a slice of it for each warp. All warps load
+and multiply at once, and their parts are summed at the end (sliced-K, as in CUTLASS). So even few
+columns keep many loads running. A row's result does not depend on the other rows, and repeats.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from weft.kernels.gpu.lora_product import (
 )
 
 MAX_ROWS = 16
-"""Rows of a tensor core instruction; more are a tile (`tiled_linear`, cuBLAS)."""
+"""Rows of a tensor core instruction; `tiled_linear` or cuBLAS take more."""
 _TILE = 256
 _MANY_COLUMNS = 4096
-"""Columns from which a program takes twice as many."""
+"""Columns from which on a program takes twice as many."""
 _LONG = 2048
-"""K from which there are eight slices, unless those of a gated pair share the memory."""
+"""K from which on there are eight slices, unless the slices of a gated pair share the memory."""
 
 
 class SlicedLaunchConfig(NamedTuple):
     """What a program computes, and how it covers K."""
 
     columns: int
-    """Output columns per program."""
+    """Output columns of a program."""
     slices: int
-    """Number of slices, and of warps."""
+    """Number of slices and of warps."""
     tile: int
     """Elements of a slice taken at once."""
 
@@ -62,16 +62,16 @@ def sliced_linear(
     launch: SlicedLaunchConfig | None = None,
     added: ProductAddition | None = None,
 ) -> None:
-    """`small_linear` into `out`, [M, N] or where gated [M, N / 2]; 1 <= M <= MAX_ROWS.
+    """`small_linear` into `out`, for 1 <= M <= MAX_ROWS.
 
     Args:
         x: [M, K].
         weight: [N, K].
         bias: [N], or None.
         residual: [M, N], or None.
-        out: Receives the result.
-        gated: Apply the activation.
-        launch: How to launch; None: what suits.
+        out: [M, N], where gated [M, N / 2].
+        gated: Whether to apply the activation.
+        launch: None: the launch for these sizes.
         added: What adapters add, where gated before the activation; or None.
     """
     (rows, k), columns = x.shape, out.shape[1]
@@ -124,7 +124,7 @@ def _sliced_linear_kernel(
     # Columns beyond the last one read the last one, which is cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64)[None, :, None] * K
     begin_up = begin + tl.cast(columns, tl.int64) * K
-    # The first tiles of the weight are on their way while the last kernel ends.
+    # The first tiles of the weight are loaded while the preceding kernel ends.
     tile = _tile(begin, part, 0, K, STEP)
     if IS_GATED:
         tile_up = _tile(begin_up, part, 0, K, STEP)
@@ -176,9 +176,9 @@ def residual_of(
     columns: int,
     IS_GATED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What is added to a product, and to the second one where gated: [COLUMNS, ROWS] float32 each.
+    """[COLUMNS, ROWS] float32 each: what is added to a product, and to the second one where gated.
 
-    It is loaded before the product is computed, since it would arrive late after it.
+    Load it before the product is computed, since it would arrive late after it.
     """
     given = tl.zeros([column.shape[0], row.shape[0]], tl.float32)
     given_up = given
@@ -210,8 +210,9 @@ def store_product(
     IS_GATED: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ) -> None:
-    """Finishes `product` [COLUMNS, ROWS] float32 as `small_linear` says, and stores it; `up` is of
-    the second projection where gated, `given` and `given_up` are what `residual_of` has loaded.
+    """Finishes `product`, [COLUMNS, ROWS] float32, as `small_linear` describes, and stores it. `up`
+    is the product of the second projection where gated; `given` and `given_up` come from
+    `residual_of`.
     """
     in_out = column < columns
     mask = in_out[:, None] & (row < rows)[None, :]

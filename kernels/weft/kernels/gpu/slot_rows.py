@@ -1,4 +1,4 @@
-"""`weft.kernels.slot_rows` on a GPU: rows are copied as words of 4 bytes, whatever they hold."""
+"""`weft.kernels.slot_rows` on a GPU. Rows of any dtype are copied as words of 4 bytes."""
 
 from __future__ import annotations
 

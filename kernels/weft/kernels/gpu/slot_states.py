@@ -1,11 +1,12 @@
 """`weft.kernels.slot_states` on a GPU.
 
-A row adds the product of its key and an update to a head's state; both are kept in the ring (arXiv
-2412.06464, equation 10 unrolled). What a key or query finds in the state is so what it finds in the
-block, and its products with the ring's keys times their updates: the state need not be made but
-where a block is written. A launch convolves rows, one finds the products with the ring's keys, and
-in the last one a program has some values of one head of one request, and reads its part of the
-block once for all rows. Gated delta nets have the first two launches in one: see `delta_steps`.
+A row adds the product of its key and an update to a head's state; the ring keeps both (arXiv
+2412.06464, equation 10 unrolled). So a key or query reads from the state what it reads from the
+block, plus its products with the ring's keys times their updates, and the state itself is computed
+only where a block is written. One launch convolves rows and one computes the products with the
+ring's keys. In the last launch a program has some values of one head of one request, and reads its
+part of the block once for all rows. For gated delta nets `delta_steps` does the first two in one
+launch.
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ if TYPE_CHECKING:
     from weft.kernels.slot_states import HeadForm, LayerMemory
 
 _TILES = {1: (32, 4, 128), 16: (64, 2, 32)}
-"""Values of a program, its warps, and keys of a block that it multiplies at once, from so many
-requests on. For 256 requests on an H200 the last takes 222 us, (128, 4, 32) 258, (32, 2, 32) 280
-and (64, 2, 64) 365 (bench/gpu_hybrid.py).
+"""Values of a program, its warps, and keys of a block that it multiplies at once, by the least
+number of requests. For 256 requests on an H200 the last entry takes 222 us, (128, 4, 32) 258, (32,
+2, 32) 280 and (64, 2, 64) 365 (bench/gpu_hybrid.py).
 """
 SHARE_ROWS = 16
 """Rows of the ring whose products are taken at once."""
 _STAGES = 3
-"""Stages of the loop over keys: Triton loads the keys of later turns ahead."""
+"""Stages of the loop over keys: Triton loads the keys of later iterations ahead."""
 _PRECISION = "tf32x3"
-"""Blocks are in float32; rounded to TF32 they would lose more than models in bfloat16 do."""
+"""Blocks are in float32; rounding them to TF32 would lose more than models in bfloat16 do."""
 _REGISTERS = 128
-"""Registers of a thread: with more, fewer programs would load at the same time."""
+"""Registers of a thread; with more, fewer programs would load at the same time."""
 _CHANNELS = 1024
 """Channels of a program."""
 
 
 class Shares(NamedTuple):
-    """What `_shares_kernel` tells the launch that reads blocks."""
+    """What `_shares_kernel` computes for the launch that reads blocks."""
 
     shares: torch.Tensor
     """[R, ring rows, H, 2, ring rows in whole `SHARE_ROWS`] float32."""
     factors: torch.Tensor
     """[R, ring rows, H, 4] float32."""
     decays: torch.Tensor | None = None
-    """[R, ring rows, H, Dk in a power of 2] float32, of decays by key."""
+    """[R, ring rows, H, Dk in a power of 2] float32; None: decays are not by key."""
 
     @classmethod
     def empty(cls, mixed: torch.Tensor, heads: int, block_keys: int = 0) -> Shares:
-        """Makes room for rows [R, ring rows, channels] and so many heads; with `block_keys` for
-        decays by key.
+        """Memory for rows [R, ring rows, channels] of `heads` heads; with `block_keys` for decays
+        by key.
         """
         sizes = *mixed.shape[:2], heads
         whole = cdiv(mixed.shape[1], SHARE_ROWS) * SHARE_ROWS
@@ -116,11 +117,10 @@ def read_blocks(
     """What rows read in the states, [count, H, Dv]; writes updates and blocks.
 
     Args:
-        form: The layer.
         plan: [R, 9].
-        memory: Of the layer; rings have the new rows.
+        memory: Rings must have the new rows.
         mixed: [R, ring rows, channels]: convolved rows that heads have not taken.
-        found: Their products with the ring's keys.
+        found: The rows' products with the ring's keys.
         count: Rows of the step.
     """
     (states, _), (keys, updates) = memory.blocks, memory.found
@@ -205,7 +205,7 @@ def _plan_kernel(
     new = tl.load(own + after // PAGE_SIZE % 3)
     is_new = (after > before) & (new > 0)
     tl.store(borders + slot, after, mask=is_new)
-    # Rows behind the start were drafts that were not accepted.
+    # Rows from the start on were drafts that were not accepted.
     found = tl.minimum(tl.load(ends + slot, mask=is_real, other=0), start)
     tl.store(ends + slot, start + count, mask=is_real)
     to = made + request * 9
@@ -251,9 +251,7 @@ def _input(
 
 @triton.jit
 def _below(index: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Whether indices are below `SIZE`; a constant where blocks fill it, so that loads need no
-    masks.
-    """
+    """A constant where blocks fill `SIZE`, so that loads need no masks."""
     found = index < SIZE
     if SIZE % BLOCK == 0:
         found = tl.full((BLOCK,), 1, tl.int1)
@@ -274,9 +272,9 @@ def _left(
     BY_KEY: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Logarithms of what is left of the products of `ROWS` positions from `begin` on, [ROWS, 1] or
-    [ROWS, Dk], and of a state before them. Positions from `end` on have no decay; `later` is that
-    of all behind these.
+    """Logarithms of the decay of the products of `ROWS` positions from `begin` on, [ROWS, 1] or
+    [ROWS, Dk], and of a state before them. Positions from `end` on have no decay; `later` is the
+    decay of all positions after these.
     """
     rows = tl.arange(0, ROWS)
     at = begin + rows
@@ -333,10 +331,11 @@ def _shares_kernel(
     BY_KEY: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """For each row that a head has not taken: the products of its key and of its query with the
-    keys since the border, decayed up to the row, `shares`; `factors` by which the key and the query
-    as they are read the block, and their product with one another; what is left of the block by
-    key, `decays`, which factors have otherwise. Puts keys, gates and betas into the ring.
+    """For each row that a head has not taken, writes three things. `shares`: products of its key
+    and of its query with the keys since the border, decayed up to the row. `factors`: factors by
+    which the key and the query read the block, and their product with each other. `decays`: the
+    decay of the block for each key; if decays are not by key, factors include it. It also puts
+    keys, gates and betas into the ring.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -367,7 +366,7 @@ def _shares_kernel(
             of_key = tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
             of_query = scale * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
         key, query = key * of_key, query * of_query
-        # All heads of a key write the same, since each reads it in its next row.
+        # All heads of a key write the same values, since each head reads them in its next row.
         key_to = ring_keys + ring_at * keys_row
         tl.store(key_to, key.to(ring_keys.dtype.element_ty), mask=is_key)
         if is_new:
@@ -498,7 +497,7 @@ def _heads_kernel(
             taken = tl.load(row + of_value, mask=is_value, other=0.0).to(tl.float32)
             of_row = (request * RING_ROWS + ring_at) * HEADS + head
             factor = factors + of_row * 4
-            # What a row finds in the state is what it finds in the block, and in all since.
+            # A row reads from the state what it reads from the block and from all rows since.
             mine = rows - 2 * (position - begin)
             found = tl.sum(tl.where((mine == 0)[:, None], products, 0.0), axis=0)
             made = tl.sum(tl.where((mine == 1)[:, None], products, 0.0), axis=0)
@@ -581,8 +580,8 @@ def _conv_kernel(
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """Convolves new rows; `FOR_HEADS` all rows that heads have not taken, with SiLU, into the rows
-    that they have in the ring.
+    """Convolves new rows; with `FOR_HEADS` all rows that heads have not taken, with SiLU, into
+    their rows of the ring.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)

@@ -1,8 +1,8 @@
-"""Linear layers of few rows on a GPU. Reading the weight is the limit, so each program streams its
-part.
+"""Linear layers of few rows on a GPU. Reading the weight is the limit, so that each program streams
+its part.
 
-One or two rows are multiplied plainly; more take tensor cores (`weft.kernels.gpu.sliced_linear`). A
-row's result does not depend on the other rows' values.
+One or two rows are multiplied without tensor cores; more take tensor cores
+(`weft.kernels.gpu.sliced_linear`). A row's result does not depend on the values of other rows.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from weft.kernels.gpu.sliced_linear import (
 from weft.kernels.gpu.sliced_linear import launch_config as sliced_launch_config
 
 MAX_SPREAD_ROWS = 2
-"""Most rows for plain multiplication: up to here it keeps up with memory, and tensor cores start
-slower.
+"""Most rows for the product without tensor cores: up to here it keeps up with memory, and tensor
+cores start more slowly.
 """
 _WHOLE_BELOW = 4096
 """K below which a program takes its columns whole, all loads at once."""
 _NORMED_ELEMENTS = 1152
-"""Elements of an input up to which each program can take its norm in less time than a launch costs
-(measured on an H200: of 1,024 elements no difference, of 2,048 4 % slower).
+"""Elements of an input up to which each program can compute its norm in less time than a launch
+costs (measured on an H200: for 1,024 elements no difference, for 2,048 4 % slower).
 """
 
 
@@ -47,12 +47,12 @@ class SmallLaunchConfig(NamedTuple):
     """How a program iterates over its part of the weight."""
 
     columns: int
-    """Output columns per program."""
+    """Output columns of a program."""
     tile: int
     """Elements of K taken at once."""
     warps: int
     stages: int
-    """Tiles whose loads are under way."""
+    """Tiles that are being loaded."""
 
 
 FIXED = SmallLaunchConfig(columns=64, tile=128, warps=4, stages=5)
@@ -84,21 +84,21 @@ def small_linear(
         bias: [N], dtype of `x`, or None.
         residual: [M, N], contiguous, or None; where gated added before the activation.
         out_dtype: dtype of the result.
-        gated: apply the activation.
-        is_fixed: each element is one chain of tensor core instructions over K for any number of
-            rows, and rounded before `residual` is added (`weft.kernels.gpu.fixed_linear`); K is
-            longer than a tile of `FIXED`.
-        norm: Applied to `x` before, for which see `can_take_norm`; or None.
-        out: Receives the result, contiguous; may be `residual`. None: a tensor of its own.
-        tap: [M, N] with rows of any stride: receives the result as well, of plain
-            multiplication; or None.
+        gated: Whether to apply the activation.
+        is_fixed: Whether each element must be one chain of tensor core instructions over K for any
+            number of rows, and rounded before `residual` is added
+            (`weft.kernels.gpu.fixed_linear`). K must then be longer than a tile of `FIXED`.
+        norm: Applied to `x` first, where `can_take_norm` holds; or None.
+        out: Receives the result, contiguous; may be `residual`. None: new memory.
+        tap: [M, N] with rows of any stride: receives the result as well, without tensor cores only;
+            or None.
         added: What adapters add, where gated before the activation; or None.
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.
 
     Raises:
-        ValueError: So many rows, or such long ones, do not take a norm or leave a second copy.
+        ValueError: The number or length of rows excludes `norm` or `tap`.
     """
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -142,25 +142,26 @@ def small_linear(
 
 
 def can_take_norm(rows: int, k: int) -> bool:
-    """Whether a product of [rows, k] can include the norm before it, in less time than a launch for
-    the norm.
+    """Whether a product of [rows, k] can compute the norm of its input, in less time than a launch
+    for the norm takes.
     """
     return 0 < rows <= MAX_SPREAD_ROWS and rows * k <= _NORMED_ELEMENTS
 
 
 def columns_at_once(rows: int, columns: int, k: int, *, is_gated: bool) -> int:
-    """Columns that a program of such a product computes, of a gated pair in each half."""
+    """Columns that a program of such a product computes; of a gated pair, columns of each half."""
     if rows <= MAX_SPREAD_ROWS:
         return launch_config(columns, k, is_gated=is_gated).columns
     return sliced_launch_config(columns, k, is_gated=is_gated).columns
 
 
 def launch_config(columns: int, k: int, *, is_gated: bool) -> SmallLaunchConfig:
-    """The launch of a plain product: enough programs for all multiprocessors, with many loads
-    in flight each. Of short columns the sums over threads cost most: one warp has the fewest.
+    """The launch of a product without tensor cores: enough programs for all multiprocessors, each
+    with many loads at once. For short columns the sums over threads cost most, and one warp has the
+    fewest.
     """
     if k < _WHOLE_BELOW:
-        # Measured on an H200, one and two rows, K of 576 to 3,072.
+        # Measured on an H200 with one and two rows, K of 576 to 3,072.
         is_wide = k >= 2048 or (columns >= 4096 and not is_gated)
         tile, warps = next_power_of_2(k), 1 if k < 2048 else 4
         return SmallLaunchConfig(4 if is_wide else 2, tile, warps, stages=1)
@@ -199,7 +200,7 @@ def _small_linear_kernel(
     # Columns beyond the last one read the last one, which is cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64) * K
     begin_up = begin + tl.cast(columns, tl.int64) * K
-    # The first tile of the weight is on its way while the last kernel ends.
+    # The first tile of the weight is loaded while the preceding kernel ends.
     tile = _weight_tile(begin, 0, K, TILE)
     if IS_GATED and K <= TILE:
         tile_up = _weight_tile(begin_up, 0, K, TILE)
@@ -257,9 +258,9 @@ def _product(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[BLOCK_COLUMNS, BLOCK_ROWS] float32; `tile` is the weight's first, from `begin`.
+    """[BLOCK_COLUMNS, BLOCK_ROWS] float32; `tile` is the weight's first one, from `begin`.
 
-    Where there is a norm, its scale of each row is still to be applied: [BLOCK_ROWS].
+    With a norm, the scale of each row, [BLOCK_ROWS], is still to be applied.
     """
     part = tl.arange(0, TILE)
     row = tl.arange(0, BLOCK_ROWS)

@@ -1,4 +1,4 @@
-"""What changes attention's softmax on a GPU: a soft cap of its scores, sinks in its sum."""
+"""Changes to attention's softmax on a GPU: a soft cap on its scores, and sinks in its sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def capped(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    """cap * tanh(scores / cap) of products that are not scaled yet, nor is the cap; 0: none."""
+    """cap * tanh(scores / cap) of products before scaling, with a cap in the same units; 0:
+    no cap.
+    """
     if SOFTCAP > 0:
         ratio = scores / SOFTCAP
         # tanh by an exponential that cannot overflow: 2 * log2(e) = 2.885390...
@@ -22,10 +24,11 @@ def capped(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
 def with_sink(
     total: tl.tensor, largest: tl.tensor, sinks: tl.tensor, head: tl.tensor, scale: float
 ) -> tl.tensor:
-    """Sums of weights relative to the largest scores, with those of their heads' sinks.
+    """Sums of weights relative to the largest scores, with the weights of their heads' sinks.
 
-    `scale`, on the scores, has log2(e) in it. Where the sink is so much larger that its weight
-    would not be finite, or nothing is seen, nothing is left of the rest either way.
+    `scale`, the factor on the scores, includes log2(e). If the sink is so much larger that its
+    weight would not be finite, or if no position is seen, nothing remains of the other weights
+    either way.
     """
     logit = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     return total + tl.exp2(tl.minimum(logit - largest * scale, 126.0))

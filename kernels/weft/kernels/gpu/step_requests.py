@@ -1,4 +1,4 @@
-"""`weft.kernels.step_requests` on a GPU: one launch each."""
+"""`weft.kernels.step_requests` on a GPU, one launch each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BLOCK = 128
 def expand_requests(
     step: StepColumns, page_table: torch.Tensor, page_size: int, num_slots: int
 ) -> None:
-    """`weft.kernels.step_requests.expand_requests` for CUDA tensors: a program a request, and some
-    for padding.
+    """`weft.kernels.step_requests.expand_requests` for CUDA tensors: a program for each request,
+    and some for padding.
     """
     assert step.requests is not None
     rows, (requests, width) = step.token_ids.shape[0], step.verify_rows.shape

@@ -172,7 +172,7 @@ def _accept_kernel(
     found = tl.load(drawn + row, mask=row >= 0, other=-1)
     draft = tl.load(token_ids + following, mask=following >= 0, other=-2)
     then = tl.load(drawn + following, mask=following >= 0, other=-1)
-    # The first that is not accepted; the rows of a request follow one another.
+    # The first row that is not accepted; the rows of a request follow one another.
     is_end = (found != draft) | (then < 0)
     num_accepted = tl.min(tl.where(is_end, step, BLOCK), axis=0)
     is_request = first >= 0

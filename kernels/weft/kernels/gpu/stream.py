@@ -1,5 +1,5 @@
-"""The residual stream on a GPU. Additions are fused with the norms behind them or, for few rows,
-with the products around them.
+"""The residual stream on a GPU. Additions are fused with the norms that follow them or, for few
+rows, with the products around them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class GpuStream(Stream):
     """`Stream` through consecutive layers on a GPU.
 
     The last addition stays pending until the next norm is asked for, or the stream is settled. For
-    few rows its own product adds it and taps the stream for the next layer (`begin_run`); for more
-    rows the kernel of the next norm does.
+    few rows the addition's own product adds it, and taps the stream for the next layer
+    (`begin_run`); for more rows the kernel of the next norm does.
 
     Args:
         value: [T, H], contiguous; overwritten.
-        taps: Gets what enters some layers, or None.
+        taps: Receives the stream as it enters some layers, or None.
     """
 
     def __init__(self, value: torch.Tensor, taps: Taps | None) -> None:
@@ -91,7 +91,7 @@ class GpuStream(Stream):
         if self._pending is not None:
             self.settle()
         if isinstance(pending, SharedCombine) and not _joins(pending):
-            # Its rows are a norm's result, which later additions do not change.
+            # The rows are a norm's result, which later additions do not change.
             self._value = pending.shared_sum().added_to(self._value)
             pending = pending.routed
         self._pending = pending
@@ -116,8 +116,8 @@ class GpuStream(Stream):
         return self._value
 
     def _tap(self) -> torch.Tensor | None:
-        """Where a kernel puts what enters the layer that was entered last; None: nowhere, or in
-        more than one place.
+        """Where a kernel can put the stream that enters the last entered layer; None: nowhere, or
+        in more than one place.
         """
         if self.taps is None or self._entered is None:
             return None
@@ -134,12 +134,12 @@ class GpuStream(Stream):
 
 
 class RankedStream(GpuStream):
-    """`Stream` through consecutive layers on GPUs that have parts of what is added. One launch sums
-    them up, adds to the stream and computes the norm that follows.
+    """`Stream` through consecutive layers on GPUs that each hold parts of what is added. One launch
+    sums the parts, adds the sum to the stream and computes the norm that follows.
 
     Args:
         value: [T, H], contiguous; overwritten.
-        taps: Gets what enters some layers, or None.
+        taps: Receives the stream as it enters some layers, or None.
         peers: The ranks.
     """
 
@@ -148,7 +148,7 @@ class RankedStream(GpuStream):
         self.peers: GpuPeers = peers
 
     def begin_run(self, folds: bool) -> None:
-        """See `Stream.begin_run`: products cannot add to the stream."""
+        """Folds nothing: products of a rank's part cannot add to the stream."""
 
     def normed(self, norm: AnyNorm | None) -> Normed:
         pending = self._pending
@@ -196,7 +196,9 @@ def _part(pending: Pending) -> torch.Tensor:
 
 
 class _RoundedNormed(Normed):
-    """A norm whose rows were rounded to FP8 in the same launch, for products with FP8 weights."""
+    """A norm whose rows were also rounded to FP8 in the same launch, for products with FP8
+    weights.
+    """
 
     def __init__(self, value: torch.Tensor, rounded: Fp8Rows) -> None:
         super().__init__(value)
@@ -252,11 +254,9 @@ def _add_and_norm(
     norm: Norm,
     tap: torch.Tensor | None,
 ) -> Normed:
-    """Adds to the stream by the kernel of the norm that follows, whose result this is.
-
-    Not of experts it puts the sum to `tap` too, if given. If the product that is added took rounded
-    rows, the norm rounds its own rows too, since the product behind it mostly has a weight of the
-    same format.
+    """Except for experts, the sum also goes to `tap`, if given. If the product that is added took
+    rounded rows, the norm rounds its own rows too, since the next product usually has a weight of
+    the same format.
     """
     if isinstance(pending, Combine | SharedCombine):
         return Normed(_combine(pending, NormAfter(value, *norm)))
@@ -325,8 +325,8 @@ def _joins(pending: SharedCombine) -> bool:
 
 
 def _combine(pending: Combine | SharedCombine, after: NormAfter | None) -> torch.Tensor:
-    """The sum of each row's experts, or, where a norm follows, its result; of a shared one too only
-    if `_joins`.
+    """With a norm after it, returns the norm's result. Includes a shared expert only if `_joins`
+    holds.
     """
     joined = None
     if isinstance(pending, SharedCombine):

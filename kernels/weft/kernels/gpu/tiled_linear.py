@@ -1,7 +1,7 @@
 """Linear layers of 17 to 64 rows on a GPU: all rows are one tile of tensor cores.
 
-A program owns a few columns and walks all of K. It can begin while the last kernel ends, and makes
-the activation of a gated pair itself, which is a launch less.
+A program owns a few columns and walks all of K. It can begin while the preceding kernel ends, and
+computes the activation of a gated pair itself, which saves a launch.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ MAX_ROWS = 64
 """Rows of a tensor core instruction of four warps."""
 _MIN_TILE = 64
 _MAX_PLAIN_K = 1024
-"""K up to which plain products are faster than cuBLAS's, which cut a longer one into parts ..."""
+"""K up to which products without a gate are faster than cuBLAS's, which cut a longer K into
+parts.
+"""
 _MIN_PLAIN_COLUMNS = 2048
-"""... and columns from which on: fewer leave most multiprocessors nothing to do."""
+"""Least columns of such products; fewer leave most multiprocessors without work."""
 _WIDE_GATED = 4096
-"""Columns of a gated pair from which a program takes 64 of each."""
+"""Columns of a gated pair from which on a program takes 64 of each."""
 
 
 class TiledLaunchConfig(NamedTuple):
     """What a program computes, and how it iterates over K."""
 
     columns: int
-    """Output columns per program; of a gated pair, of each."""
+    """Output columns of a program; of a gated pair, columns of each."""
     tile: int
-    """Elements of K taken at once; they divide K."""
+    """Elements of K taken at once; a divisor of K."""
     stages: int
-    """Tiles whose loads are under way."""
+    """Tiles that are being loaded."""
 
 
 def is_faster(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
@@ -43,7 +45,6 @@ def is_faster(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
     Args:
         rows: M.
         weight: [N, K].
-        gated: The activation is wanted, too.
     """
     columns, k = weight.shape
     is_taken = weight.dtype.itemsize == 2 and weight.is_contiguous() and k % _MIN_TILE == 0
@@ -68,7 +69,7 @@ def tiled_linear(
         x: [M, K], contiguous, 16-bit floats, 1 <= M <= MAX_ROWS; K a multiple of 64.
         weight: [N, K], contiguous, dtype of `x`; where gated the rows of gate come first.
         bias: [N], dtype of `x`, or None.
-        gated: Apply the activation.
+        gated: Whether to apply the activation.
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.

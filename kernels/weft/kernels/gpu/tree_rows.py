@@ -1,4 +1,4 @@
-"""`weft.kernels.tree_rows` on a GPU: a launch each."""
+"""`weft.kernels.tree_rows` on a GPU, one launch each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 _MAX_ELEMENTS = 1024
-"""Most elements of K and V moved by one program."""
+"""Most elements of K and V that one program moves."""
 
 
 def accept_trees(
@@ -96,7 +96,7 @@ def _accept_kernel(
     draft = tl.load(token_ids + row, mask=is_there, other=-2)
     then = tl.load(drawn + row, mask=is_there, other=-1)
     word = tl.load(ancestors + row, mask=is_there, other=0)
-    # A row follows the nearest of its ancestors.
+    # A row's parent is the nearest of its ancestors.
     is_seen = ((word[:, None] >> own[None, :]) & 1 == 1) & (own[None, :] < own[:, None])
     parent = tl.max(tl.where(is_seen, own[None, :], -1), axis=1)
     parent = tl.where(is_there & (then >= 0), parent, -1)
@@ -140,7 +140,7 @@ def _move_kernel(
     line = tl.program_id(1) * LINES + tl.arange(0, LINES)
     column = tl.arange(0, BLOCK)
     mask = (line < lines)[:, None] & (column < dim)[None, :]
-    # Each program moves its lines of all rows in order, so that a place is read before it is
+    # Each program moves its elements of all rows in order, so that a place is read before it is
     # written.
     step = 1
     while step < width:
