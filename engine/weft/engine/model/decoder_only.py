@@ -26,14 +26,15 @@ from weft.kernels.stream import Taps
 
 BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
 """Builds one layer's attention from configuration, layer number, the parameters below
-`model.layers.<layer>.self_attn` and the table of cosines and sines."""
+`model.layers.<layer>.self_attn`, and the table of cosines and sines.
+"""
 BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
-"""Builds one layer's feed-forward part from configuration, layer number and the parameters below
-`model.layers.<layer>.mlp`."""
+"""Builds one layer's feed-forward part from configuration, layer number, and the parameters below
+`model.layers.<layer>.mlp`.
+"""
 
 
 def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
-    """The one gated MLP of a dense layer."""
     return GatedMLP.read(config, layer, weights)
 
 
@@ -44,14 +45,14 @@ class LMHead:
         self.weight = weight
 
     def __call__(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """[L, hidden], these L rows' adapters -> [L, vocab] float32."""
+        """[L, hidden] and the adapters of these L rows -> [L, vocab] float32."""
         added = None if lora is None else lora.of("lm_head", 0)
         if lora is not None and lora.heads is not None:
             return replaced_linear(hidden, self.weight, lora.heads, lora.segments, added)
         return linear(hidden, self.weight, out_dtype=torch.float32, lora=added)
 
     def part(self, tokens: slice) -> LinearWeight | None:
-        """The weight of consecutive tokens; None: this form has no parts."""
+        """The weight of consecutive tokens; None: the weight's number format cannot be cut."""
         w = self.weight
         if not isinstance(w.form, PlainForm) or w.bias is not None:
             return None
@@ -59,12 +60,16 @@ class LMHead:
         return replace(w, out_features=size, form=PlainForm(w.form.data[tokens]))
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """A copy of the weight's rows [N, hidden] of N tokens, ids [N] int64 on its device."""
+        """A copy of the weight's rows, [N, hidden], of N tokens, whose ids are [N] int64 on its
+        device.
+        """
         return weight_rows(self.weight, token_ids)
 
 
 class DecoderOnlyLM:
-    """A `Model` of layers over a stream; models differ in their attention, some in their MLPs."""
+    """A `Model` of layers over a residual stream. Models differ in their attention, some in their
+    MLPs.
+    """
 
     def __init__(
         self,
@@ -73,31 +78,28 @@ class DecoderOnlyLM:
         attention: BuildAttention,
         mlp: BuildMLP = gated_mlp,
     ) -> None:
-        """Reads all parameters, one layer after another."""
         self._take(config, weights, _build_stack(config, weights.at("model"), attention, mlp))
 
     def _take(
         self, config: ModelConfig, weights: Weights, stack: Stack, head_name: str = "lm_head"
     ) -> None:
-        """Takes a stack that was read, and reads the LM head."""
         self.config = config
         self.dtype = weights.dtype
         self.model = stack
         self._lm_head = _read_lm_head(config, weights, stack.embed_tokens, head_name)
         self.classes: DenseLayers | None = None
-        """The classification head; None: there is none."""
+        """None: the model has no classification head."""
         if config.head == "classes":
             score = read_dense(weights, "score", config.num_labels, config.hidden_size, bias=False)
             self.classes = DenseLayers([score])
 
     @property
     def lm_head(self) -> LMHead:
-        """The LM head; callers must know that the model has one."""
+        """Only for models that have an LM head."""
         assert self._lm_head is not None, "the model has no LM head"
         return self._lm_head
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        """The shape of one page of this model's KV."""
         config, dtype = self.config, str(self.dtype).removeprefix("torch.")
         groups = []
         for reach, planes in config.page_planes:
@@ -116,21 +118,17 @@ class DecoderOnlyLM:
         return CacheLayout(page_size, tuple(groups))
 
     def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
-        """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`.
-
-        `taps` gets the inputs of the layers that it names; each index is less than the number of
-        layers.
+        """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`. `taps` gets
+        the inputs of the layers that it names.
         """
         return self.model(step, pool, taps)
 
     def forward_all(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """Like `forward`, but returns hidden states of all rows, [T, hidden], for which logits can
-        be computed.
-        """
+        """Like `forward`, but returns the hidden states of all rows, [T, hidden]."""
         return self.model.of_all_rows(step, pool)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """Computes logits: [L, hidden], these L rows' adapters -> [L, num_embeddings] float32."""
+        """[L, hidden] and the adapters of these L rows -> [L, num_embeddings] float32."""
         logits = self.lm_head(hidden, lora)
         self.finish_logits(logits, slice(None))
         if self.config.num_added_tokens:
@@ -146,8 +144,8 @@ class DecoderOnlyLM:
         return logits
 
     def finish_logits(self, logits: torch.Tensor, tokens: slice) -> None:
-        """Changes logits in place as the model does after its product with the LM head; here not at
-        all. They are those of some of the tokens.
+        """Changes logits in place, as the model does after its product with the LM head. They
+        belong to the tokens of this range. A model without such a change does nothing.
         """
 
 
@@ -162,19 +160,17 @@ def _read_lm_head(
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
-    """The fused projection of q, k and v of all heads."""
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     return weights.linear(qkv_spec(config.hidden_size, *heads, bias=config.qkv_bias))
 
 
 def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
-    """The projection of all heads back to the hidden size."""
     size = (config.hidden_size, config.num_heads, config.head_dim)
     return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
 def place_in_pools(config: ModelConfig, layers: Sequence[StackLayer]) -> None:
-    """Assigns the layers of a stack to page groups; must be called before runs are made."""
+    """Assigns the layers of a stack to page groups. Call it before runs are made."""
     places: dict[int, tuple[int, int, PlaneInPage | None]] = {}
     for group, (_, planes) in enumerate(config.page_planes):
         vectors = [2 * heads * len(numbers) for heads, _, numbers in planes]
@@ -189,7 +185,7 @@ def place_in_pools(config: ModelConfig, layers: Sequence[StackLayer]) -> None:
 
 
 def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
-    """Rows, columns and rows of zeros of the embedding and the LM head."""
+    """Rows, columns and additional rows of zeros of the embedding and the LM head."""
     return config.vocab_size, config.hidden_size, config.num_added_tokens
 
 

@@ -1,4 +1,4 @@
-"""The common base of bidirectional encoders, which take whole prompts and keep no KV."""
+"""Base of bidirectional encoders, which take whole prompts and keep no KV."""
 
 from __future__ import annotations
 
@@ -15,32 +15,29 @@ from weft.kernels.lora import LoraStep
 
 
 class Encoder(ABC):
-    """A `Model` whose tokens also attend to later tokens.
-
-    Steps have whole prompts, so pages only count tokens and hold no data.
+    """A `Model` whose tokens also attend to later tokens. Steps have whole prompts, so pages only
+    count tokens and hold no data.
     """
 
     classes: DenseLayers | None
-    """The classification head; None: there is none."""
+    """None: the model has no classification head."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
         self.dtype = dtype
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        """The shape of a page: one number a token, which nothing reads."""
+        """A page has one number per token, which nothing reads."""
         dtype = str(self.dtype).removeprefix("torch.")
         plane = PagedPlane(layers=1, heads=1, dim=1, dtype=dtype)
         return CacheLayout.of_plane(plane, page_size)
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """Runs whole prompts: [L, hidden], final hidden states of `step.logits_rows`."""
         bounds = Bounds.of(step.groups[0].cu_q_lens)
         hidden = self.encode(step, Ragged(bounds, step))
         return hidden if step.wants_all else hidden.index_select(0, step.logits_rows)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """Never called: an encoder has no LM head."""
         raise AssertionError("an encoder has no LM head")
 
     @abstractmethod

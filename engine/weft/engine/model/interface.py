@@ -15,7 +15,7 @@ from weft.kernels.lora import LoraStep
 
 
 class Model(Protocol):
-    """A decoder-only language model over a paged KV pool, or an encoder, which needs none."""
+    """A decoder-only language model over a paged KV pool, or an encoder, which uses no pool."""
 
     config: ModelConfig
 
@@ -23,23 +23,23 @@ class Model(Protocol):
         """The shape of one page of this model's KV."""
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """Runs one ragged extend step.
+        """Runs one step.
 
         Args:
             step: New tokens of all requests.
-            pool: `kv_layout(page_size).pool_shape(num_pages)`, contiguous, the model's dtype;
-                K and V of the new tokens are written, those before them read.
+            pool: `kv_layout(page_size).pool_shape(num_pages)`, contiguous, of the model's dtype.
+                The step writes K and V of the new tokens and reads those before them.
 
         Returns:
-            [L, hidden]: hidden states of `step.logits_rows` after the final norm. Where no row
-            is wanted the last layer ends with its KV write and L is 0.
+            [L, hidden]: hidden states of `step.logits_rows` after the final norm. If no row is
+                wanted, the last layer ends with its KV write and L is 0.
         """
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """[L, hidden] from `forward` -> [L, config.num_embeddings] float32.
+        """[L, hidden] from `forward` -> [L, config.num_embeddings] float32. Only models with an LM
+        head implement it.
 
-        Only models with an LM head implement it. `lora` are the adapters of these rows:
-        `step.lora.select(step.logits_rows)`.
+        `lora` are the adapters of these rows: `step.lora.select(step.logits_rows)`.
         """
 
 
@@ -49,7 +49,7 @@ class WithClasses(Protocol):
 
     @property
     def classes(self) -> DenseLayers | None:
-        """The head; None: there is none."""
+        """None: the model has no classification head."""
 
 
 @runtime_checkable
@@ -57,21 +57,20 @@ class LogitsInParts(Protocol):
     """A model of whose logits each rank can compute a part."""
 
     def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
-        """Logits of some tokens: [L, hidden] -> [L, tokens] float32; None: the head has no parts.
-
-        The form of the head alone decides whether it has parts.
+        """Logits of some tokens: [L, hidden] -> [L, tokens] float32. None: the head's number format
+        cannot be cut, which no other condition decides.
         """
 
 
 class ModelClass(Protocol):
-    """The class of a model as the loader sees it: the constructor reads the parameters."""
+    """A model's class as the loader sees it: the constructor reads the parameters."""
 
     def __call__(self, config: ModelConfig, weights: Weights) -> Model:
-        """Takes every parameter that the model has from `weights`."""
+        """Reads every parameter of the model from `weights`."""
 
 
 class ConfiguredModelClass(ModelClass, Protocol):
-    """The class of another distribution that reads config.json itself."""
+    """A class of another distribution that reads config.json itself."""
 
     def read_config(
         self, raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
@@ -81,12 +80,12 @@ class ConfiguredModelClass(ModelClass, Protocol):
         Args:
             raw: Content of config.json.
             generation: Content of generation_config.json; empty if there is none.
-            where: What messages call the source.
+            where: Name of the source in messages.
 
         Returns:
-            The configuration, or an instance of a frozen subclass with further fields; the model's
-            constructor gets it. Every value that changes hidden states must be a field, since the
-            fields identify cached pages.
+            The configuration, or an instance of a frozen subclass with further fields, which the
+            model's constructor gets. Every value that changes hidden states must be a field, since
+            the fields identify cached pages.
 
         Raises:
             ModelError: A value is missing, malformed or not supported.

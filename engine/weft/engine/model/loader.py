@@ -50,13 +50,13 @@ class LoadedModel:
     dtype: str
     """Dtype of computation and of the KV cache; never auto."""
     weight_format: str
-    """Number formats that the layers' products are computed with, that of most weights first,
-    with ` + ` between them.
+    """Number formats that the layers' products are computed with, joined by ` + `, that of most
+    weights first.
     """
     bytes_per_weight: float
-    """Of the layers' products, with their scales."""
+    """Mean over the layers' products, scales included."""
     quantization: Quantization | None
-    """How the checkpoint or the load made them; None: floats."""
+    """Scheme of the checkpoint, or of the load; None: floats."""
     pooling: PoolingConfig
     """The task, and the settings of its vectors."""
     heads: PooledHeads
@@ -66,13 +66,13 @@ class LoadedModel:
 
     @property
     def described_format(self) -> str:
-        """What products are computed with, its size, and what the file has."""
+        """One line for the log: format of the products, its size, and the file's format."""
         file = "floats" if self.quantization is None else self.quantization.file_format
         return f"{self.weight_format}, {self.bytes_per_weight:.2f} bytes a weight; file: {file}"
 
     @property
     def embedding_size(self) -> int:
-        """Entries of an embedding."""
+        """Entries of an embedding vector."""
         return self.heads.embedding.out_features or self.config.hidden_size
 
 
@@ -96,28 +96,26 @@ def load_model(
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
     `resolve_model` made for a GGUF file.
 
-    Tensors are read in several threads, fused and packed one projection at a time: beyond the
-    packed model the memory needed is that of one fused projection and of the threads' buffers. The
-    files' digests are computed meanwhile.
+    Several threads read, fuse and pack tensors, one projection at a time. Beyond the packed model
+    this needs memory for one fused projection and the threads' buffers. The files' digests are
+    computed meanwhile.
 
     Args:
-        model_dir: The directory.
-        dtype: float32, bfloat16, float16 or auto (see `resolve_dtype`).
-        device: A torch device.
-        progress: Called with (bytes read, bytes in all) as tensors are read.
-        quantization: auto (what the checkpoint has), or a format to be made at load (see
-            `resolve_quantization`).
+        dtype: float32, bfloat16, float16 or auto.
+        progress: Called with (bytes read, total bytes) as tensors are read.
+        quantization: auto (the checkpoint's own), or a format to be made at load.
         is_fixed: Whether a token's results must not depend on the step's other tokens. If that
             takes other operations, the digest differs.
-        dummy: Takes only config.json and makes up the weights; for benchmarks.
-        num_added_tokens: See `ModelConfig.num_added_tokens`.
-        frees_windows: See `ModelConfig.frees_windows`.
-        task: See `load_pooling`.
-        peers: Ranks among which the products are divided; None: this process has them all.
+        dummy: Reads only config.json and makes up the weights; for benchmarks.
+        num_added_tokens: Rows of the vocabulary for tokens that adapters add.
+        frees_windows: Whether layers with a sliding window have page groups of their own.
+        task: Task of the model, or auto.
+        peers: Ranks among which the products are divided; None: this process has the whole model.
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
             products.
         mtp_head: Whether to read the checkpoint's MTP head too.
-        max_context_tokens: See `ModelConfig.load`.
+        max_context_tokens: Longest context that is served, which decides between LongRoPE's
+            factors; None: the model's.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
@@ -189,13 +187,8 @@ def load_model(
 
 
 def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto") -> None:
-    """Compares names and shapes of a directory's tensors with its configuration, as `load_model`
-    does, by a model on the meta device. Little is read beyond the files' headers.
-
-    Args:
-        model_dir: The directory.
-        quantization: See `load_model`.
-        task: See `load_pooling`.
+    """Compares names and shapes of a directory's tensors with its configuration as `load_model`
+    does, with a model on the meta device. It reads little beyond the files' headers.
 
     Raises:
         ModelError: As `load_model`.
@@ -224,7 +217,6 @@ def _read_model(
     *,
     mtp_head: bool,
 ) -> tuple[Model, MtpHead | None]:
-    """Reads the model from its files, and its MTP head if that is wanted."""
     with open_checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
     ) as checkpoint:
@@ -249,7 +241,9 @@ def _read_model(
 
 
 def _renamed(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> CheckpointReader:
-    """The tensors by the names and in the order that the model reads, whatever the files have."""
+    """The tensors under the names and in the orientation that the model reads, whatever the files
+    have.
+    """
     reader: CheckpointReader = checkpoint
     if checkpoint.has(mistral_name(_EMBEDDING)):
         reader = Renamed(checkpoint, mistral_name)
@@ -284,9 +278,8 @@ def open_checkpoint(
     """The weights of a model's directory, whatever files they are in.
 
     Args:
-        model_dir: The directory.
-        progress: Called as tensors are read.
-        unused: Says which tensors of safetensors are known to have no part in inference.
+        progress: Called with (bytes read, total bytes) as tensors are read.
+        unused: Says which tensors of safetensors have no part in inference.
 
     Raises:
         ModelError: The files are missing or malformed.
@@ -297,11 +290,10 @@ def open_checkpoint(
 
 
 _FIXED = "fixed-3"
-"""Version of deterministic mode on a GPU; raise it when its operations yield other bits."""
+"""Version of deterministic mode on a GPU. Raise it when its operations give other bits."""
 
 
 def _is_unused(name: str, config: ModelConfig, *, mtp_head: bool) -> bool:
-    """Whether a checkpoint's tensor has no part in inference."""
     if isinstance(config, EncoderConfig):
         return is_unused_of_encoder(name, config)
     needs_head = config.head == "tokens" and not config.tie_word_embeddings
@@ -312,7 +304,9 @@ def _is_unused(name: str, config: ModelConfig, *, mtp_head: bool) -> bool:
 
 
 def _belongs_to_head(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor, or those with a prefix, are read with the MTP head; copies are not."""
+    """Whether a tensor, or tensors with a prefix, are read with the MTP head. Copies of the model's
+    tensors are not.
+    """
     if config.mtp is None or name.startswith(tuple(f"{copy}." for copy in config.mtp.copies)):
         return False
     return name.startswith(config.mtp.prefixes)

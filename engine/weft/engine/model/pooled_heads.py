@@ -32,7 +32,7 @@ ACTIVATIONS: Mapping[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """norm(activation(weight @ x + bias)), in float32: rows are few, and these are results."""
+    """norm(activation(weight @ x + bias)) in float32, since rows are few and are final results."""
 
     weight: torch.Tensor
     """[out, in] float32."""
@@ -40,7 +40,7 @@ class DenseLayer:
     """[out] float32."""
     activation: ActivationName = "identity"
     norm: torch.Tensor | None = None
-    """Weight of a layer norm behind the activation, [out] float32."""
+    """[out] float32: weight of a layer norm after the activation, or None."""
     norm_bias: torch.Tensor | None = None
     norm_eps: float = 1e-5
 
@@ -53,7 +53,7 @@ class DenseLayer:
 
 
 class DenseLayers:
-    """A sequence of dense layers; an empty one leaves vectors unchanged."""
+    """A sequence of dense layers. An empty one leaves vectors unchanged."""
 
     def __init__(self, layers: Sequence[DenseLayer] = ()) -> None:
         self._layers = tuple(layers)
@@ -77,9 +77,9 @@ class PooledHeads:
     embedding: DenseLayers
     """Head of embeddings, one vector per prompt."""
     classes: DenseLayers | None
-    """The classification head; None: there is none."""
+    """None: the model has no classification head."""
     tokens: Mapping[Output, DenseLayers] = field(default_factory=dict)
-    """Heads of single tokens, by what they make."""
+    """Heads of single tokens, by their output."""
 
 
 def read_dense(
@@ -91,7 +91,6 @@ def read_dense(
     bias: bool = True,
     activation: ActivationName = "identity",
 ) -> DenseLayer:
-    """Reads one dense layer below a prefix of a checkpoint's names."""
     part = weights.read(
         [TensorSlice(f"{name}.weight", (out_features, in_features))], dtype=torch.float32
     )
@@ -163,7 +162,7 @@ def read_token_heads(
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a file by name. In a file of torch's format nothing but tensors is read."""
+    """Tensors of a file by name. A file in torch's format may contain nothing but tensors."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -21,7 +21,7 @@ from weft.kernels.stream import Stream, Taps, stream_of
 
 
 class Run:
-    """Consecutive layers of equal shape; the unit in which a step goes through a stack.
+    """Consecutive layers of equal shape, the unit in which a step goes through a stack.
 
     On a CPU a run of layers with grouped-query attention and a gated MLP is one native operation.
     All other runs apply single operations to the stream, which fuses some of them.
@@ -32,7 +32,7 @@ class Run:
         self._dense = DenseRun.of([_dense_layer(layer) for layer in layers])
 
     def __call__(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
-        """Runs the layers; returns the step as they have prepared it for further runs."""
+        """Runs the layers. Returns the step with what they have prepared for further runs."""
         peers = stream.peers
         if (
             self._dense is None
@@ -69,12 +69,9 @@ def run_all(
     """Takes all rows of a step through runs of layers.
 
     Args:
-        runs: Of consecutive layers.
         hidden: [T, hidden], contiguous; may be overwritten.
-        step: The step.
-        pool: Of K and V.
         taps: Gets the inputs of the layers that it names, or None.
-        peers: See `Stream`.
+        peers: Ranks that have the other shares of the layers; None: there are none.
 
     Returns:
         [T, hidden].
@@ -86,7 +83,6 @@ def run_all(
 
 
 def runs_of(layers: Sequence[StackLayer]) -> tuple[Run, ...]:
-    """Cuts layers into runs."""
     return tuple(Run(tuple(same)) for _, same in groupby(layers, _shape_key))
 
 
@@ -95,7 +91,7 @@ def _shape_key(layer: StackLayer) -> object:
 
 
 def _dense_layer(layer: StackLayer) -> DenseLayer | None:
-    """The layer as `DenseRun` takes it; None if it is of another kind."""
+    """The layer in the form of `DenseRun`; None if `DenseRun` does not support it."""
     if not isinstance(layer, Layer):
         return None
     mixer, feed, norms = layer.mixer, layer.feed, (layer.input_norm, layer.post_norm)
@@ -135,10 +131,13 @@ class Stack:
         positions: torch.Tensor | None = None,
         copies: Copies | None = None,
     ) -> None:
-        """Assembles the parts; `embed_tokens` is [vocab, hidden], whole on every rank, `multiplier`
-        a factor on its rows as they enter the stream, rounded to their dtype; `per_layer` is a
-        second embedding or None; `positions` is [max_positions, hidden], added to each row by its
-        position, or None; `copies` makes the copies of the stream that the layers take, or None.
+        """Args:
+        embed_tokens: [vocab, hidden], whole on every rank.
+        multiplier: Factor on rows of the embedding as they enter the stream, rounded to their
+            dtype.
+        per_layer: A second embedding, or None.
+        positions: [max_positions, hidden], added to each row by its position, or None.
+        copies: Makes the copies of the stream that the layers take, or None.
         """
         self.peers = peers
         """Ranks that have the other shares of the layers; None: there are none."""
@@ -150,11 +149,11 @@ class Stack:
         self._whole = runs_of(layers)
         last = max(number for number, layer in enumerate(layers) if layer.mixer.has_own_kv)
         self._last = layers[last]
-        """The last layer that stores something; those behind it need the wanted rows alone."""
+        """The last layer that stores K and V or states. Later layers compute only the wanted rows.
+        """
         self._before_last, self._behind_last = runs_of(layers[:last]), runs_of(layers[last + 1 :])
 
     def with_layers(self, layers: Sequence[StackLayer]) -> Stack:
-        """The stack with other layers."""
         multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
         return Stack(
             self.embed_tokens, layers, self.norm, multiplier, self.peers, positions=self._positions
@@ -189,7 +188,6 @@ class Stack:
         return self._end(run_all(self._whole, hidden, step, pool, None, self.peers))
 
     def _end(self, stream: torch.Tensor) -> torch.Tensor:
-        """The normalised hidden states, [T, hidden], of the stream behind the last layer."""
         return self.norm(stream if self._copies is None else self._copies.merged(stream))
 
     def _embed(self, step: Step) -> tuple[torch.Tensor, Step]:

@@ -1,16 +1,17 @@
-"""What recurrent layers read and write in a step: blocks at page borders, and rings of inputs.
+"""Reads and writes of recurrent layers in a step: blocks at page borders, and rings of inputs.
 
-Of a request that brings positions [start, end), a layer begins with the block of a page border at
-or before `start`. It computes again the positions between, whose inputs are in the ring of the
-request's slot, then the new ones. Blocks are written at some of the borders that it passes:
+A request brings positions [start, end). A layer begins with the block of a page border at or before
+`start`. It computes the positions between the border and `start` again, from inputs that the ring
+of the request's slot has kept, and then the new positions. It writes blocks at some of the borders
+that it passes:
 
     block       ring              new positions
     |-----------------------|-----------------|--------------------|
     border                start         another border            end
                                           a block is written here
 
-A block is never written over while anything may read it, and the inputs of a position are written
-once. So rows that are not accepted need no undoing: the next step's `start` leaves them out.
+A block is never overwritten while a step may read it, and the inputs of a position are written
+once. So rejected drafts need no undoing: the next step's `start` leaves them out.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from weft.kernels.sequences import Sequences
 from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
 
 FewRows = Callable[[SlotRows, LayerMemory, tuple[torch.Tensor, ...]], torch.Tensor]
-"""Takes the first rows of a step, [T, ...] of each input, through a layer's states in place; see
-`weft.kernels.slot_states`. Returns what a `Scan` does.
+"""Computes the first rows of a step, [T, ...] of each input, and updates a layer's states in place
+(`weft.kernels.slot_states`). Returns what a `Scan` returns.
 """
 RingInputs = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""Makes of a layer's inputs, [T, ...], those of a `Scan`."""
+"""Turns a layer's inputs, [T, ...], into those of a `Scan`."""
 Rows = torch.Tensor | slice
-"""Numbers of rows, int64; a range where they follow one another, which is read without a copy."""
+"""Row numbers, int64; or a range of consecutive rows, which are read without a copy."""
 
 
 class Scan(Protocol):
-    """The mathematics of a recurrent layer over ragged sequences; changes none of its arguments."""
+    """The mathematics of a recurrent layer over ragged sequences. It changes no argument."""
 
     def __call__(
         self, inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
@@ -48,7 +49,7 @@ class Scan(Protocol):
             states: For each part of `StatePlane.parts`, [S, *shape]: before the first position.
 
         Returns:
-            [N, ...]: outputs; and the states behind each sequence's last position, like `states`.
+            Outputs, [N, ...], and the states after each sequence's last position, like `states`.
         """
 
 
@@ -59,7 +60,7 @@ class StatePools:
     blocks: tuple[torch.Tensor, ...]
     """For each part of `StatePlane.parts`, [num_blocks, layers, *shape]; block 0 is zeros."""
     rings: tuple[torch.Tensor, ...]
-    """For each part of `StatePlane.ring`, [slots + 1, ring_rows, layers, *shape]; position p lies
+    """For each part of `StatePlane.ring`, [slots + 1, ring_rows, layers, *shape]. Position p lies
     in row p % ring_rows.
     """
     row_blocks: tuple[torch.Tensor, ...] = ()
@@ -67,11 +68,11 @@ class StatePools:
     row_rings: tuple[torch.Tensor, ...] = ()
     """For each part of `StatePlane.rows` in rings, [slots + 1, ring_rows, 1, *shape]."""
     found: tuple[torch.Tensor, ...] = ()
-    """On a GPU, for each part of `StatePlane.found`, like rings."""
+    """On a GPU: for each part of `StatePlane.found`, the same shape as in `rings`."""
 
     @cached_property
     def of_layers(self) -> tuple[LayerMemory, ...]:
-        """The memory above, cut by layer."""
+        """The memory above, by layer."""
         return tuple(
             LayerMemory(
                 tuple(pool[:, layer] for pool in self.blocks),
@@ -83,18 +84,18 @@ class StatePools:
 
     @cached_property
     def of_rows(self) -> StatePools:
-        """The memory of `StatePlane.rows`, as if it were a layer's."""
+        """The memory of `StatePlane.rows`, in the form of one layer's."""
         return StatePools(self.row_blocks, self.row_rings)
 
 
 class StateRound(NamedTuple):
-    """Sequences that one call of a `Scan` continues, at most one of each request."""
+    """Sequences that one call of a `Scan` continues, at most one per request."""
 
     sequences: Sequences
     """The sequence to which each of the next rows of `StateStep.order` belongs."""
     begins: Rows
-    """[S] int64: blocks with which they begin; in rounds after the first, sequences of the round
-    before.
+    """[S] int64: in the first round the block with which each sequence begins; in later rounds the
+    sequence of the round before that it continues.
     """
     kept: Rows
     """[W] int64: sequences whose last states are written to blocks."""
@@ -104,7 +105,7 @@ class StateRound(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateStep:
-    """The states of a step's requests. All tensors live on the model's device."""
+    """The states of a step's requests. All tensors are on the model's device."""
 
     pools: StatePools
     ring_slots: torch.Tensor
@@ -114,9 +115,11 @@ class StateStep:
     order: Rows
     """[N]: the ring rows that are read, followed by the step's rows, in the order of `rounds`."""
     rounds: tuple[StateRound, ...]
-    """Together they have each of these rows once."""
+    """Together they have each of the rows of `order` once."""
     back: Rows
-    """[T]: where the outputs of the step's rows lie among those of `few` and then of `rounds`."""
+    """[T]: position of each step row's output among the outputs of `few`, followed by those of
+    `rounds`.
+    """
     new_rows: Rows
     """[K] int64: rows of the step whose inputs later steps need."""
     new_slots: torch.Tensor
@@ -124,11 +127,11 @@ class StateStep:
     new_ring_rows: torch.Tensor
     """[K] int64: their rows in these slots' rings, all different for one slot."""
     few: SlotRows | None = None
-    """The first requests, where the device takes them through the states by itself; all fields
-    above but `back` are of the others, and count rows from these on.
+    """The first requests, which have few rows and which the device continues by itself. All fields
+    above except `back` describe the other requests and count rows from theirs on.
     """
     num_few: int = 0
-    """Rows of these requests, and padding."""
+    """Rows of `few`, padding included."""
 
     def run(
         self,
@@ -145,10 +148,10 @@ class StateStep:
             inputs: [T, ...] each, of the step's rows.
             scan: The layer's mathematics.
             few_rows: The same in place, for `few`.
-            ring_inputs: Makes what `scan` takes of the inputs; None: it takes them as they are.
+            ring_inputs: Turns the inputs into those of `scan`; None: they are equal.
 
         Returns:
-            [T, ...]: outputs of the step's rows.
+            Outputs of the step's rows, [T, ...].
         """
         memory, outputs = self.pools.of_layers[layer], list[torch.Tensor]()
         if self.few is not None:
@@ -164,7 +167,7 @@ class StateStep:
     def _scan(
         self, memory: LayerMemory, inputs: Sequence[torch.Tensor], scan: Scan
     ) -> list[torch.Tensor]:
-        """Outputs of the rows behind those of `few`, by round."""
+        """Outputs of the rows after those of `few`, by round."""
         gathered = [new.to(ring.dtype) for ring, new in zip(memory.rings, inputs, strict=True)]
         if self.ring_slots.shape[0]:
             olds = [ring[self.ring_slots, self.ring_rows] for ring in memory.rings]
@@ -190,8 +193,8 @@ class StateStep:
         return outputs
 
     def rows_before(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keeps the step's rows as `StatePlane.rows` says, and returns the row of each one's
-        request before it, [T, H] -> [T, H]; zeros before position 0.
+        """For each row, the row of its request at the position before: [T, H] -> [T, H], zeros
+        before position 0. Keeps the step's rows as `StatePlane.rows` says.
         """
         return replace(self, pools=self.pools.of_rows).run(0, (rows,), _last_rows, _rows_before)
 
@@ -203,7 +206,7 @@ def _at(each: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _rows_before(
     few: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """`_last_rows` in place: a convolution that takes the row before alone."""
+    """`_last_rows` in place, as a convolution over the row before."""
     (rows,), width = inputs, inputs[0].shape[1]
     weight = torch.zeros((2, width), dtype=torch.float32, device=rows.device)
     weight[0] = 1.0
@@ -214,7 +217,7 @@ def _rows_before(
 def _last_rows(
     inputs: Sequence[torch.Tensor], sequences: Sequences, states: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """A `Scan` whose state is the last row and whose output the row before."""
+    """A `Scan` whose state is the last row and whose output is the row before."""
     (rows,), (before,), cu_lens = inputs, states, sequences.cu_lens
     shifted = rows.roll(1, dims=0)
     shifted[cu_lens[:-1]] = before.to(rows.dtype)

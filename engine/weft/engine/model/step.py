@@ -1,4 +1,4 @@
-"""The input of one forward step: a ragged extend (see docs/architecture.md)."""
+"""The input of one forward pass: a ragged batch of new tokens over cached pages."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from weft.kernels.lora import Group, LoraAddition, LoraStep
 class Step:
     """A step's requests, each with `q_len >= 1` new tokens on top of its cached pages.
 
-    T = new tokens of all requests, R = requests, L = rows whose logits are wanted.
-    All tensors live on the model's device.
+    T = new tokens of all requests, R = requests, L = rows whose logits are wanted. All tensors are
+    on the model's device.
     """
 
     token_ids: torch.Tensor
-    """Token ids, [T] int64."""
+    """[T] int64."""
     positions: torch.Tensor
-    """Absolute positions, [T] int64; of a row of a tree given by its depth."""
+    """[T] int64: absolute positions; in a tree a row's position follows from its depth."""
     groups: tuple[AttentionMetadata, ...]
-    """Where K and V lie, by page group; a layer names the group whose pages it uses."""
+    """Where K and V lie, by page group. A layer names the group whose pages it uses."""
     logits_rows: torch.Tensor
-    """[L] int64: rows of T whose logits are wanted; empty if nothing is sampled."""
+    """[L] int64: rows whose logits are wanted; empty if nothing is sampled."""
     wants_all: bool = False
-    """`logits_rows` are all rows, in their order."""
+    """Whether `logits_rows` are all rows, in their order."""
     lora: LoraStep | None = None
-    """The step's adapters; None if no token uses one."""
+    """None: no token uses an adapter."""
     token_types: torch.Tensor | None = None
     """[T] int64: 0 in the first of a pair of texts, 1 in the second; None: there are no pairs."""
     bounds: Bounds | None = None
-    """Where requests begin, of models whose tokens also attend to later ones; else None."""
+    """Where requests begin, for models whose tokens also attend to later ones; else None."""
     slots: torch.Tensor | None = None
-    """[R] int64: each request's slot; for padding the one after the last. None where no model needs
+    """[R] int64: each request's slot; for padding the one after the last. None: no model needs
     it.
     """
     states: StateStep | None = None
     """Blocks and rings of the step's requests; None: the model has no recurrent layers."""
     per_layer: torch.Tensor | None = None
-    """[T, layers, P]: what each layer adds by token (`PerLayerEmbedding`), which the stack
-    computes; None: nothing.
+    """[T, layers, P]: additions of each layer by token (`PerLayerEmbedding`), which the stack
+    computes; None: the model has none.
     """
 
     def added(self, group: Group, layer: int) -> LoraAddition | None:
-        """What the step adds to a product of a layer beside its weight; None: nothing."""
+        """The step's addition to a product of a layer (LoRA), or None."""
         return None if self.lora is None else self.lora.of(group, layer)
 
     def without_additions(self) -> Step:
-        """This step, of which nothing is added to products."""
+        """This step without additions to products."""
         return replace(self, lora=None)
 
     @property
@@ -60,9 +60,8 @@ class Step:
         return self.groups[0].ancestors is not None
 
     def one_row_requests(self) -> Step:
-        """The rows of `logits_rows` alone, each as a request of its own with one new token.
-
-        A row attends to the positions up to its own, so this changes nothing in what it computes.
+        """The rows of `logits_rows` alone, each as a request of its own with one new token. A row
+        attends to the positions up to its own, so its results do not change.
         """
         rows = self.logits_rows
         num_rows = rows.shape[0]

@@ -8,18 +8,14 @@ from weft.checkpoint.adapters.rows import AdapterWeights
 
 
 class HostCache:
-    """Keeps the most recently used adapters; adapters that requests wait for are evicted last.
-
-    Args:
-        max_bytes: Most bytes of all adapters together.
-    """
+    """Keeps the most recently used adapters. Adapters that requests wait for are evicted last."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._kept: dict[bytes, AdapterWeights] = {}
-        """Cached adapters, the least recently used first."""
+        """The least recently used first."""
         self.touched: set[bytes] = set()
-        """Adapters that were added or evicted; cleared by the reader."""
+        """Adapters that were added or evicted. The reader clears it."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,15 +36,11 @@ class HostCache:
         return weights
 
     def put(self, weights: AdapterWeights, wanted: Sequence[bytes] = ()) -> bool:
-        """Caches an adapter, evicting others for it.
+        """Caches an adapter and evicts others for it. Returns whether the cache kept the adapter.
 
         Args:
-            weights: The adapter's weights.
             wanted: Adapters that requests wait for, the most wanted first. The cache evicts them
                 last, and only for adapters that are wanted more.
-
-        Returns:
-            Whether the cache kept the adapter.
         """
         self._kept.pop(weights.digest, None)
         rank = {digest: index for index, digest in enumerate(wanted)}
@@ -72,6 +64,5 @@ class HostCache:
         return True
 
     def drop(self, digest: bytes) -> None:
-        """Removes an adapter from the cache."""
         self.touched.add(digest)
         self._kept.pop(digest, None)

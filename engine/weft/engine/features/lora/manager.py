@@ -1,12 +1,12 @@
-"""All adapters of a worker: orders to load them, reading, the host cache, copies to the device.
+"""Adapters of a worker: orders to load them, reading, the host cache, and copies to the device.
 
     load order --> read (thread) --> host memory <--> device        (`Residency` assigns places)
                                         |  ^
-                        memory is needed v  | read again when a request wants it
+                   memory is needed     v  | a request wants it again
                                        disk
 
 No method waits: threads read and write adapters. Requests whose adapter is not on the device wait
-before the scheduler's queue, and other requests go on.
+before the scheduler's queue, while other requests go on.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ logger = logging.getLogger(__name__)
 READ_STALL_S = 30.0
 """Seconds after which the manager abandons a read, since a disk may never answer."""
 MAX_TOLD = 100
-"""Most tensors that a report names as left out."""
+"""Most left-out tensors that a report names."""
 MAX_STALLED = 4
-"""Most threads left behind at stalled reads. With that many, further reads fail while the current
-one stalls."""
+"""Most threads that are still blocked by abandoned reads. With that many, further reads fail while
+the current one stalls.
+"""
 
 
 class AdapterStore(Protocol):
-    """Reads adapter weights and writes them to the device; background threads call it."""
+    """Reads adapter weights and writes them to the device. Background threads call it."""
 
     def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
         """Reads and checks an adapter.
@@ -59,7 +60,7 @@ class AdapterStore(Protocol):
         ...
 
     def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
-        """Writes all rows of a place, which no step uses, and its table entries; returns when the
+        """Writes all rows of a place, which no step uses, and its table entries. Returns when the
         device has them.
         """
         ...
@@ -98,12 +99,10 @@ class AdapterManager(Adapters):
     """Loads and unloads adapters, and brings them to the device for requests.
 
     Args:
-        limits: Limits of adapters on this worker.
-        store: Reads and writes weights.
         wake: Called from other threads when `turn` has something to take.
-        host: Priority of the engine thread, to which the manager's threads give way.
+        host: Priority of the engine thread, to which the manager's threads yield.
         clock: Monotonic seconds.
-        on_order: Called with each order, which may concern more than the manager.
+        on_order: Called with each order, for parts of the engine that must follow it too.
     """
 
     residency: Residency
@@ -128,18 +127,18 @@ class AdapterManager(Adapters):
         """Adapters still to be read for the first time."""
         self._reading: _Entry | None = None
         self._was_new = False
-        """Whether the last adapter read was a new one."""
+        """Whether the last adapter that was read was a new one."""
         self._wake, self._clock, self._host_turn = wake, clock, host
         self._reader = BackgroundThread("weft-lora-read", wake, host)
         self._stalled: list[BackgroundThread] = []
-        """Reader threads that were left behind at a stalled read."""
+        """Reader threads that are still blocked by an abandoned read."""
         self._writer = BackgroundThread("weft-lora-write", wake, host)
         self._is_changed = False
         self._touched: set[bytes] = set()
         """Adapters whose reported state has changed."""
         self.num_reads = 0
         self.num_writes = 0
-        """Number of adapters read, and written to the device, since start."""
+        """Adapters written to the device since start."""
 
     def close(self) -> None:
         self._reader.close()
@@ -270,11 +269,7 @@ class AdapterManager(Adapters):
         queries.clear()
 
     def _check_pins(self, entry: _Entry, *, is_pinned: bool) -> None:
-        """Checks that pinned adapters leave room for each of the others.
-
-        Raises:
-            AdapterError: They do not.
-        """
+        """Raises AdapterError if pinned adapters would leave no room for one of the others."""
         held = [e for e in self._entries.values() if e.is_held and e is not entry]
         pinned = [e.needs for e in held if e.is_pinned]
         others = [(f"adapter {e.name}", e.needs) for e in held if not e.is_pinned]
@@ -366,8 +361,8 @@ class AdapterManager(Adapters):
     # -- reading ---------------------------------------------------------------------------------
 
     def _read_next(self, wanted: list[bytes]) -> None:
-        """Starts reading one adapter: one that requests wait for, or a newly ordered one,
-        alternately.
+        """Starts reading one adapter. Adapters that requests wait for alternate with newly ordered
+        ones.
         """
         again = self._first_to_read(wanted)
         if self._new and (again is None or not self._was_new):
@@ -387,9 +382,8 @@ class AdapterManager(Adapters):
         self._reader.give(_Read(self._store, entry, self._was_read))
 
     def _leave_stalled_read(self) -> bool:
-        """Fails a read whose disk does not answer; returns whether it did.
-
-        The read keeps its thread; a new thread serves further reads, if another one is allowed.
+        """Fails a read whose disk does not answer; returns whether it did. The read keeps its
+        thread. A new thread serves further reads, if another one is allowed.
         """
         entry = self._reading
         if entry is None or self._reader.stuck_s(self._clock()) < READ_STALL_S:
@@ -400,7 +394,7 @@ class AdapterManager(Adapters):
         return True
 
     def _replace_reader(self) -> bool:
-        """Leaves a stalled reader behind and starts another one, if allowed."""
+        """Starts another reader in place of a stalled one; returns whether that is allowed."""
         self._let_stalled_go()
         if len(self._stalled) == MAX_STALLED:
             return False
@@ -410,7 +404,9 @@ class AdapterManager(Adapters):
         return True
 
     def _let_stalled_go(self) -> None:
-        """Drops reader threads that have returned from stalled reads, and the weights they read."""
+        """Drops reader threads that have returned from stalled reads, and the weights that they
+        read.
+        """
         self._stalled = [reader for reader in self._stalled if reader.current is not None]
 
     def _fail_read(self, entry: _Entry) -> None:
@@ -454,7 +450,7 @@ class AdapterManager(Adapters):
         self._set_failed(entry, error)
 
     def _take(self, entry: _Entry, weights: AdapterWeights) -> None:
-        """Accepts a read adapter; raises AdapterError if its digest is wrong or it does not fit."""
+        """Accepts a read adapter. Raises AdapterError if its digest is wrong or it does not fit."""
         if weights.digest != entry.digest:
             raise AdapterError(
                 f"{entry.label} has the digest {weights.digest.hex()[:16]}, not "
@@ -487,8 +483,6 @@ class AdapterManager(Adapters):
 
 @dataclass(slots=True)
 class _Read:
-    """A `BackgroundJob` that reads one adapter."""
-
     store: AdapterStore
     entry: _Entry
     done: Callable[[_Entry, AdapterWeights | None, Exception | None], None]
@@ -508,8 +502,6 @@ class _Read:
 
 @dataclass(slots=True)
 class _Write:
-    """An adapter being written to the device."""
-
     store: AdapterStore
     place: DevicePlace
     weights: AdapterWeights

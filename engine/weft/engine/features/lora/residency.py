@@ -1,6 +1,7 @@
 """Residency of adapters on the device: which adapters have a place, their users, and eviction.
 
     away --place--> coming --arrived--> here --(no request and no step uses it)--> away
+                                          |
                                           | others need its place
                                           v
                                         leaving: its users go on, no more are admitted
@@ -8,7 +9,7 @@
 An adapter without users keeps its place until another adapter needs it; the least recently used
 adapter is evicted first. When all have users, some adapters must leave for those that requests wait
 for: they admit no more users, and their last user frees the place. An adapter that has just arrived
-stays until a request has used it; otherwise two adapters could displace each other from one place
+stays until a request has used it. Otherwise two adapters could displace each other from one place
 without a token in between.
 
 A step that has begun may name an adapter whose users have all ended. The adapter's rows and slot
@@ -39,7 +40,7 @@ class Resident:
     is_unused: bool = True
     """Whether no request was admitted with the adapter since its weights were loaded."""
     num_active: int = 0
-    """Number of admitted requests that use the adapter."""
+    """Admitted requests that use the adapter."""
     last_step: int = 0
     """Number of the newest step that may use the adapter, once it has no users."""
     last_used: int = 0
@@ -48,12 +49,6 @@ class Resident:
 
 
 class Residency:
-    """Places of adapters on the device.
-
-    Args:
-        rows: Free rows and slots.
-    """
-
     def __init__(self, rows: RowPool) -> None:
         self._rows = rows
         self._residents: dict[bytes, Resident] = {}
@@ -66,9 +61,9 @@ class Residency:
         self.is_changed = False
         """Whether an adapter may have come closer to a place since this was reset."""
         self.num_evictions = 0
-        """Adapters evicted for others, since start."""
+        """Adapters evicted for others since start."""
         self.touched: set[bytes] = set()
-        """Adapters that were loaded or evicted, or whose users changed; cleared by the reader."""
+        """Adapters that were loaded or evicted, or whose users changed. The reader clears it."""
 
     # -- for the scheduler (`AdapterResidency`) -------------------------------------------------
 
@@ -123,16 +118,16 @@ class Residency:
         return digest in self._residents
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Whether the adapter's weights are on the device, and some requests may use them."""
+        """Whether the adapter's weights are on the device."""
         resident = self._residents.get(digest)
         return resident is not None and resident.is_here
 
     def num_requests(self, digest: bytes) -> int:
-        """Number of requests that need the adapter, admitted or not."""
+        """Requests that need the adapter, admitted or not."""
         return self._num_requests.get(digest, 0)
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of what grows with requests."""
+        """Sizes of the parts that grow with requests."""
         counts = self._residents.values()
         return {
             "adapters_with_requests": len(self._num_requests),
@@ -155,14 +150,11 @@ class Residency:
     def place(
         self, digest: bytes, needs: Needs, later: Collection[bytes] = (), *, is_pinned: bool
     ) -> DevicePlace | None:
-        """Assigns a free place, or the place of an idle adapter; None: there is none now.
-
-        The caller must write the adapter's weights there and then call `arrived`.
+        """Assigns a free place, or the place of an idle adapter; None: there is none now. The
+        caller must write the adapter's weights there and then call `arrived`.
 
         Args:
-            digest: Digest of the adapter.
-            needs: Rows that the adapter needs.
-            later: Adapters that also wait, with less precedence.
+            later: Adapters that also wait, with lower precedence.
             is_pinned: Whether the adapter keeps the place for good.
         """
         assert digest not in self._residents
@@ -186,17 +178,17 @@ class Residency:
         return self.place(digest, needs, is_pinned=is_pinned)
 
     def arrived(self, digest: bytes) -> None:
-        """Records that the adapter's weights have arrived."""
         self._residents[digest].is_here = True
         self.touched.add(digest)
 
     def pin(self, digest: bytes, *, is_pinned: bool) -> None:
-        """Pins or unpins an adapter."""
         if digest in self._residents:
             self._residents[digest].is_pinned = is_pinned
 
     def drop(self, digest: bytes) -> bool:
-        """Removes an adapter from the device; False: it is in use or being written, try again."""
+        """Removes an adapter from the device. False: it is in use or being written, and the caller
+        must try again.
+        """
         resident = self._residents.get(digest)
         if resident is None:
             return True
@@ -206,16 +198,12 @@ class Residency:
         return True
 
     def make_leave(self, digest: bytes, needs: Needs, later: Collection[bytes] = ()) -> list[bytes]:
-        """Starts draining adapters until there is a place for another.
+        """Starts draining adapters until there is a place for the adapter `digest`; returns the
+        adapters that begin to leave.
 
         Args:
-            digest: Digest of the adapter that waits for the place.
-            needs: Rows that the adapter needs.
-            later: Adapters that also wait, with less precedence: an adapter that leaves for one of
-                them may leave for this one instead.
-
-        Returns:
-            Adapters that begin to leave.
+            later: Adapters that also wait, with lower precedence. An adapter that leaves for one of
+                them may leave for `digest` instead.
         """
         leaving = [r for r in self._residents.values() if r.leaves_for]
         own = [r for r in leaving if r.leaves_for == digest or r.leaves_for in later]
@@ -238,8 +226,8 @@ class Residency:
         return [resident.digest for resident in chosen if resident in busy]
 
     def stay(self, wanted: Iterable[bytes]) -> list[bytes]:
-        """Stops the draining of adapters that leave for none of the wanted ones or are now pinned;
-        returns these adapters.
+        """Stops the draining of adapters that leave for none of the wanted ones or are now pinned.
+        Returns these adapters.
         """
         still = set(wanted)
         staying = [
@@ -283,8 +271,8 @@ class Residency:
         return sorted(idle, key=lambda resident: (not resident.leaves_for, resident.last_used))
 
     def _enough(self, needs: Needs, residents: Sequence[Resident]) -> list[Resident] | None:
-        """The shortest prefix of a list of adapters whose eviction makes enough room; None: all of
-        them together do not.
+        """The shortest prefix of `residents` whose eviction makes enough room; None: all of them
+        together do not.
         """
         gained: dict[str, int] = {}
         for count, resident in enumerate(residents):

@@ -31,15 +31,15 @@ class RowPool:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of free slots."""
         return len(self._free_slots)
 
     def num_free_rows(self, kind: str) -> int:
-        """Number of free rows of a kind."""
         return len(self._free[kind])
 
     def lacks(self, needs: Needs, gained: Needs, gained_slots: int) -> bool:
-        """Whether an adapter does not fit, even with this many more free rows and slots."""
+        """Whether an adapter does not fit, even with `gained` more free rows and `gained_slots`
+        more slots.
+        """
         return self.num_free_slots + gained_slots < 1 or any(
             self.num_free_rows(kind) + gained.get(kind, 0) < count for kind, count in needs.items()
         )
@@ -55,7 +55,7 @@ class RowPool:
         return DevicePlace(self._free_slots.pop(), rows)
 
     def free(self, place: DevicePlace) -> None:
-        """Frees a place, once no started step uses it."""
+        """Frees a place. No started step may use it any more."""
         assert place.slot not in self._free_slots, f"slot {place.slot} freed twice"
         insort(self._free_slots, place.slot, key=lambda slot: -slot)
         for kind, rows in place.rows.items():

@@ -16,17 +16,17 @@ from weft.engine.scheduler.ports import Drafter
 logger = logging.getLogger(__name__)
 
 MAX_HEADS = 64
-"""Most adapted heads at once; each one adds a chain of forward passes to a step."""
+"""Most adapted heads at once. Each one adds a chain of forward passes to a step."""
 MAX_BYTES = 1 << 30
-"""Most memory of all adapted heads after the first, bytes; each has a copy of the head's layer."""
+"""Most bytes of all adapted heads after the first. Each has a copy of the head's layer."""
 
 
 class AdaptedDrafter(Drafter):
     """One drafter per draft adapter, and one for all other requests.
 
     Args:
-        plain: Drafter for requests without an adapter, or whose adapter has no draft adapter.
-        make: Makes a drafter from the folder of a draft adapter; a background thread calls it.
+        plain: Drafter for requests whose adapter, if any, has no draft adapter.
+        make: Makes a drafter from the folder of a draft adapter. A background thread calls it.
         head_bytes: Memory of each drafter made.
         wake: Called from that thread when a drafter was made.
     """
@@ -48,9 +48,8 @@ class AdaptedDrafter(Drafter):
         """Drafters by digest of the adapter that brought the draft adapter."""
 
     def order(self, order: AdapterOrder) -> None:
-        """Follows the engine's orders to load and unload adapters.
-
-        A draft adapter that cannot be used is logged; the plain drafter serves its requests.
+        """Follows the engine's orders to load and unload adapters. A draft adapter that cannot be
+        used is logged, and the plain drafter serves its requests.
         """
         self._reader.take()
         digest = order.digest
@@ -81,11 +80,9 @@ class AdaptedDrafter(Drafter):
         self._plain.forget(slot)
 
     def close(self) -> None:
-        """Stops the thread."""
         self._reader.close()
 
     def sizes(self) -> dict[str, int]:
-        """Numbers of adapted heads and of unfinished reads."""
         return {"draft_adapters": len(self.drafters), "draft_adapter_reads": self._reader.num_open}
 
     def made(self, digest: bytes, drafter: Drafter | None) -> None:
@@ -99,7 +96,7 @@ class AdaptedDrafter(Drafter):
                 logger.warning("drafts of one more adapter go without its own: %s", self._most)
 
     def make(self, folder: Path) -> Drafter | None:
-        """Reads a folder, if it exists; called by the thread."""
+        """Reads a folder, if it exists. The background thread calls it."""
         if not folder.is_dir():
             return None
         try:
@@ -110,8 +107,6 @@ class AdaptedDrafter(Drafter):
 
 
 class _Read:
-    """A `BackgroundJob` that reads a draft adapter."""
-
     def __init__(self, owner: AdaptedDrafter, digest: bytes, folder: Path) -> None:
         self._owner, self._digest, self._folder = owner, digest, folder
         self._found: Drafter | None = None

@@ -1,4 +1,4 @@
-"""Creates the drafter and the gate that a worker's settings ask for."""
+"""Makes the drafter and the gate that a worker's settings ask for."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ def make_drafter(
     """The drafter that the settings name; None: no drafts, or a separate draft model makes them.
 
     Args:
-        config: Settings of the engine.
-        drafted: The model with its head; None: it has none.
-        executor: Runs the model.
-        lora: Rows of adapters on the device; None: none are served.
+        drafted: The model with its head; None: the model has no head.
+        lora: Rows of adapters on the device; None: no adapters are served.
         wake: Called from another thread when a draft adapter was read.
-        on_order: Gets what has to follow orders of adapters.
-        draws_on_device: Whether tokens are drawn on the device.
+        on_order: Receives functions that must follow the orders of adapters.
+        draws_on_device: Whether the device draws tokens.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -72,7 +70,6 @@ def make_drafter(
 
 
 def make_gate(config: EngineConfig) -> DraftGate:
-    """The gate that the settings name."""
     most, width = config.max_draft_tokens, config.draft_width
     if config.draft_gate == "measured":
         return MeasuredGate(most, width, overlaps=config.is_overlapped)

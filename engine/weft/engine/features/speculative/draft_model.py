@@ -19,7 +19,7 @@ from weft.engine.memory.page_memory import PageMemory
 from weft.engine.model.loader import LoadedModel, load_model
 
 POOL_SHARE = 0.25
-"""Size of the draft model's pool, as a share of the target's tokens; when that many are in use,
+"""Size of the draft model's pool as a share of the target's tokens. When more tokens are in use,
 drafts seldom pay.
 """
 
@@ -53,12 +53,7 @@ def load_draft_model(
 
 
 class DraftModel:
-    """A loaded draft model, and the memory that it needs beside its target.
-
-    Args:
-        config: Configuration of the engine.
-        loaded: The draft model.
-    """
+    """A loaded draft model, and the memory that it needs beside its target."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self._config = config
@@ -72,11 +67,11 @@ class DraftModel:
         """Rows of its largest step."""
 
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
-        """Pages of its pool, the null page included.
+        """Pages of its pool, the null page included; enough for at least one longest request.
 
         Args:
             num_target_pages: Pages of the target's pool, without the null page.
-            max_context_tokens: Length of the longest request; the pool has room for at least one.
+            max_context_tokens: Length of the longest request.
         """
         usable, page_size = num_target_pages - 1, self._config.page_size
         longest = -(-min(self._longest(max_context_tokens), usable * page_size) // page_size)
@@ -86,7 +81,7 @@ class DraftModel:
     def added_to(
         self, needs: MemoryNeeds, max_context_tokens: int, page_bytes: int, device: torch.device
     ) -> MemoryNeeds:
-        """Adds this model's memory needs to the target's; runs its largest steps once to measure
+        """Adds this model's memory needs to the target's. Runs its largest steps once to measure
         them.
 
         Args:
@@ -96,7 +91,7 @@ class DraftModel:
             device: A CUDA device.
 
         Raises:
-            ConfigError: See `measure_needs`.
+            ConfigError: The steps or graphs do not fit.
         """
         own = measure_needs(
             self._loaded.model,
@@ -121,13 +116,11 @@ class DraftModel:
     def drafter(
         self, num_pages: int, max_context_tokens: int, device: torch.device, progress: Progress
     ) -> ModelDrafter:
-        """Creates the pool, and on a GPU the graphs.
+        """Makes the pool, and on a GPU the graphs.
 
         Args:
             num_pages: From `num_pages`.
             max_context_tokens: Length of the longest request.
-            device: Device of the model.
-            progress: Called as graphs are captured.
 
         Raises:
             ConfigError: There is not enough memory.
@@ -149,7 +142,7 @@ class DraftModel:
         return ModelDrafter(executor, memory, self.layout.page_size, longest, chunk_tokens)
 
     def describe(self, num_pages: int) -> str:
-        """Describes the size of its pool."""
+        """One line for the log: the size of its pool."""
         size, tokens = num_pages * self.layout.page_bytes, (num_pages - 1) * self.layout.page_size
         limit = self._loaded.config.max_position_embeddings
         return (

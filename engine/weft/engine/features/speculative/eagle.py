@@ -1,5 +1,5 @@
-"""Drafts from an EAGLE head: a chain of its most likely tokens after a request's last token, or a
-tree.
+"""Drafts from an EAGLE head: a chain, or a tree, of its most likely tokens after a request's last
+token.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class EagleDrafter(Drafter):
     Args:
         model: Target and head.
         pool: The target's pool.
-        table: Page table; the drafter enters the pages of its requests.
-        page_size: Token positions a page.
+        table: Page table, in which the drafter enters the pages of its requests.
         chains: Makes chains without graphs.
-        graphs: Captured chains, whose drafts stay on the device; None: there are none.
+        graphs: Captured chains; None: drafting is not captured.
         tree_graphs: Captured trees; given only together with `graphs`.
         waits_for_trees: Whether trees must reach the host before the step, because the host draws
             tokens with the noise of their positions.
@@ -73,7 +72,7 @@ class EagleDrafter(Drafter):
             return self._chains_and_wait(items)
 
     def forget(self, slot: int) -> None:
-        """See `Drafter.forget`; does nothing: the slot's next request overwrites its state."""
+        """Does nothing: the slot's next request overwrites its state."""
 
     def _chains_on_device(self, graphs: ChainGraphs, items: Sequence[VerifyItem]) -> LaterChains:
         counts = [item.max_drafts for item in items]
@@ -136,7 +135,7 @@ class EagleDrafter(Drafter):
         return drafts
 
     def _lasts(self, items: Sequence[VerifyItem]) -> LastTokens:
-        """The requests' last tokens; enters their pages into the table."""
+        """The requests' last tokens. Enters their pages into the table."""
         slots, tokens = list[int](), list[int]()
         for item in items:
             request = item.request
@@ -147,7 +146,9 @@ class EagleDrafter(Drafter):
 
 
 def _largest(items: Sequence[VerifyItem]) -> DraftShape:
-    """Shape that holds all trees of a step: the nodes and levels of the largest tree."""
+    """The smallest shape that holds all trees of a step: the nodes and levels of the largest
+    tree.
+    """
     shapes = [item.tree for item in items if item.tree is not None]
     width, depth = shapes[0].width, max(shape.depth for shape in shapes)
     shape = DraftShape(max(item.max_drafts for item in items), depth, width)

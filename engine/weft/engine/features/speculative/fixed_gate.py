@@ -15,8 +15,7 @@ class FixedGate(DraftGate):
     """Always requests the most drafts: the largest trees for few requests, chains for more.
 
     Args:
-        max_drafts: Most drafts of a chain.
-        width: Width of trees; 1: there are none.
+        width: Width of trees; 1: drafts form chains only.
     """
 
     def __init__(self, max_drafts: int, width: int = 1) -> None:
@@ -27,4 +26,4 @@ class FixedGate(DraftGate):
         return self._tree if len(requests) <= MAX_TREE_REQUESTS else self._chain
 
     def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
-        """See `DraftGate.observe`."""
+        """Does nothing: measurements do not change the choice."""

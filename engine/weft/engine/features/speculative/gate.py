@@ -22,32 +22,32 @@ from weft.engine.scheduler.state import Request
 
 TREE_GAINS = (1.1, 1.3, 1.4)
 """Assumed ratio of the accepted drafts of each tree to those of a chain of equal depth, until trees
-were run (docs/decisions/0027).
+have run (docs/decisions/0027).
 """
 GAIN_WEIGHT = 20.0
 """Weight of this assumption, in drafts."""
 FIRST_ALLOWANCE = 8.0
 """Initial allowance for trials, in multiples of a step's time."""
 ALLOWANCE_SHARE = 0.01
-"""Share of the steps' time that may be spent on trials."""
+"""Share of all steps' time that may be spent on trials."""
 MIN_LOSS = 0.1
 """Least cost of a trial, as a share of a step's time."""
 PROBE_EVERY = 100
-"""Number of steps after which the gate tries a neighbour of the best shape, times the number of
+"""The gate tries a neighbour of the best shape after this number of steps, times the number of
 steps in a trial, if the allowance covers the trial.
 """
 LOOK_EVERY = 4
 """Steps between two evaluations, unless a trial runs or many requests are new."""
 RESTS_AFTER = 400
-"""Steps of one size class after which the gate, if it chose no drafts, evaluates less often."""
+"""If the gate chose no drafts, it evaluates less often after this many steps of one size class."""
 RESTING = 16
 """Factor on the distance between evaluations if steps overlap and have had no drafts for long. The
-gate then watches only the steps right before an evaluation: the host may limit the speed of such
-steps, and the gate is part of the host's work.
+gate then watches only the steps right before an evaluation, because its work is part of the host
+work that may limit the speed of such steps.
 """
 DIP = 6
 """Number of steps without drafts after steps become small enough for drafts to pay, if steps
-overlap. Often a step is small only until a prompt replaces a request that has ended, and switching
+overlap. Often steps are small only until a prompt replaces a request that has ended, and switching
 drafts on and off costs time that the gate does not measure.
 """
 SETTLED_AFTER = 8
@@ -55,41 +55,43 @@ SETTLED_AFTER = 8
 FIRST_GAIN = 1.04
 """Factor by which drafting must be faster than not drafting before the gate starts it."""
 OVERLAPPED_GAIN = 1.15
-"""The same factor if steps overlap: each change costs time, and the cost of drafts is less certain.
+"""The same factor if steps overlap. It is larger because each change costs time, and because the
+cost of drafts is less certain.
 """
 OVERLAPPED_LEAST = 1.06
 """Factor by which drafting must stay faster if steps overlap."""
 HYSTERESIS = 1.02
 """Factor by which another number of drafts must be faster before it is chosen."""
 UNSURE = 0.08
-"""Relative uncertainty of a single measurement; after n of them, this divided by sqrt(n)."""
+"""Relative uncertainty of a single measurement; of n measurements, this divided by sqrt(n)."""
 DECAY = 0.995
-"""Decay of the acceptance statistics over all requests, per run."""
+"""Decay per verified request of the acceptance statistics over all requests."""
 OWN_DECAY = 0.95
 """Decay of one request's own statistics, which describe its kind of text."""
 OWN_WEIGHT = 6.0
-"""Weight of the statistics of all requests when a new one begins."""
+"""Weight, in drafts, of the statistics of all requests when a new request begins."""
 OVERLAPPED_TRIAL = 4
-"""Steps of a trial if steps overlap; only the inner ones have neighbours of their own kind."""
+"""Steps of a trial if steps overlap. Only the inner ones have neighbours of their own kind."""
 FIRST_TIMED_AFTER, FIRST_TRIAL_AFTER = 12, 24
 """Steps of one size class before the gate times or tries one, if steps overlap. The first steps of
 a size are often slow, and drafts would look cheap beside them.
 """
 MAX_ASKED = 16
-"""Most requests whose acceptance is evaluated before a step; more would cost more than they tell.
+"""Most requests whose acceptance is evaluated before a step. More would cost more time than they
+are worth.
 """
 
 
 @dataclass(slots=True)
 class _Gain:
-    """Gain of trees over chains of equal depth, from the accepted drafts of both."""
+    """Ratio of the accepted drafts of trees to those of chains of equal depth."""
 
     accepted: float
     expected: float = GAIN_WEIGHT
 
     @property
     def factor(self) -> float:
-        """The factor, at least 1."""
+        """At least 1."""
         return max(1.0, self.accepted / self.expected)
 
     def note(self, accepted: float, expected: float) -> None:
@@ -100,7 +102,7 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Choice:
-    """The chosen shape for steps of about this many requests."""
+    """The shape chosen for steps of about so many requests."""
 
     best: DraftShape = NO_DRAFTS
     num_steps: int = 0
@@ -113,29 +115,28 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Trial:
-    """Steps that are run to learn their time."""
+    """Steps that run to measure their time."""
 
     shape: DraftShape
     expected_s: float
-    """Expected time of a step's tokens with the best shape."""
+    """Expected time for as many tokens with the best shape."""
     num_left: int
-    """Number of its steps that are still to be planned."""
+    """Steps of the trial that are still to be planned."""
     ends_at: int
-    """Value of the count of completed steps at which the trial is over, even if some of its steps
-    were cancelled or had fewer drafts.
+    """Number of completed steps at which the trial is over, even if some of its steps were
+    cancelled or had fewer drafts.
     """
 
 
 class MeasuredGate(DraftGate):
-    """Chooses the drafts that yield the most tokens per second: how many, as a chain or a tree.
+    """Chooses the drafts that give the most tokens per second: how many, and as a chain or a tree.
 
     The gate estimates the benefit of drafts from the past acceptance of the step's requests. It
-    measures the cost by trials of shapes that might pay according to predicted step times. Trials
+    measures their cost by trials of shapes that might pay according to predicted step times. Trials
     may lose only a fixed share of the total time.
 
     Args:
-        max_drafts: Most drafts of a chain.
-        width: Width of trees; 1: there are none.
+        width: Width of trees; 1: drafts form chains only.
         overlaps: Whether a step is planned and begun before the previous one has ended. Then the
             time between the ends of two steps includes host work for the neighbouring steps, and
             counts only if these are of the same kind.
@@ -160,17 +161,17 @@ class MeasuredGate(DraftGate):
         self._trial: _Trial | None = None
         """The trial whose steps have not all ended."""
         self._num_ended = 0
-        """Number of steps that have ended."""
+        """Steps that have ended."""
         self._num_resting = 0
-        """Number of steps still to be planned without watching them."""
+        """Steps still to be planned without watching them."""
         self._rested = _Choice(), 0.0
-        """The choice for which these steps count, and the allowance that each one adds."""
+        """The choice for which these steps count, and the allowance that each adds."""
         self._plain: _Choice | None = None
         """The choice that most recently led to a step without drafts."""
         self._num_dipping = 0
-        """Number of steps of other choices that still get no drafts; see `DIP`."""
+        """Steps of other choices that still get no drafts, as `DIP` says."""
         self._num_settled = 0
-        """Number of steps since many of the requests were new."""
+        """Steps since many of the requests were new."""
         self._has_prompts = False
         """Whether the last step had prompt tokens, so that the next one probably has some too."""
 
@@ -223,7 +224,7 @@ class MeasuredGate(DraftGate):
             self._trial = None
 
     def _step_of(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> StepTaken | None:
-        """Records the accepted drafts; returns the step if its time is usable, else None."""
+        """Records the accepted drafts. Returns the step if its time is usable, else None."""
         num_requests = len(plan.decodes) + len(plan.verifies)
         if not num_requests:
             return None
@@ -252,7 +253,7 @@ class MeasuredGate(DraftGate):
         return StepTaken(num_requests, shape, num_drafts, duration_s, plan.drafting_s)
 
     def _note_time(self, step: StepTaken | None) -> None:
-        """Records the time of a step. If steps overlap, records the time of the previous step
+        """Records the time of a step. If steps overlap, it records the time of the previous step
         instead, provided that its neighbours on both sides are like it.
         """
         timed = step
@@ -293,7 +294,6 @@ class MeasuredGate(DraftGate):
         return self._shapes if num_requests <= MAX_TREE_REQUESTS else self._chains
 
     def _choose(self, choice: _Choice, worth: _Worth, num_requests: int) -> None:
-        """Chooses the best of the shapes whose times are known."""
         times = self._times
         rates = {
             shape: worth.tokens(shape) / times.seconds(num_requests, shape, worth.share)
@@ -349,8 +349,8 @@ class MeasuredGate(DraftGate):
     def _hope(
         self, choice: _Choice, worth: _Worth, num_requests: int
     ) -> tuple[DraftShape, float] | None:
-        """Finds the shape with few measurements that could be the best, and its tokens per second
-        in that case.
+        """Of the shapes with few measurements, the one that could be the best, and its tokens per
+        second in that case.
         """
         times, found = self._times, None
         for shape in self._options(num_requests):
@@ -391,7 +391,7 @@ class MeasuredGate(DraftGate):
         return PROBE_EVERY * self._trial_steps
 
     def _is_dip(self, choice: _Choice) -> bool:
-        """Whether the step's number of requests is probably low for a moment only; see `DIP`."""
+        """Whether the step's number of requests is probably low only for a moment (`DIP`)."""
         if not choice.best.num_drafts:
             self._plain, self._num_dipping = choice, DIP
         elif self._overlaps and choice is not self._plain and self._num_dipping:
@@ -400,8 +400,8 @@ class MeasuredGate(DraftGate):
         return False
 
     def _rests(self, choice: _Choice) -> bool:
-        """Whether steps have had no drafts for so long that the gate may evaluate less often. It
-        does not while requests come and go: then few steps suit trials, and it watches all.
+        """Whether the gate may evaluate less often, because steps have had no drafts for long.
+        While requests come and go it may not: then few steps suit trials, so it watches all.
         """
         if not self._overlaps or choice.best.num_drafts or self._trial is not None:
             return False
@@ -415,7 +415,6 @@ class MeasuredGate(DraftGate):
         self._count_rest(self._num_resting)
 
     def _end_rest(self) -> None:
-        """Watches steps again before the planned number has passed."""
         self._count_rest(-self._num_resting)
         self._num_resting = 0
 
@@ -448,7 +447,7 @@ def _first_accepted(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int
     wrong draft. That is unknown if the chain reaches the end of the tree.
 
     Args:
-        drafts: The tree; the more likely of two siblings comes first.
+        drafts: The tree. The more likely of two siblings comes first.
         accepted: Tokens of the path that was drawn.
     """
     row, parents = 0, parents_of(drafts)
@@ -461,7 +460,7 @@ def _first_accepted(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int
 
 
 class _Worth:
-    """Average benefit of drafts for one request of a step.
+    """Mean benefit of drafts for one request of a step.
 
     Args:
         known: Acceptance of a sample of the requests that may get drafts.

@@ -25,7 +25,7 @@ draft if all were accepted.
 
 
 class ModelDrafter(Drafter):
-    """Runs a draft model, one forward pass for each draft, for many requests at once.
+    """Runs a draft model, one forward pass per draft, for many requests at once.
 
     A request gets pages of the draft model's own pool when drafting for it begins, and gives them
     back with its slot. Before the draft model drafts, it reads the request's tokens that it has not
@@ -34,7 +34,6 @@ class ModelDrafter(Drafter):
     Args:
         executor: The draft model with its pool.
         memory: Owner of that pool's pages.
-        page_size: Token positions per page.
         max_tokens: Positions that the draft model has; a longer request gets no drafts.
         chunk_tokens: Most unseen tokens of all requests that the model reads in one step.
     """
@@ -73,12 +72,10 @@ class ModelDrafter(Drafter):
             self._executor.reset_slot(slot)
 
     def sizes(self) -> dict[str, int]:
-        """Number of requests that have pages, and of pages."""
         return {"draft_requests": len(self._texts), "draft_pages": self.memory.counts().used}
 
     def _plan(self, items: Sequence[VerifyItem]) -> list[_Piece]:
-        """Plans the next step: requests with the most drafts first, those with none last.
-
+        """Plans the next step: requests with the most drafts first, those without drafts last.
         Requests with the fewest unread tokens are served first, so that no prompt delays others.
         """
         begins = [self._num_known(item) for item in items]
@@ -105,12 +102,12 @@ class ModelDrafter(Drafter):
         return sorted(pieces, key=lambda piece: -piece.num_drafts)
 
     def _num_known(self, item: VerifyItem) -> int:
-        """Number of a request's tokens, except the last one, whose KV the pool has."""
+        """Tokens of a request, except the last one, whose KV the pool has."""
         text = self._texts.get(item.request.slot)
         return 0 if text is None else text.num_known(item.request.tokens, item.start)
 
     def _with_room(self, slot: int, num_tokens: int) -> _Text | None:
-        """The text in a slot, with pages for this many tokens; None: there are too few pages, and
+        """The text in a slot, with pages for this many tokens. None: there are too few pages, and
         the slot's pages were released.
         """
         text = self._texts.setdefault(slot, _Text())
@@ -125,7 +122,6 @@ class ModelDrafter(Drafter):
         return text
 
     def _run(self, pieces: Sequence[_Piece]) -> list[list[int]]:
-        """Reads pieces and continues with drafts; returns those of each piece."""
         counts = np.array([piece.num_drafts for piece in pieces], np.int64)
         slots = np.array([piece.slot for piece in pieces], np.int64)
         lengths = np.array([len(piece.tokens) for piece in pieces], np.int64)
@@ -154,17 +150,14 @@ class ModelDrafter(Drafter):
         num_drawing: int,
         tokens: Int64Array | None,
     ) -> torch.Tensor:
-        """Runs one forward pass of the draft model.
+        """Runs one forward pass of the draft model. Returns [num_drawing] int64, on the device.
 
         Args:
             slots: [R].
             starts: [R]: position of each request's first token in this pass.
-            lengths: [R]: number of each request's tokens in this pass.
+            lengths: [R]: tokens of each request in this pass.
             num_drawing: Number of leading requests that get a draft.
             tokens: Tokens of all pieces; None: each request's draft of the previous pass.
-
-        Returns:
-            [num_drawing] int64, on the device.
         """
         cu_q_lens = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(lengths, out=cu_q_lens[1:])
@@ -204,7 +197,7 @@ class _Text:
     def __init__(self) -> None:
         self.pages: list[int] = []
         self.num_tokens = 0
-        """Number of the request's tokens whose KV is in the pages."""
+        """Tokens of the request whose KV is in the pages."""
         self.tail: list[int] = []
         """Drafts whose KV follows in the pages."""
 
@@ -228,4 +221,4 @@ class _Piece(NamedTuple):
     start: int
     tokens: list[int]
     num_drafts: int
-    """Number of drafts to make after these tokens; 0: the model still has unread tokens."""
+    """Drafts to make after these tokens; 0: the model still has unread tokens."""

@@ -1,5 +1,5 @@
-"""Drafts from the request's own text: the tokens that followed an earlier occurrence of the last
-ones.
+"""Drafts from the request's own text: the tokens that followed an earlier occurrence of its last
+tokens.
 
 The method is prompt lookup (Saxena, 2023, "Prompt Lookup Decoding"). It pays if answers repeat
 their prompt, as in summaries, edits and code.
@@ -22,7 +22,7 @@ class NgramDrafter(Drafter):
 
     Args:
         max_tokens: Longest n-gram.
-        min_tokens: Shortest n-gram: shorter ones recur by chance.
+        min_tokens: Shortest n-gram. Shorter ones recur by chance.
     """
 
     def __init__(self, max_tokens: int = 4, min_tokens: int = 2) -> None:
@@ -44,11 +44,8 @@ class NgramDrafter(Drafter):
 
 
 class _Text:
-    """The last position of each n-gram of a request.
-
-    Args:
-        request: Request whose growing text is indexed.
-        lengths: Lengths of the n-grams, longest first.
+    """The last position of each n-gram of a request's growing text; `lengths` are the n-grams'
+    lengths, longest first.
     """
 
     def __init__(self, request: Request, lengths: range) -> None:

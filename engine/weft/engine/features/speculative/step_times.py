@@ -10,25 +10,24 @@ from weft.engine.base.drafts import DraftShape
 from weft.engine.scheduler.plan import NO_DRAFTS
 
 _Kind = tuple[int, DraftShape]
-"""A kind of step: its size and the shape of its drafts."""
 MEASURED_WEIGHT = 1.5
-"""Number of steps from which a duration counts as measured."""
+"""Number of steps from which on a duration counts as measured."""
 FIRM_WEIGHT = 5.0
-"""Number of steps from which a kind may determine the pace if steps overlap, since their times vary
-more.
+"""Number of steps from which on a kind may determine the pace if steps overlap. It is larger
+because the times of overlapping steps vary more.
 """
 MAX_WEIGHT = 12.0
 """Largest weight of a known time, in steps, against one new step."""
 FARTHEST = 1.5
-"""Factor of clipping: a time is clipped to the expected time multiplied or divided by it."""
+"""A time is clipped to the expected time multiplied or divided by this factor."""
 FOLLOWED_AFTER = 8
-"""Consecutive steps of one kind after which they determine the pace."""
+"""After so many consecutive steps of one kind, this kind determines the pace."""
 PACE_SHARE = 0.15
 """Weight of the newest step in the pace."""
 MAX_CHANGE = 1.25
 """Largest change of the pace that one step may indicate."""
 GROWTH = 0.3
-"""Assumed exponent of the growth of times with the number of rows, without other data."""
+"""Exponent of the growth of times with the number of rows that is assumed without other data."""
 ALIKE = 1.15
 """Largest ratio of the numbers of requests of two steps that count as alike."""
 MIN_SHARE = 0.2
@@ -36,7 +35,7 @@ MIN_SHARE = 0.2
 
 
 def size_class(number: int) -> int:
-    """Rounds down to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...; numbers of one size count as alike."""
+    """Rounds down to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... Numbers of one class count as alike."""
     if number < 4:
         return number
     shift = number.bit_length() - 2
@@ -44,20 +43,19 @@ def size_class(number: int) -> int:
 
 
 def _next_sizes(size: int) -> tuple[int, int]:
-    """The neighbouring size classes; the lower neighbour of 1 is 1."""
+    """The neighbouring size classes. The lower neighbour of 1 is 1."""
     is_power = size & (size - 1) == 0
     return size_class(max(1, size - 1)), size + max(1, size // (2 if is_power else 3))
 
 
 @dataclass(slots=True)
 class _Average:
-    """A moving average."""
+    """A moving average that clips outliers and drops a slow first value."""
 
     value: float
     weight: float = 1.0
 
     def note(self, value: float, weight: float = 1.0) -> None:
-        """Adds a value. The first value of a kind is dropped if it turns out to be slow."""
         if self.weight <= 1.0 and self.value > FARTHEST * value:
             self.value, self.weight = value, weight
             return
@@ -72,7 +70,7 @@ def _within(factor: float, most: float) -> float:
 
 @dataclass(slots=True)
 class _Point:
-    """A point of the curve: average number and time for numbers of one size class."""
+    """A point of the curve: mean number and time for numbers of one size class."""
 
     number: float
     time: _Average
@@ -87,11 +85,10 @@ class _Curve:
 
     @property
     def largest(self) -> float:
-        """Largest number recorded; 0 if none."""
+        """Largest recorded number; 0 if none."""
         return self._points[-1].number if self._points else 0.0
 
     def note(self, number: int, time: float) -> None:
-        """Records the time for a number."""
         size = size_class(number)
         place = bisect_left(self._sizes, size)
         if place == len(self._sizes) or self._sizes[place] != size:
@@ -103,7 +100,7 @@ class _Curve:
             point.number += (number - point.number) / point.time.weight
 
     def at(self, number: float) -> float:
-        """Interpolates the time for a number; at least one was recorded."""
+        """Interpolates the time for a number. At least one must be recorded."""
         points = self._points
         if len(points) == 1:
             return points[0].time.value * float((number / points[0].number) ** GROWTH)
@@ -127,14 +124,14 @@ class StepTaken:
     shape: DraftShape
     """Shape of the drafts requested for each request."""
     num_drafts: int
-    """Number of drafts made, over all requests."""
+    """Drafts made, over all requests."""
     duration_s: float
     drafting_s: float
     """Seconds of the step spent on drafting."""
 
     @property
     def kind(self) -> tuple[int, DraftShape]:
-        """The kind of step: its size and the shape of its drafts."""
+        """Size class and shape of the drafts."""
         return size_class(self.num_requests), self.shape
 
     def is_like(self, other: StepTaken) -> bool:
@@ -150,7 +147,7 @@ class StepTaken:
 
     @property
     def rows_a_turn(self) -> int:
-        """Rows of the draft model in each turn, except in the first turn of a tree."""
+        """Rows of each forward pass of the drafter, except the first one of a tree."""
         return self.num_requests * self.shape.width
 
 
@@ -163,10 +160,9 @@ class StepTimes:
     as many rows.
 
     Args:
-        overlaps: Whether steps overlap. Then having any drafts has a fixed cost, so that steps
-            without drafts no longer predict those with drafts once some of these were measured.
-            Few steps can be timed, so an unknown cost of drafts is taken from a neighbouring size
-            class.
+        overlaps: Whether steps overlap. Then drafts have a fixed cost, so that steps without drafts
+            no longer predict steps with drafts once some of these were measured. Few steps can be
+            timed, so an unknown cost of drafts is taken from a neighbouring size class.
     """
 
     def __init__(self, *, overlaps: bool = False) -> None:
@@ -176,22 +172,21 @@ class StepTimes:
         self._rows = _Curve()
         """Durations without drafting, by number of rows."""
         self._drafted_rows = _Curve() if overlaps else self._rows
-        """Durations of steps with drafts, without their drafting, by number of rows."""
+        """Durations of steps with drafts, less their drafting, by number of rows."""
         self._drafting = _Curve()
-        """Duration of one turn of the drafter, by number of rows."""
+        """Duration of one forward pass of the drafter, by number of rows."""
         self._pace = 1.0
         """Current duration of steps relative to the recorded ones."""
         self._followed: _Kind = (0, NO_DRAFTS)
         """The kind of steps that determines the pace."""
         self._newest: _Kind = (0, NO_DRAFTS)
         self._num_alike = 0
-        """Number of the newest steps that were of the same kind."""
+        """Number of the newest consecutive steps of one kind."""
 
     def note(self, step: StepTaken, *, is_settled: bool) -> None:
         """Records a completed step.
 
         Args:
-            step: The step.
             is_settled: Whether contexts are about as long as in the previous steps.
         """
         kind = step.kind
@@ -232,7 +227,7 @@ class StepTimes:
             known.note(time, weight)
 
     def weight(self, num_requests: int, shape: DraftShape) -> float:
-        """Number of steps measured, up to `MAX_WEIGHT`; 0: the duration is predicted."""
+        """Number of measured steps, up to `MAX_WEIGHT`; 0: the duration is predicted."""
         known = self._times.get((size_class(num_requests), shape))
         return 0.0 if known is None else known.weight
 
@@ -253,7 +248,7 @@ class StepTimes:
         return num_rows <= 2 * max(self._rows.largest, self._drafted_rows.largest)
 
     def seconds(self, num_requests: int, shape: DraftShape, share: float = 1.0) -> float:
-        """Duration of a step in which this share of the drafts is made; at least one step must be
+        """Duration of a step in which this share of the drafts is made. At least one step must be
         recorded.
         """
         size = size_class(num_requests)
@@ -276,7 +271,7 @@ class StepTimes:
         return None
 
     def _by_depth(self, size: int, shape: DraftShape) -> float | None:
-        """Duration of such steps from that of steps with other drafts in the same size class, if
+        """Duration of such steps, from that of steps with other drafts in the same size class, if
         both are measured for another number of requests.
         """
         if not (self._overlaps and shape.num_drafts):

@@ -10,49 +10,48 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """A low-rank change of one projection: x -> (x A^T) B^T, added to its output."""
+    """A low-rank change of one projection: (x A^T) B^T is added to its output."""
 
     a: torch.Tensor
-    """The matrix A, [r, in]; for an embedding [r, vocabulary], with one column per token."""
+    """[r, in]; for an embedding [r, vocabulary], one column per token."""
     b: torch.Tensor
-    """The matrix B [out, r], already multiplied by the scaling."""
+    """[out, r], already multiplied by the scaling."""
 
     @property
     def rank(self) -> int:
-        """Rank r of the pair."""
         return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLora:
-    """A low-rank change of one projection of all experts of a layer.
-
-    A first axis of size 1 means that all experts share the matrix (shared outer).
+    """A low-rank change of one projection of all experts of a layer. A first axis of size 1 means
+    that all experts share the matrix (shared outer).
     """
 
     a: torch.Tensor
-    """The A matrices, [experts or 1, r, in]."""
+    """[experts or 1, r, in]."""
     b: torch.Tensor
-    """The matrices B, [experts or 1, out, r], already scaled; zeros for experts that the adapter
-    does not change.
+    """[experts or 1, out, r], already scaled; zeros for experts that the adapter does not
+    change.
     """
 
     @property
     def rank(self) -> int:
-        """Rank r of the pairs."""
         return self.a.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyChange:
-    """An adapter's changes to the embedding or to the LM head: one or more of the fields is set."""
+    """An adapter's changes to the embedding or to the LM head. At least one of the fields is
+    set.
+    """
 
     weight: torch.Tensor | None = None
-    """Replacement of the base weight, [vocabulary + added tokens, hidden]."""
+    """[vocabulary + added tokens, hidden]: replacement of the base weight."""
     token_ids: tuple[int, ...] = ()
     """Tokens whose rows were trained individually."""
     rows: torch.Tensor | None = None
-    """Replacements of these rows, [len(token_ids), hidden]."""
+    """[len(token_ids), hidden]: replacements of these rows."""
     lora: LoraPair | None = None
     """Low-rank change, added to the result of the replacements."""
     tensor: str = ""
@@ -64,15 +63,15 @@ class Adapter:
     """A LoRA adapter that fits its model, in host memory."""
 
     digest: bytes
-    """Content digest, 32 bytes: its name inside the engine and between services."""
+    """32 bytes over the content: the adapter's name inside the engine and between services."""
     rank: int
     """Largest rank of its modules; 0 if it changes only the vocabulary."""
     modules: Mapping[tuple[int, str], LoraPair]
-    """Pairs by (layer, kind), kind one of `DENSE_KINDS` or `ROUTER`; absent projections are
+    """By (layer, kind), kind one of `DENSE_KINDS` or `ROUTER`. Projections without an entry are
     unchanged.
     """
     experts: Mapping[tuple[int, str], ExpertLora] = field(default_factory=dict)
-    """Pairs of experts by (layer, kind), kind gate, up or down."""
+    """By (layer, kind), kind gate, up or down."""
     embed_tokens: VocabularyChange | None = None
     lm_head: VocabularyChange | None = None
     ignored: tuple[str, ...] = ()
@@ -80,7 +79,7 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory of all tensors; shared memory counts once."""
+        """Bytes of host memory of all tensors. Shared memory counts once."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in self._tensors()

@@ -1,7 +1,7 @@
 """Reads a PEFT directory into an `Adapter`: everything in it is applied, or the load fails.
 
-First names, shapes and sizes are checked, by the header alone (`plan`); then tensors are read,
-scaled and checked for NaN and infinity.
+First names, shapes and sizes are checked by the file's header alone (`plan`). Then tensors are
+read, scaled and checked for NaN and infinity.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def read_adapter(
 
     Args:
         directory: adapter_config.json and adapter_model.safetensors, as PEFT writes them.
-        config: The model that it is for.
+        config: The model that the adapter is for.
         max_rank: Largest rank of any of its modules.
-        max_bytes: Most host memory for its tensors; None: any.
-        dtype: Dtype of the tensors returned; scaling is done in float32 before.
+        max_bytes: Most host memory for its tensors; None: no limit.
+        dtype: Dtype of the returned tensors. Scaling is done in float32 before.
         parts: Which of `plan.PARTS` the caller applies; an adapter with others is refused.
         is_lenient: Leaves out, and lists in `Adapter.ignored`, tensors of modules that the model
             does not have, that the configuration does not target or that the caller does not apply.
-            What is damaged is refused all the same.
-        num_tokens: Returns the number of tokens of the model's tokenizer, which an embedding or LM
-            head needs as rows at least; None: they need as many rows as the model's.
+            Damaged files are refused all the same.
+        num_tokens: Returns the size of the model's tokenizer: an embedding or LM head needs at
+            least as many rows. None: as many rows as the model's.
 
     Raises:
         AdapterError: The message names the directory, and the tensor or field.
@@ -81,14 +81,12 @@ def read_adapter(
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads tensors according to a plan."""
-
     files: AdapterFiles
     config: ModelConfig
     dtype: torch.dtype
 
     def check_size(self, num_elements: int, max_bytes: int | None) -> None:
-        """Refuses an adapter that is too large; the message shows the calculation."""
+        """Refuses an adapter that is too large. The message shows the calculation."""
         num_bytes = num_elements * self.dtype.itemsize
         if max_bytes is not None and num_bytes > max_bytes:
             raise AdapterError(
@@ -97,7 +95,7 @@ class _Reader:
             )
 
     def adapter(self, plan: AdapterPlan, *, is_lenient: bool) -> Adapter:
-        """Reads the whole adapter, leniently without added tokens; its digest is left empty."""
+        """Reads the whole adapter, without added tokens if lenient; its digest stays empty."""
         changes = {name: self.vocabulary(part) for name, part in plan.vocabulary.items()}
         if is_lenient:
             size = self.config.vocab_size
@@ -124,7 +122,6 @@ class _Reader:
         )
 
     def dense(self, plans: Sequence[PairPlan]) -> Mapping[tuple[int, str], LoraPair]:
-        """Reads the pairs of dense projections and of attention."""
         pairs: dict[tuple[int, str], LoraPair] = {}
         for plan in plans:
             pair = self._pair(plan)
@@ -157,7 +154,6 @@ class _Reader:
         return _shared_outer(stacks)
 
     def vocabulary(self, plan: VocabularyPlan) -> VocabularyChange:
-        """Reads the changes to the embedding and to the LM head."""
         if plan.copy and not self._are_same(plan.weight, plan.copy):
             raise AdapterError(
                 f"adapter {self.files.directory}: tensors {plan.weight} and {plan.copy} are of the "
@@ -172,7 +168,7 @@ class _Reader:
         )
 
     def _stack(self, kind: str, plans: Sequence[PairPlan]) -> ExpertLora:
-        """Stacks the pairs of single experts; missing experts, and missing ranks of some, become
+        """Stacks the pairs of single experts. Missing experts, and missing ranks of some, become
         zeros.
         """
         assert self.config.moe is not None, "the plan has experts"
@@ -187,7 +183,6 @@ class _Reader:
         return ExpertLora(a, b)
 
     def _split(self, plan: PairPlan, b: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """Splits B of a fused projection into its projections."""
         rows = [projection_shape(self.config, plan.module, kind)[1] for kind in plan.module.kinds]
         if len(rows) == 1:
             return [b.contiguous()]
@@ -207,10 +202,8 @@ class _Reader:
         return LoraPair(self._read(plan.a), self._read(plan.b, plan.scaling))
 
     def _read(self, name: str, scaling: float = 1.0) -> torch.Tensor:
-        """Reads a tensor, scaled and converted to the requested dtype.
-
-        Raises:
-            AdapterError: It has NaN or infinite numbers, or gets them by scaling or conversion.
+        """Raises AdapterError if the tensor has NaN or infinite numbers, or gets them by scaling or
+        conversion.
         """
         give_way()
         entry = self.files.tensors[name]
@@ -228,9 +221,9 @@ class _Reader:
 def _shared_outer(
     stacks: Mapping[tuple[int, str], ExpertLora],
 ) -> Mapping[tuple[int, str], ExpertLora]:
-    """Merges outer sides that are equal for all experts into one.
+    """Merges outer matrices that are equal for all experts into one.
 
-    Trainers export shared outer sides under the names of the single experts. The sides are merged
+    Trainers export shared outer matrices under the names of the single experts. They are merged
     only if they are equal in all layers, since an adapter has one form.
     """
     outer = [pair.b if kind == "down" else pair.a for (_, kind), pair in stacks.items()]
@@ -245,7 +238,6 @@ def _shared_outer(
 
 
 def _tied(change: VocabularyChange) -> VocabularyChange:
-    """Converts a change of the embedding to one of the LM head tied to it."""
     if change.lora is None:
         return change
     return replace(
@@ -254,7 +246,6 @@ def _tied(change: VocabularyChange) -> VocabularyChange:
 
 
 def _without_added(name: str, change: VocabularyChange, vocab_size: int) -> VocabularyChange:
-    """Leaves out rows of tokens that the model does not have."""
     weight, rows, lora = change.weight, change.rows, change.lora
     kept = [i for i, token in enumerate(change.token_ids) if token < vocab_size]
     if lora is not None and name == "embed_tokens":
@@ -273,8 +264,8 @@ def _without_added(name: str, change: VocabularyChange, vocab_size: int) -> Voca
 def _is_finite(values: torch.Tensor) -> bool:
     """Whether a tensor has neither NaN nor infinities: no exponent has all bits set.
 
-    This is several times as fast as `torch.isfinite`, and does not use torch's threads, for which
-    steps on a CPU would have to wait.
+    This is several times as fast as `torch.isfinite`. It also does not use torch's threads, for
+    which steps on a CPU would have to wait.
     """
     if not values.numel():
         return True

@@ -1,8 +1,8 @@
 """An adapter in host memory, laid out as rows of the device's adapter memory.
 
-Among ranks a change B A of a projection is divided as the projection is: B by its output, or A by
-its input, whose parts of the result add up. The other half is whole on every rank. Where ranks have
-whole experts, each has A and B of its own ones.
+With several ranks, a change B A of a projection is divided as the projection is: B by its output,
+or A by its input, and then the ranks' results add up. Each rank has all of the other matrix. Where
+ranks have whole experts, each rank has A and B of its own experts.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ class LoraMatrix:
     """All A matrices of one kind of projection, or all B matrices."""
 
     rows: torch.Tensor
-    """The rows, [n, ROW_RANK, features]; of B for a CPU, packed (`weft.kernels.lora.pack_b`)."""
+    """[n, ROW_RANK, features]. Rows of B are packed for a CPU (`weft.kernels.lora.pack_b`)."""
     index: Int32Array
-    """Row numbers of each layer and place (`Projection.num_places`), [layers, places, max_rows], in
-    order of rank; 0 beyond its count.
+    """[layers, places, max_rows]: row numbers of each layer and place (`Projection.num_places`), in
+    order of rank; 0 after the last one.
     """
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows."""
         return self.rows.numel() * self.rows.element_size()
 
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """Rows of one kind of projection. Except for experts A and B have the same index."""
+    """Rows of one kind of projection. Except for experts, A and B have the same index."""
 
     a: LoraMatrix
     b: LoraMatrix
     counts: Int32Array
-    """Number of rows, [layers, places]."""
+    """[layers, places]: number of rows."""
     others: tuple[tuple[LoraMatrix, LoraMatrix], ...] = ()
-    """A and B of rank 1 and further ranks. One that is not divided is the first rank's object."""
+    """A and B of rank 1 and further ranks. A matrix that is not divided is the first rank's object.
+    """
 
     def of_rank(self, rank: int) -> tuple[LoraMatrix, LoraMatrix]:
-        """A and B of a rank."""
         return self.others[rank - 1] if rank else (self.a, self.b)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows of all ranks."""
+        """Bytes of the rows of all ranks. Shared matrices count once."""
         halves = [self.a, self.b, *(half for pair in self.others for half in pair)]
         return sum({id(half): half.num_bytes for half in halves}.values())
 
 
 WholeMatrix = torch.Tensor | LinearWeight
 """A matrix that replaces the model's embedding or LM head, [num_embeddings, hidden]: page-locked
-for a GPU, packed for a CPU."""
+for a GPU, packed for a CPU.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """Implements `weft.checkpoint.adapters.rows.AdapterWeights`."""
+    """The `AdapterWeights` of this engine."""
 
     digest: bytes
     rank: int
@@ -84,9 +84,9 @@ class HostWeights:
     vocab_end: int
     """First token id that the adapter's LM head does not have."""
     whole: Mapping[str, WholeMatrix] = field(default_factory=dict)
-    """Whole matrices by name, EMBED_TOKENS or LM_HEAD; tied ones are one object."""
+    """Whole matrices by name, EMBED_TOKENS or LM_HEAD. Tied matrices are one object."""
     left_out: tuple[str, ...] = ()
-    """See `AdapterWeights.left_out`."""
+    """Tensors that a lenient load left out."""
 
     @property
     def num_bytes(self) -> int:
@@ -105,8 +105,9 @@ class HostWeights:
 
 
 OwnWeight = Callable[[str], torch.Tensor | None]
-"""The model's own embed_tokens or lm_head, [num_embeddings, hidden], on the host; None: not
-available."""
+"""Returns the model's own embed_tokens or lm_head, [num_embeddings, hidden], on the host; None: not
+available.
+"""
 
 
 def host_weights(
@@ -124,14 +125,13 @@ def host_weights(
 
     Args:
         adapter: In the model's dtype.
-        projections: Projections that the adapter may change.
+        projections: Projections that the adapter may change, as one rank has them.
         max_rank: Largest rank of any adapter.
-        own_weight: Returns a weight of the model; called if an adapter has whole rows.
+        own_weight: Called only if the adapter has whole rows of the vocabulary.
         vocab_size: Tokens of the model itself.
-        for_gpu: Whether to use page-locked memory, from which a GPU copies directly; if not, B is
-            packed.
+        for_gpu: Whether rows lie in page-locked memory, from which a GPU copies directly; if not, B
+            is packed for a CPU.
         takes_whole: Whether the adapter may replace the embedding or the LM head.
-        num_ranks: Ranks of which the projections are those of one.
 
     Raises:
         AdapterError: The adapter changes another part, or changes one in an unsupported way.
@@ -160,7 +160,7 @@ def host_weights(
             low_rank |= {} if pair is None else {name: pair}
             replaced |= {} if matrix is None else {name: matrix}
     max_rows = -(-max_rank // ROW_RANK)
-    most: list[int] = []  # Rows of the vocabulary have become ranks.
+    most: list[int] = []  # Counts rows of the vocabulary that have become ranks.
     for part in projections:
         changes = _changes(adapter, part, low_rank)
         if not any(change is not None for change in changes):
@@ -199,8 +199,8 @@ def host_weights(
 def _changes(
     adapter: Adapter, part: Projection, vocabulary: Mapping[str, LoraPair]
 ) -> list[ExpertLora | None]:
-    """The change of a projection in each layer, in the form for experts; a dense projection
-    counts as one expert.
+    """The change of a projection in each layer, in the form for experts. A dense projection counts
+    as one expert.
     """
     if part.is_expert:
         of_experts = [adapter.experts.get((layer, part.kind)) for layer in range(part.num_layers)]
@@ -228,17 +228,8 @@ def _of_models_size(
     own: torch.Tensor | None,
     matrices: dict[int, torch.Tensor],
 ) -> VocabularyChange:
-    """Gives a change as many rows as the model has; missing rows are copied from the model.
-
-    Args:
-        part: The embedding or the LM head.
-        change: The adapter's change of it.
-        vocab_size: Tokens of the model itself.
-        own: The model's weight, see `OwnWeight`.
-        matrices: Matrices made so far, so that tied parts share one.
-
-    Raises:
-        AdapterError: The adapter has more tokens than the model has rows.
+    """Gives a change as many rows as the model has; missing rows are copied from the model's weight
+    `own`. `matrices` has the matrices made so far by id, so that tied parts share one.
     """
     is_input = part.kind == EMBED_TOKENS
     size = part.in_features if is_input else part.out_features
@@ -273,14 +264,14 @@ def _divided(
     """Divides a change of the vocabulary into one LoRA and a matrix that replaces the model's.
 
     If few rows differ from the model's, each takes one rank: W' = W + the sum of e_t d_t^T over
-    these tokens t. One of A and B holds the one-hot vectors e_t, and the other the differences d_t.
+    these tokens t. One of A and B holds the one-hot vectors e_t, the other the differences d_t.
     PEFT saves the unchanged embedding beside its LoRA by default; then no row differs.
 
     Returns:
-        The LoRA, or None; and the matrix [num_embeddings, hidden], or None if few rows differ.
+        The LoRA or None, and the matrix [num_embeddings, hidden] or None.
 
     Raises:
-        AdapterError: More rows differ than there are ranks, and matrices are not allowed.
+        AdapterError: More rows differ than there are ranks, and whole matrices are not allowed.
     """
     lora = change.lora
     if change.weight is None and change.rows is None:
@@ -315,7 +306,6 @@ def _divided(
 
 
 def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Tokens whose rows differ from the model's own, and the changed matrix."""
     changed = torch.zeros(len(own), dtype=torch.bool)
     if change.weight is not None:
         changed = (change.weight != own).any(1)
@@ -327,7 +317,6 @@ def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int
 
 
 def _replaced(change: VocabularyChange, matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, in which individually trained rows replace the old ones."""
     if change.rows is None:
         return matrix
     return matrix.index_copy(0, torch.tensor(change.token_ids), change.rows)
@@ -336,7 +325,7 @@ def _replaced(change: VocabularyChange, matrix: torch.Tensor) -> torch.Tensor:
 def _whole_matrices(
     replaced: Mapping[str, torch.Tensor], *, for_gpu: bool
 ) -> Mapping[str, WholeMatrix]:
-    """Prepares matrices for the device; tied ones once."""
+    """Prepares matrices for the device. Tied ones are prepared once."""
     made: dict[int, WholeMatrix] = {}
     for matrix in replaced.values():
         if matrix.data_ptr() not in made:
@@ -345,12 +334,11 @@ def _whole_matrices(
 
 
 def _width(layers: Sequence[torch.Tensor | None]) -> int:
-    """Features of the first layer that is there."""
     return next(values.shape[2] for values in layers if values is not None)
 
 
 def _is_divided(layers: Sequence[torch.Tensor | None], width: int, part: Projection) -> bool:
-    """Whether ranks have different rows, for features or for experts of their own."""
+    """Whether ranks have different rows: parts of the features, or experts of their own."""
     num_experts = next(len(values) for values in layers if values is not None)
     return _width(layers) > width or num_experts > part.num_experts
 
@@ -365,9 +353,10 @@ def _half(
     *,
     is_pinned: bool,
 ) -> LoraMatrix:
-    """Lays out a rank's rows of each layer from [experts or 1, ranks of the change, features], of
-    which each rank has `width`; several have the same ones if there are too few. Of experts each
-    rank has as many as the projection says.
+    """Lays out a rank's rows of each layer from [experts or 1, ranks of the change, features].
+
+    Each rank gets `width` of the features; if there are fewer shares than ranks, several ranks get
+    the same one. Each rank gets as many experts as the projection has.
     """
     count = part.num_experts
     index = np.zeros((len(layers), part.num_places, max_rows), np.int32)
@@ -390,6 +379,6 @@ def _half(
         words[:, :ranks] = words_of(values)
         words[:, ranks:] = 0
         numbers = used + np.arange(given * each).reshape(given, each)
-        index[layer, :count, :each] = numbers  # One for all is broadcast.
+        index[layer, :count, :each] = numbers  # A matrix that all experts share is broadcast.
         used += given * each
     return LoraMatrix(rows, index)

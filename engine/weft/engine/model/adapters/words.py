@@ -12,10 +12,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def words_of(values: torch.Tensor) -> npt.NDArray[Any]:
-    """The bits of a CPU tensor's numbers, as a view of the same memory.
-
-    Args:
-        values: Tensor of any shape and strides; float32, float16 or bfloat16.
+    """The bits of a CPU tensor's numbers (float32, float16 or bfloat16), as a view of the same
+    memory.
     """
     words: npt.NDArray[Any] = values.view(_INTEGERS[values.element_size()]).numpy()
     return words

@@ -1,1 +1,1 @@
-"""Architectures, one file each; they differ in how attention and MLPs are built."""
+"""Architectures, one file each. They differ in how attention and MLPs are built."""

@@ -1,4 +1,4 @@
-"""BERT and its kin: layers with a norm after each addition (post-norm)."""
+"""BERT and related encoders: layers with a norm after each addition (post-norm)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ _WORDS = "embeddings.word_embeddings"
 
 
 class _Names(NamedTuple):
-    """What a checkpoint calls its parts."""
+    """The checkpoint's names of the model's parts."""
 
     layers: str
     qkv: tuple[str, ...]
     o: str
     attention_norm: str
     up: tuple[str, ...]
-    """Names of the first products; of a gated block first what is activated, then its factor."""
+    """Names of the first products of the MLP. In a gated block the first product is activated, and
+    the second is its factor.
+    """
     down: str
     mlp_norm: str
     norm: str = "embeddings.LayerNorm"
@@ -90,7 +92,8 @@ _NAMES: Mapping[str, tuple[_Names, ...]] = {
     "Roberta": (_BERT,),
     "XLMRoberta": (_BERT, _FLASH),
 }
-"""The names that an architecture's checkpoints may have: transformers', then their authors'."""
+"""The names that an architecture's checkpoints may use: transformers' first, then their authors'.
+"""
 
 
 class _Layer(NamedTuple):
@@ -105,7 +108,7 @@ class _Layer(NamedTuple):
 
 
 class BertModel(Encoder):
-    """BERT and its kin, with a classification head where the configuration has one."""
+    """BERT and related encoders, with a classification head if the configuration has one."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         assert isinstance(config, EncoderConfig)
@@ -161,8 +164,8 @@ def _cos_sin(config: EncoderConfig, device: torch.device) -> torch.Tensor | None
 
 
 def _slopes(config: EncoderConfig, device: torch.device) -> torch.Tensor | None:
-    """ALiBi's slopes (arXiv 2108.12409): 2^(-8 i / n) for n heads; where n is no power of 2, those
-    of the next lower one, then every other one of the next higher.
+    """ALiBi's slopes (arXiv 2108.12409): 2^(-8 i / n) for n heads. Where n is no power of 2: those
+    of the next lower power, then every other slope of the next higher one.
     """
     if config.positions != "alibi":
         return None

@@ -1,6 +1,5 @@
-"""Decoders that were trained to attend in both directions: EmbeddingGemma, gte-Qwen2.
-
-Layers are those of the decoder; their attention alone is another one.
+"""Decoders that were trained to attend in both directions, such as EmbeddingGemma and gte-Qwen2.
+They differ from decoders only in their attention.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _NO_POOL = torch.empty(0)
 
 
 class BidirectionalAttention:
-    """Attention of each token to all of its prompt, or to those near it: a `Mixer`.
+    """Attention of each token to all of its prompt, or to the tokens near it: a `Mixer`.
 
     Args:
-        causal: The decoder's, whose projections, norms and rotations are used.
+        causal: The decoder's attention, whose projections, norms and rotations are used.
     """
 
     def __init__(self, causal: Attention) -> None:
@@ -41,14 +40,13 @@ class BidirectionalAttention:
         return True
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        """Nothing: there are no pages."""
+        """Does nothing: there are no pages."""
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """The step as it is."""
         return step
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """Writes nothing; the query has all heads, [T, Hq + 2 * Hkv, D]."""
+        """Writes nothing. The query has all heads, [T, Hq + 2 * Hkv, D]."""
         own, spec = self._causal, self._causal.spec
         qkv = x.linear(own.qkv_proj, step.added("qkv", own.layer))
         for change in own.changes:
@@ -80,7 +78,7 @@ class BidirectionalAttention:
 
 
 class BidirectionalDecoder(Encoder):
-    """A decoder, whose tokens also attend to later ones."""
+    """A decoder whose tokens also attend to later ones."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights.dtype)

@@ -1,4 +1,4 @@
-"""Layers made of the parts that a family's configuration lists."""
+"""Builds a decoder from the parts that a family's configuration lists."""
 
 from __future__ import annotations
 
@@ -66,10 +66,9 @@ from weft.kernels.norm import AnyNorm, LayerNorm, Norm
 
 
 class Decoder(DecoderOnlyLM):
-    """A decoder of parts with its LM head."""
+    """A decoder of configured parts, with its LM head."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        """Reads all parameters, one layer after another."""
         names, parts = config.names, config.decoder
         assert parts is not None, "its configuration is read by a family"
         self._multiplier, self._softcap = parts.logit_multiplier, parts.logit_softcap
@@ -104,12 +103,13 @@ class Decoder(DecoderOnlyLM):
         return replace(layout, states=plane.over_ranks(self._num_ranks))
 
     def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
-        """Reads a layer like the model's first one with attention, which is none of its own.
+        """Reads a layer that is not one of the model's own, built like the model's first layer with
+        attention.
 
         Args:
             weights: Parameters of the layer.
             first_position: First position to which rows attend.
-            is_sparse: Whether it has experts, if the model has some.
+            is_sparse: Whether the layer has experts, if the model has some.
         """
         config, parts = self.config, self.config.decoder
         assert parts is not None, "its configuration is read by a family"
@@ -239,7 +239,7 @@ def _per_layer_embedding(
 def read_mixer(
     config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Mixer:
-    """Reads the mixer of a layer (its index); `weights` are below the layer's prefix."""
+    """Reads the mixer of layer `index`. `weights` are below the layer's prefix."""
     layer, names = parts.layers[index], config.names
     attention, recurrent = weights.at(names.attention), weights.at(names.recurrent)
     if isinstance(layer, ParallelConfig):
@@ -386,7 +386,7 @@ def _shared_attention(
 def _head_norms(
     heads: tuple[int, int, int], head_norm: HeadNormConfig, weights: Weights
 ) -> tuple[tuple[Norm | None, Norm | None], HeadChange | None]:
-    """Norms that the kernel of the rotation can apply, or else a separate change of the heads."""
+    """Norms that the rotation's kernel can apply, or else a separate change of the heads."""
     norm, dim = head_norm.norm, heads[2]
     if not head_norm.has_weight:
         return (None, None), PlainNorms(dim, norm.eps)
@@ -402,7 +402,7 @@ def _head_norms(
 
 
 def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSlice]:
-    """The norm weights of a rank's heads: one tensor for all heads, or one tensor per head."""
+    """The norm weights of a rank's heads, from one tensor for all heads or one tensor per head."""
     own = range(heads)[weights.shard.of(heads, 1, may_repeat=True)]
     if weights.has(f"{name}.0.weight"):
         return [TensorSlice(f"{name}.{head}.weight", (dim,)) for head in own]
@@ -411,7 +411,7 @@ def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSl
 
 
 def q_scales(config: ModelConfig, layer: AttentionConfig, weights: Weights) -> torch.Tensor | None:
-    """Factors on q by its position, [max_positions] float32; None: there are none."""
+    """[max_positions] float32: factor on q by its position; None: q is not scaled."""
     if layer.llama4_query_scale is None:
         return None
     growth, original = layer.llama4_query_scale
@@ -487,7 +487,6 @@ def _xielu(weights: Weights) -> XIELU:
         return weights.read([TensorSlice(f"act_fn.{name}", (1,))], dtype=torch.float32)
 
     def constant(name: str, usual: float) -> float:
-        """A number that newer files have, or the usual one."""
         if not weights.has(f"act_fn.{name}"):
             return usual
         return float(weights.tensor(TensorSlice(f"act_fn.{name}", ()), torch.float32))
@@ -498,7 +497,7 @@ def _xielu(weights: Weights) -> XIELU:
 
 
 def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:
-    """Reads a norm of the stream."""
+    """Reads a norm of the residual stream."""
     if norm.kind == "rms":
         return _rms(norm, weights, name, size)
     if norm.kind == "plain layer":

@@ -1,4 +1,4 @@
-"""Llama (2, 3, 3.x) and the models of its shape, SmolLM2 and Mistral among them."""
+"""Llama (2, 3, 3.x) and models of its shape, such as SmolLM2 and Mistral."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from weft.engine.model.weights.weights import Weights
 def llama_attention(
     config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor
 ) -> Attention:
-    """Grouped-query attention with rotary positions; biases as the configuration says."""
     return Attention(
         attention_spec(config, layer),
         layer,

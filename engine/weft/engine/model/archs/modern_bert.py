@@ -34,7 +34,7 @@ class _Layer(NamedTuple):
 
 
 class ModernBertModel(Encoder):
-    """ModernBERT, with a classification head where the configuration has one."""
+    """ModernBERT, with a classification head if the configuration has one."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         assert isinstance(config, EncoderConfig)

@@ -13,7 +13,6 @@ from weft.kernels.norm import Norm
 def qwen3_attention(
     config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor
 ) -> Attention:
-    """Grouped-query attention with normalised q and k."""
     return Attention(
         attention_spec(config, layer),
         layer,

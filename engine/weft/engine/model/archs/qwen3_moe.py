@@ -11,7 +11,7 @@ from weft.engine.model.weights.weights import Weights
 
 
 def qwen3_moe_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP | SparseMLP:
-    """The layer's experts, or its one MLP where the configuration says that it has no experts."""
+    """The layer's experts, or one MLP if the configuration says that the layer has no experts."""
     if config.moe is not None and config.moe.is_sparse(layer):
         return SparseMLP.read(config.moe, layer, config.hidden_size, weights)
     return gated_mlp(config, layer, weights)

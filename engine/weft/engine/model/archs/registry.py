@@ -12,11 +12,7 @@ from weft.engine.model.interface import ModelClass
 
 
 def class_of(config: ModelConfig) -> ModelClass:
-    """The class that implements a configuration.
-
-    Raises:
-        ModelError: See `model_class`.
-    """
+    """The class that implements a configuration. Raises ModelError as `model_class`."""
     if config.is_encoder and not isinstance(config, EncoderConfig):
         return BidirectionalDecoder
     return model_class(config.architecture)

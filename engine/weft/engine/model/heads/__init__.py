@@ -1,1 +1,1 @@
-"""Draft heads: EAGLE-1, 2 and 3."""
+"""Draft heads: EAGLE-1, 2 and 3, and MTP."""

@@ -1,8 +1,8 @@
-"""LoRA adapters of draft heads, read from the folder `draft` of an adapter.
+"""LoRA adapters of draft heads, from the folder `draft` of an adapter: a PEFT folder for the head's
+only layer.
 
-The folder is a PEFT folder for the head's one layer. A draft adapter changes only projections after
-K and V, so that all requests share the head's entries in the pages. It is part of no digest, and it
-changes only the speed of generation.
+A draft adapter changes only projections after K and V, so that all requests share the head's
+entries in the pages. It is part of no digest, and it changes only the speed of generation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def read_draft_adapter(
     folder: Path, shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
-    """Reads the additions of a draft adapter to the weights of the head's layer.
+    """Reads a draft adapter's additions to the weights of the head's layer.
 
     Args:
         folder: `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
-        shapes: [out, in] of the head's weights, by module, of `MODULES`.
+        shapes: [out, in] of the head's weights, by module.
 
     Returns:
-        By module, of `MODULES`: [out, in] float32.
+        [out, in] float32, by module.
 
     Raises:
         AdapterError: The draft adapter cannot be used.
@@ -54,12 +54,8 @@ def read_draft_adapter(
 def read_draft_pairs(
     folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int | None = None
 ) -> dict[str, LoraPair]:
-    """Like `read_draft_adapter`, but returns the factors of each change, scaled, in float32.
-
-    Args:
-        folder: See `read_draft_adapter`.
-        shapes: See `read_draft_adapter`.
-        max_rank: Largest rank of a change, if its matrix allows it; larger ones are refused unread.
+    """Like `read_draft_adapter`, but returns the two matrices of each change, scaled, in float32. A
+    change of a higher rank than `max_rank` is refused before it is read.
     """
     with open_adapter(folder) as files:
         config = PeftConfig.parse(files.config, folder)

@@ -1,4 +1,4 @@
-"""Draft heads: their interface, and loading from a directory."""
+"""The interface of draft heads, and loading one from a directory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class DraftHead(Protocol):
 
     kind: HeadKind
     hidden_size: int
-    """Size of its hidden states."""
     layer: int
-    """Index of the head's K and V in the pool's layers, after the target's."""
+    """Index of the head's K and V among the pool's layers, after the target's."""
     digest: bytes
     """32 bytes over files, configuration and dtype."""
     layer_bytes: int
@@ -31,24 +30,24 @@ class DraftHead(Protocol):
     def extend(
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs a step of the target and writes the head's K and V of it.
+        """Runs a step of the target, and writes the head's K and V for it.
 
         Args:
             target: Model for which the head was loaded.
-            step: The step; `slots` must be there.
-            kept: [slots + 1, hidden]: the states of each request's last row before; then of its
-                last row of this step.
+            step: Its `slots` must not be None.
+            kept: [slots + 1, hidden]: the state of each request's last row in the step before;
+                overwritten with that of its last row in this step.
             pool: The target's pool, with the head's layer.
 
         Returns:
-            [L, target's hidden], as `Model.forward`, and [T, hidden]: the target's states in the
-            form that the head reads.
+            [L, target's hidden], as from `Model.forward`, and [T, hidden]: the target's states in
+            the form that the head reads.
         """
 
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        """Drafts tokens behind the last ones of R requests.
+        """Drafts tokens to follow the last tokens of R requests.
 
         Args:
             state: [R, hidden], from `extend`, of the position before the last token; overwritten.
@@ -62,11 +61,8 @@ class DraftHead(Protocol):
 
 
 def load_draft_head(draft_dir: Path, target: DecoderOnlyLM) -> DraftHead:
-    """Loads a head in its published layout: config.json and safetensors.
-
-    Args:
-        draft_dir: The directory.
-        target: The model that it drafts for, loaded; the head computes in its dtype, on its device.
+    """Loads a head in its published layout: config.json and safetensors. The head computes in the
+    target's dtype, on its device.
 
     Raises:
         ModelError: The directory is incomplete or malformed, of an unsupported kind or made for

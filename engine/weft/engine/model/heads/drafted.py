@@ -1,7 +1,7 @@
 """A target with a draft head: every step of the target also writes the head's K and V.
 
-Every page that holds the target's K and V therefore also holds the head's, on every worker, and
-pages are cached, shipped and stored with both.
+So on every worker, a page that holds the target's K and V also holds the head's, and pages are
+cached, shipped and stored with both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.kernels.slot_rows import put_rows
 def load_drafted(
     loaded: LoadedModel, draft_dir: Path, max_requests: int, max_step_tokens: int
 ) -> DraftedModel:
-    """Loads a head for a model; see `load_draft_head` and `DraftedModel`.
+    """Loads a head for a model.
 
     Raises:
         ModelError: The head cannot be used, or does not fit this model.
@@ -42,10 +42,8 @@ def load_drafted(
 
 
 def check_width(head: DraftHead, target: DecoderOnlyLM, draft_dir: Path) -> None:
-    """Refuses a head of another width than the model where ranks on GPUs add up hidden states.
-
-    Raises:
-        ModelError: There are such ranks, and the widths differ.
+    """Raises ModelError if the head is of another width than the model and ranks on GPUs add up
+    hidden states, since they add up only rows of the model's width.
     """
     stack, width = target.model, target.config.hidden_size
     if stack.peers is None or not stack.embed_tokens.is_cuda or head.hidden_size == width:
@@ -59,7 +57,7 @@ def check_width(head: DraftHead, target: DecoderOnlyLM, draft_dir: Path) -> None
 
 
 class DraftedModel:
-    """Implements `Model` for a target and the head that drafts for it.
+    """`Model` of a target and the head that drafts for it.
 
     The head combines the target's state at a position with the token at the next position. For the
     first row of a request in a step, `kept` holds the state of the previous step in the request's
@@ -68,8 +66,6 @@ class DraftedModel:
     last token before a border is part of its block instead.
 
     Args:
-        target: Loaded model.
-        head: Head loaded for the model.
         max_requests: Number of slots.
         max_step_tokens: Rows of the largest step after which `keep_accepted` may be called.
         draft_dir: Directory of the head; None: the head cannot be adapted.
@@ -89,15 +85,12 @@ class DraftedModel:
         self._target = target
         embedding, width = target.model.embed_tokens, head.hidden_size
         self.kept = embedding.new_zeros((max_requests + 1, width))
-        """State of each slot's last row, [max_requests + 1, hidden]; the last one is a dummy."""
+        """[max_requests + 1, hidden]: state of each slot's last row; the last entry is a dummy."""
         self._last = embedding.new_zeros((max_step_tokens, width))
         """The rows of the last step; on a GPU in fixed memory, as captured graphs need it."""
 
     def adapted(self, folder: Path) -> DraftedModel:
-        """The same model with an adapted head; states and pages are shared.
-
-        Args:
-            folder: Folder of the draft adapter.
+        """The same model with an adapted head. Both share states and pages.
 
         Raises:
             WeftError: The draft adapter cannot be used, or does not fit this head.
@@ -113,7 +106,7 @@ class DraftedModel:
         return made
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        """The target's page with the head's layer behind its own."""
+        """The target's page with the head's layer after the target's own."""
         layout = self._target.kv_layout(page_size)
         plane, states = layout.plane, layout.states
         both = replace(plane, layers=plane.layers + 1, draft=self.head.digest.hex())
@@ -129,7 +122,7 @@ class DraftedModel:
         return CacheLayout(page_size, (PageGroup((both,)), *windows), states)
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """Like `Model.forward`; `step.slots` is required."""
+        """`step.slots` must not be None."""
         hidden, states = self.head.extend(self._target, step, self.kept, pool)
         if states.is_cuda:
             rows = min(states.shape[0], self._last.shape[0])
@@ -139,14 +132,13 @@ class DraftedModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
-        """Like `Model.logits`."""
         return self._target.logits(hidden, lora)
 
     def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
         return self._target.logits_part(hidden, tokens)
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Records, after a verification, which row of the step is each request's last.
+        """Records, after a verification, which row of the step is each request's last one.
 
         Args:
             rows: [R] int64, on the device: rows of the last step, in its order.

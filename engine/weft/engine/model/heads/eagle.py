@@ -1,8 +1,8 @@
 """The draft head of EAGLE-1 and EAGLE-2: one decoder layer over the target's last hidden states.
 
-Its entry for position i is made from the target's normalised state at i - 1 and the token at i;
-position 0 has none. K and V of the entries are one more layer of the target's pages, behind its
-own.
+Its entry for position i comes from the target's normalised state at i - 1 and the token at i;
+position 0 has none. K and V of the entries are one more layer of the target's pages, after the
+target's own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from weft.kernels.linear import LinearWeight
 
 
 class EagleHead:
-    """A `DraftHead`, loaded for one target, whose embedding and LM head it may share."""
+    """A `DraftHead` loaded for one target, whose embedding and LM head it may share."""
 
     kind: HeadKind = "eagle"
     group = 0
-    """Number of the step's page group that holds the head's K and V, the target's."""
+    """Number of the step's page group that holds the head's K and V: the target's."""
 
     def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader) -> None:
-        """Reads all parameters of the head."""
         self.hidden_size = config.hidden_size
         self.layer = target.kv_layout(1).plane.layers
         self.digest = b""
@@ -67,7 +66,9 @@ class EagleHead:
 
 
 def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
-    """Loads an EAGLE-1 or EAGLE-2 head in the published layout; see `load_draft_head`."""
+    """Loads an EAGLE-1 or EAGLE-2 head in the published layout. Raises ModelError as
+    `load_draft_head`.
+    """
     config = EagleConfig.load(draft_dir)
     config.check_target(target.config, draft_dir)
     with Checkpoint(draft_dir, unused=is_rotary_buffer) as file:

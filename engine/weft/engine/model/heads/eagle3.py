@@ -1,7 +1,7 @@
 """The draft head of EAGLE-3 (Li et al. 2025): one decoder layer over the target's hidden states.
 
-Its entry for position i is made from the target's state at i - 1 and the token at i; position 0 has
-none. K and V of the entries are one more layer of the target's pages, behind its own.
+Its entry for position i comes from the target's state at i - 1 and the token at i; position 0 has
+none. K and V of the entries are one more layer of the target's pages, after the target's own.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ from weft.kernels.stream import Taps
 
 
 class Eagle3Head:
-    """A `DraftHead`, loaded for one target, whose embedding (and LM head) it may share."""
+    """A `DraftHead` loaded for one target, whose embedding (and LM head) it may share."""
 
     kind: HeadKind = "eagle3"
     group = 0
-    """Number of the step's page group that holds the head's K and V, the target's."""
+    """Number of the step's page group that holds the head's K and V: the target's."""
 
     def __init__(self, config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> None:
-        """Reads all parameters; see `load_eagle3`."""
         self.config = config
         self.hidden_size = config.hidden_size
         self.aux_layers = config.layers_of(target.config)
         self.layer = target.kv_layout(1).plane.layers
-        """Index of the head's K and V in the pool's layers."""
+        """Index of the head's K and V among the pool's layers."""
         self.digest = b""
         """32 bytes over files, configuration and dtype."""
         self.weight = w = _read_weight(config, target, names)
@@ -74,14 +73,14 @@ class Eagle3Head:
 
         Args:
             aux: [T, 3 * target_hidden]: the inputs of `aux_layers`, side by side.
-            step: The step; `slots` must be there.
+            step: Its `slots` must not be None.
             kept: [slots + 1, hidden]: the returned state of each request's last row in the previous
-                step; this step overwrites it.
+                step. This step overwrites it.
             pool: The target's pool, with the head's layer.
 
         Returns:
             A description whose result is [T, hidden]: the target's states in the form that the head
-            reads.
+                reads.
         """
         assert step.slots is not None, "a step of a drafted model names its slots"
         group = step.groups[self.group]
@@ -104,20 +103,21 @@ class Eagle3Head:
     def tree(
         self, state: torch.Tensor, token_ids: torch.Tensor, trees: DraftTrees, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Grows trees behind the last tokens of requests; see `draft_tree`."""
+        """Grows trees from the last tokens of requests, as `draft_tree` describes."""
         return draft_tree(state, token_ids, self.weight, trees, pool, self.layer)
 
 
 def adapt_eagle3(
     head: Eagle3Head, draft_dir: Path, target: DecoderOnlyLM, changes: Mapping[str, torch.Tensor]
 ) -> Eagle3Head:
-    """A head with changed projections after K and V; it shares everything else with the original.
+    """A head with changed projections after K and V, which shares everything else with the
+    original.
 
     Args:
-        head: Head loaded from `draft_dir` for `target`.
-        draft_dir: Directory of the head, which is read again.
-        target: Target of the head.
-        changes: [out, in] by module of the head's layer (q, o, gate, up, down), added to weights.
+        head: Head that was loaded from `draft_dir` for `target`.
+        draft_dir: Read again, for the weights before packing.
+        changes: [out, in] by module of the head's layer (q, o, gate, up, down), added to the
+            weights.
 
     Raises:
         ModelError: The files are no longer there.
@@ -152,7 +152,6 @@ def adaptable_shapes(config: Eagle3Config) -> dict[str, tuple[int, int]]:
 
 
 def _read_layer(config: Eagle3Config, layer: Weights) -> dict[str, LinearWeight]:
-    """The products of the head's layer, under their names in `DraftHeadWeight`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     attention, mlp = layer.at("self_attn"), layer.at("mlp")
     return {
@@ -203,7 +202,7 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
 
 
 class _Names:
-    """Parameter names of a head's file: writers name its one layer differently."""
+    """Parameter names of a head's file. Training codes name its one layer differently."""
 
     def __init__(
         self, file: CheckpointReader, config: Eagle3Config, target: DecoderOnlyLM, where: Path
@@ -234,8 +233,8 @@ class _Names:
         """[draft_vocab_size] int64, on the host: the head's tokens in the target's vocabulary.
 
         Raises:
-            ModelError: The map is missing, leads outside or names a token twice, or `t2d` says
-                otherwise.
+            ModelError: The map is missing, leads outside or names a token twice, or `t2d`
+                contradicts it.
         """
         size, vocab_size = config.draft_vocab_size, config.vocab_size
         offsets, flags = (self._table(name) for name in ("d2t", "t2d"))
@@ -261,7 +260,6 @@ class _Names:
         return ids
 
     def _table(self, name: str) -> str | None:
-        """The full name of a table of the vocabulary; None if it is not there."""
         return next((n for n in (name, self._prefix + name) if self._file.has(n)), None)
 
     def _check_fc(self, config: Eagle3Config) -> None:
@@ -275,16 +273,7 @@ class _Names:
 
 
 def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
-    """Loads a head in the published layout: config.json and safetensors.
-
-    Args:
-        draft_dir: The directory.
-        target: The model that it drafts for, loaded; the head computes in its dtype, on its device.
-
-    Raises:
-        ModelError: The directory is incomplete or malformed, of an unsupported kind or made for
-            another model.
-    """
+    """Loads an EAGLE-3 head in the published layout. Raises ModelError as `load_draft_head`."""
     config = Eagle3Config.load(draft_dir)
     config.check_target(target.config, draft_dir)
     with Checkpoint(draft_dir, unused=is_rotary_buffer) as file:

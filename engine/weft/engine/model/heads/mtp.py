@@ -1,11 +1,11 @@
-"""Multi-token-prediction (MTP) heads: a decoder layer of the target's own kind that the target's
+"""Multi-token-prediction (MTP) heads: a decoder layer of the target's own kind, which the target's
 checkpoint brings (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Its entry for position i is made from the target's normalised state at i - 1 and the token at i;
-position 0 has none. The entries are one more layer of the target's pages, behind its own. A step of
-the target writes them with the layer's projections alone; only drafts run the rest of the layer,
-such as experts. A chain continues from the head's own states, whatever the number of heads that
-were trained: the first one drafts all tokens.
+The head's entry for position i comes from the target's normalised state at i - 1 and the token at
+i; position 0 has none. The entries are one more layer of the target's pages, after its own. A step
+of the target writes them with the layer's projections alone. Only drafts run the rest of the layer,
+such as experts. A chain continues from the head's own states. A checkpoint may have several heads;
+the first one drafts all tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MtpHead:
 
     kind: HeadKind = "mtp"
     group = 0
-    """Number of the step's page group that holds the head's entries, the target's."""
+    """Number of the step's page group that holds the head's entries: the target's."""
 
     def __init__(
         self,
@@ -51,16 +51,14 @@ class MtpHead:
         logits: Callable[[torch.Tensor], torch.Tensor],
         is_state_first: bool = False,
     ) -> None:
-        """Assembles the head; the layer's entries become those behind the target's own.
+        """Assembles the head and places the layer's entries after the target's own.
 
         Args:
-            target: The model that brings it.
             embedding: [num_embeddings, H].
-            norms: Of embeddings and of states.
+            norms: Norms of embeddings and of states.
             projection: [H, 2 * H]: of both, side by side.
-            layer: The decoder layer.
-            last_norm: Norm of the layer's result; None: there is none.
-            logits: Computes logits [R, vocab] of states [R, H].
+            last_norm: Norm of the layer's result, or None.
+            logits: Computes logits, [R, vocab], of states, [R, H].
             is_state_first: Whether the projection takes the state before the embedding.
         """
         self.hidden_size = target.config.hidden_size
@@ -126,7 +124,7 @@ class MtpHead:
 
 
 def _step_of(chains: DraftChains, number: int, token_ids: torch.Tensor) -> Step:
-    """One draft of each of the leading requests as a step, each with one row."""
+    """One draft of each of the leading requests, as a step with one row per request."""
     count = len(token_ids)
     group = AttentionMetadata(
         page_table=chains.page_table[:count],
@@ -149,14 +147,12 @@ def read_mtp(target: Model, weights: Weights, own: Collection[str], where: str) 
     """Reads the head that a target's checkpoint brings.
 
     Args:
-        target: The model, loaded.
         weights: All parameters of the checkpoint.
-        own: The copies of embedding and LM head (`MtpConfig.copies`) that differ from the model's.
-        where: What messages call the checkpoint.
+        own: The head's embedding and LM head (`MtpConfig.copies`), if they differ from the model's.
+        where: Name of the checkpoint in messages.
 
     Raises:
-        ModelError: Models of this kind have no MTP head that is supported, or the checkpoint has
-            none.
+        ModelError: Models of this kind have no supported MTP head, or the checkpoint has none.
     """
     config = target.config
     if not isinstance(target, Decoder) or config.mtp is None or config.decoder is None:

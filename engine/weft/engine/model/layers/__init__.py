@@ -1,1 +1,1 @@
-"""What architectures are made of: thin objects over operations of `weft.kernels`."""
+"""The parts of architectures: thin objects over operations of `weft.kernels`."""

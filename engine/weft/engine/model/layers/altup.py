@@ -1,5 +1,5 @@
-"""Alternating updates (AltUp, arXiv 2301.13310): a stream of several copies, of which each layer
-computes the first and predicts the others. The forms are Gemma 3n's.
+"""Alternating updates (AltUp, arXiv 2301.13310): a residual stream of several copies, of which each
+layer computes the first and predicts the others. The forms are Gemma 3n's.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ _LEAST_SQUARE = 1e-5
 
 
 class Copies:
-    """How a stream of hidden states becomes one of C copies, and becomes one again."""
+    """Makes C copies of a stream of hidden states, and merges them again."""
 
     def __init__(self, spread: LinearWeight, merge: tuple[LinearWeight, ...]) -> None:
-        """Assembles it of [H] -> [(C - 1) * H], and of [H] -> [H] for each copy but the first."""
+        """Args:
+        spread: [H] -> [(C - 1) * H].
+        merge: [H] -> [H] for each copy but the first.
+        """
         self._spread, self._merge = spread, merge
 
     @classmethod
     def read(cls, hidden: int, copies: int, weights: Weights) -> Copies:
-        """Reads the projections; `weights` are below the prefix of the layers' module."""
+        """`weights` are below the prefix of the layers' module."""
 
         def product(*names: str) -> LinearWeight:
             rows = (hidden,) * len(names)
@@ -59,31 +62,30 @@ class Copies:
 
 
 def _like(copies: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Copies, [T, C - 1, H], with the root mean square of the first one, [T, 1, H]."""
+    """Copies, [T, C - 1, H], scaled to the root mean square of the first one, [T, 1, H]."""
     target = first.float().square().mean(dim=-1, keepdim=True)
     found = copies.float().square().mean(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE)
     return (copies * (target / found).sqrt()).to(copies.dtype)
 
 
 class AltUp(NamedTuple):
-    """What a layer makes of the copies before and behind its blocks."""
+    """A layer's prediction of the copies before its blocks, and their correction after."""
 
     norm: Norm
-    """Normalises rows before the router. Its weight has the factor 1 / H of the router in it."""
+    """Normalises rows before the router. Its weight includes the router's factor 1 / H."""
     router: LinearWeight
     """[H] -> [C]."""
     prediction: torch.Tensor
-    """[C * C, C] float32: of router outputs, the coefficients of each copy in each prediction."""
+    """[C * C, C] float32: from router outputs to the coefficient of each copy in each prediction.
+    """
     correction: torch.Tensor
-    """[C, C] float32: of router outputs, the coefficient of each correction."""
+    """[C, C] float32: from router outputs to the coefficient of each correction."""
     scale: torch.Tensor
-    """[H]: on the first copy as the layer's part of the second embedding reads it."""
+    """[H]: factor on the first copy where the layer's part of the second embedding reads it."""
 
     @classmethod
     def read(cls, hidden: int, copies: int, eps: float, weights: Weights) -> AltUp:
-        """Reads the parameters of a layer, which quantised checkpoints keep in floats; `weights`
-        are below their prefix.
-        """
+        """`weights` are below the parameters' prefix. Quantised checkpoints keep them in floats."""
 
         def matrix(name: str, rows: int) -> torch.Tensor:
             part = TensorSlice(f"{name}.weight", (rows, copies))
@@ -100,15 +102,15 @@ class AltUp(NamedTuple):
         )
 
     def predicted(self, copies: torch.Tensor) -> torch.Tensor:
-        """[T, C, H] -> [T, C, H]: every copy plus a combination of all."""
+        """[T, C, H] -> [T, C, H]: each copy plus a combination of all."""
         count = copies.shape[1]
         coefficients = _of_each(self._routed(copies[:, 0].contiguous()), self.prediction)
         coefficients = coefficients.view(-1, count, count).to(copies.dtype)
         return torch.baddbmm(copies, coefficients, copies)
 
     def corrected(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-        """The predictions, [T, C, H], moved by what the first differs from the layer's result,
-        [T, H].
+        """The predictions, [T, C, H], each moved by a multiple of the difference between the
+        layer's result, [T, H], and the first prediction.
         """
         change = computed - predicted[:, 0]
         coefficients = _of_each(self._routed(computed), self.correction) + 1.0
@@ -116,12 +118,11 @@ class AltUp(NamedTuple):
         return torch.addcmul(predicted, coefficients, change.unsqueeze(1))
 
     def _routed(self, rows: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, C] float32."""
         return torch.tanh(linear(self.norm(rows), self.router, out_dtype=torch.float32))
 
 
 def _of_each(routed: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """[T, C] and [N, C] -> [T, N]: their product, each row of which is computed alone."""
+    """[T, C] and [N, C] -> [T, N]: their product, computed for each row by itself."""
     return (routed.unsqueeze(1) * matrix).sum(dim=2)
 
 
@@ -129,11 +130,10 @@ class AltUpLayer:
     """A layer that computes the first copy of the stream: a `StackLayer`.
 
     Args:
-        layer: Its mixer and feed-forward block. The stream that they add to begins with what
-            LAuReL adds, times 1 / sqrt(2); so the norm behind the mixer has this factor too.
-        part: The layer's part of a second embedding, which the other copies get.
-        part_post: Norm of its result.
-        altup: What the layer makes of the copies.
+        layer: Its mixer and feed-forward block. The stream that they add to starts with LAuReL's
+            addition times 1 / sqrt(2), so the norm after the mixer includes this factor too.
+        part: The layer's part of a second embedding, which is added to the other copies.
+        part_post: Norm of the result of `part`.
         laurel: The addition beside attention.
     """
 
@@ -147,7 +147,7 @@ class AltUpLayer:
     def read(
         cls, layer: Layer, config: AltUpConfig, hidden: int, eps: float, weights: Weights
     ) -> AltUpLayer:
-        """Reads what a usual layer with norms around its blocks lacks."""
+        """Reads the parameters that a usual layer with norms around its blocks lacks."""
         form = layer.form
         post, part, part_post = form.mixer_post, form.last, form.last_post
         assert isinstance(post, Norm), "families with AltUp have norms around blocks"
@@ -184,11 +184,9 @@ class AltUpLayer:
         stream.replace(copies.flatten(1))
 
     def _copies(self, stream: torch.Tensor) -> torch.Tensor:
-        """[T, C * H] -> [T, C, H]."""
         return stream.view(stream.shape[0], self._altup.router.out_features, -1)
 
     def _normed(self, predicted: torch.Tensor) -> torch.Tensor:
-        """What the blocks and LAuReL read, [T, H]."""
         assert self._layer.input_norm is not None, "families with AltUp have norms around blocks"
         return self._layer.input_norm(predicted[:, 0].contiguous())
 

@@ -42,8 +42,13 @@ def qkv_spec(
     groups: int = 1,
     order: tuple[int, ...] = (),
 ) -> LinearSpec:
-    """The projections of q, k and v of all heads; `has_gate`: each head's q is followed by a gate
-    of its result; `groups`, `order`: see `LinearSpec`.
+    """The projections of q, k and v of all heads.
+
+    Args:
+        value_dim: Width of a head of V; None: `head_dim`.
+        has_gate: Whether each head's q is followed by a gate of its result.
+        groups: Parts of the fused rows, as in `LinearSpec`.
+        order: Order of the projections in the fused rows, as in `LinearSpec`.
     """
     widths = ((2 if has_gate else 1) * head_dim, head_dim, value_dim or head_dim)
     counts = (num_heads, num_kv_heads, num_kv_heads)
@@ -64,7 +69,6 @@ def qkv_spec(
 def o_spec(
     hidden: int, num_heads: int, head_dim: int, *, bias: bool = False, name: str = "o_proj"
 ) -> LinearSpec:
-    """The projection of all heads back to the hidden size."""
     return LinearSpec(
         names=(name,),
         in_features=num_heads * head_dim,
@@ -85,14 +89,14 @@ class Gate(NamedTuple):
     """A factor on attention's result, from a projection of the layer's input."""
 
     proj: LinearWeight | None = None
-    """[hidden] -> one factor a head, or one an element of the heads' values. None: `qkv_proj` has
-    those of each head behind its q.
+    """[hidden] -> one factor per head, or one per element of the heads' values. None: in `qkv_proj`
+    the gates of each head follow its q.
     """
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
 
     def of(self, mixed: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """[T, Hq * D] times the factors, of which `found` has those before the activation, one a
-        head or [T, Hq, D].
+        """[T, Hq * D] times the factors. `found` has the factors before the activation: one per
+        head, or [T, Hq, D].
         """
         # Computed in float32 and rounded, by one launch on a GPU.
         act = torch.sigmoid if self.activation == "sigmoid" else F.softplus
@@ -128,27 +132,26 @@ class Attention:
         value_dim: int | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """Assembles the layer from its parts.
-
-        Args:
-            spec: The layer's constants, from `attention_spec`.
-            layer: The layer's number, and its index in the pool unless `move` follows.
-            cos_sin: [max_positions, head_dim] float32, shared by layers that rotate alike; of one
-                row: heads are not rotated.
-            qkv_proj: [hidden] -> q, k and v of all heads.
-            o_proj: All heads -> [hidden].
-            q_norm: Norm of each head of q before the rotation, or None.
-            k_norm: The same for k; both have one epsilon.
-            num_adjacent: See `rope_and_cache`.
-            changes: Other changes of q, k and v before the rotation, in their order.
-            q_scales: [max_positions] float32: factors on q by its position, or None.
-            value_dim: Elements of a head of V as `qkv_proj` makes it and `o_proj` takes it, if less
-                than D; the changes widen it.
-            gate: A factor on attention's result, or None.
+        """Args:
+        spec: The layer's constants, from `attention_spec`.
+        layer: The layer's number, and its index in the pool unless `move` follows.
+        cos_sin: [max_positions, head_dim] float32, shared by layers that rotate alike. With one
+            row heads are not rotated.
+        qkv_proj: [hidden] -> q, k and v of all heads.
+        o_proj: All heads -> [hidden].
+        q_norm: Norm of each head of q before the rotation, or None.
+        k_norm: The same for k; both have one epsilon.
+        num_adjacent: Elements that are rotated in adjacent pairs, as in `rope_and_cache`.
+        changes: Other changes of q, k and v before the rotation, in their order.
+        q_scales: [max_positions] float32: factors on q by its position, or None.
+        value_dim: Elements of a head of V in `qkv_proj` and `o_proj`, if fewer than D; the
+            changes widen it to D.
+        gate: Factor on attention's result, or None.
         """
         self.layer = self.in_pool = layer
         self.group = 0
-        """Number of the step's page group that holds the layer's K and V, as layer `in_pool`."""
+        """Number of the step's page group that holds the layer's K and V, there as layer `in_pool`.
+        """
         self.cos_sin = cos_sin
         self.num_adjacent = num_adjacent
         self.qkv_proj = qkv_proj
@@ -200,7 +203,6 @@ class Attention:
         return replace(step, groups=tuple(groups))
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """Writes K and V of all rows."""
         group, spec = step.groups[self.group], self.spec
         qkv = x.linear(self.qkv_proj, step.added("qkv", self.layer))
         gate = None
@@ -213,7 +215,7 @@ class Attention:
             qkv = change(qkv, positions, spec.heads * spec.dim)
         is_settled = group.is_settled
         if not self._is_rotated:
-            # These were just created, so kernels must not read them early.
+            # These positions were just created, so kernels must not read them early.
             positions, is_settled = torch.zeros_like(positions), False
         own, norm = own_kv(qkv, spec, group), self.q_norm or self.k_norm
         q = rope_and_cache(
@@ -245,7 +247,6 @@ class Attention:
         return torch.cat((q, others), dim=1).flatten(1), gate
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
-        """Attends to the requests' pages and projects the result."""
         group, spec = step.groups[self.group], self.spec
         plane = plane_of(group, pool, self._plane)
         mixed = paged_attention(query.q, plane, self.in_pool, spec, group, query.own)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the gated delta rule with a decay of each element of a key."""
+"""Kimi Delta Attention: the gated delta rule with a decay for each element of a key."""
 
 from __future__ import annotations
 
@@ -25,33 +25,29 @@ from weft.kernels.stream import Normed
 
 
 class _Projections(NamedTuple):
-    """The products of a layer's input."""
-
     qkv: LinearWeight
     beta: LinearWeight
     low: LinearWeight | None
-    """[hidden] -> the narrow inputs of the next two; None: they take the layer's input."""
+    """[hidden] -> the narrow inputs of `decay` and `gate`; None: these take the layer's input."""
     decay: LinearWeight
     gate: LinearWeight
 
 
 @dataclass(eq=False, kw_only=True)
 class DeltaAttention(RecurrentMixer):
-    """The delta rule behind short convolutions of q, k and v.
-
-    Rows of inputs have q, k and v of one head after another, so that a rank's heads are one range.
+    """The delta rule after short convolutions of q, k and v. Rows of inputs have q, k and v of one
+    head after another, so that a rank's heads are one range.
     """
 
     kind = "delta-attention"
 
     config: DeltaAttentionConfig
-    """Sizes, over all ranks."""
+    """Sizes over all ranks."""
     projections: _Projections
-    """Projections of the layer's input."""
     conv: torch.Tensor
     """[taps, channels], in the order of rows of inputs."""
     rates: torch.Tensor
-    """[H, 1] float32: negative rates of the decay; H and what follows are this rank's heads."""
+    """[H, 1] float32: negative rates of the decay. Here and below H counts this rank's heads."""
     dt_bias: torch.Tensor
     """[H, D] float32."""
     norm: torch.Tensor
@@ -75,9 +71,7 @@ class DeltaAttention(RecurrentMixer):
         weights: Weights,
         out: str,
     ) -> DeltaAttention:
-        """Reads the parameters below one prefix of the names. `out` names the output projection;
-        the other arguments are as the fields.
-        """
+        """`out` names the output projection."""
         heads, dim, taps = config.heads, config.dim, config.taps
         own, width = weights.shard.of(heads, 1, may_repeat=False), heads * dim
 

@@ -12,7 +12,7 @@ from weft.kernels.stream import Combine, Computed, Normed, Stream
 
 
 class DualNorm(NamedTuple):
-    """Norms before and behind both parts, and before the router."""
+    """Norms before and after both parts, and before the router."""
 
     mlp: AnyNorm
     mlp_post: AnyNorm
@@ -22,8 +22,8 @@ class DualNorm(NamedTuple):
 
 
 class ExpertsBesideMLP:
-    """The sum of an MLP and of routed experts, each normalised by itself: Gemma 4's
-    `FeedForward`. It reads the stream as it is.
+    """The sum of an MLP and of routed experts, each with norms of its own: Gemma 4's `FeedForward`.
+    It reads the stream without a norm.
     """
 
     def __init__(self, mlp: PlainMLP, experts: SparseMLP, norms: DualNorm) -> None:

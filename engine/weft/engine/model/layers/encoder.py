@@ -20,7 +20,7 @@ from weft.kernels.rope import rotate_heads
 from weft.kernels.stream import Sum
 
 _GATES: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-"""Activations that a GPU computes with the product behind them."""
+"""Activations that a GPU computes together with the product by their factor."""
 _GRAIN = 32_768
 """Least number of elements that torch gives to each thread."""
 
@@ -37,7 +37,6 @@ class LayerNorm:
     def read(
         cls, weights: Weights, name: str, size: int, eps: float, *, bias: bool = True
     ) -> LayerNorm:
-        """Reads a norm below a prefix of a checkpoint's names."""
         added = weights.read([TensorSlice(f"{name}.bias", (size,))]) if bias else None
         return cls(weights.norm(name, size), added, eps)
 
@@ -46,9 +45,8 @@ class LayerNorm:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def of_sum(self, added: Sum, residual: torch.Tensor) -> torch.Tensor:
-        """[T, hidden]: the norm of `residual` with what is added to it.
-
-        A GPU adds in the norm, a CPU in the product.
+        """[T, hidden]: the norm of `residual` plus the addition. A GPU adds within the norm, a CPU
+        within the product.
         """
         if not residual.is_cuda:
             return self(added.added_to(residual))
@@ -63,12 +61,12 @@ class Ragged:
     bounds: Bounds
     """Where prompts begin."""
     step: Step
-    """All of it."""
+    """The step of these prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderAttention:
-    """Attention of each token to all of its prompt, or to those near it."""
+    """Attention of each token to all of its prompt, or to the tokens near it."""
 
     layer: int
     """Number of the layer, for adapters."""
@@ -78,12 +76,12 @@ class EncoderAttention:
     reach: int | None = None
     """Tokens to each side that a token sees; None: all."""
     cos_sin: torch.Tensor | None = None
-    """[max_positions, head_dim] float32: rotations of q and k; None: none."""
+    """[max_positions, head_dim] float32: rotations of q and k; None: no rotation."""
     slopes: torch.Tensor | None = None
-    """[num_heads] float32: how much scores fall with each token of distance; None: they do not."""
+    """[num_heads] float32: decrease of scores with each token of distance; None: no decrease."""
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
-        """[T, hidden] -> what the stream gets."""
+        """[T, hidden] -> the addition to the stream."""
         qkv = linear(x, self.qkv, lora=batch.step.added("qkv", self.layer))
         qkv = qkv.view(len(x), 3, self.num_heads, -1)
         if self.cos_sin is not None:
@@ -104,10 +102,10 @@ class PlainMLP:
     down: LinearWeight
     activation: ActivationName
     is_fixed: bool = False
-    """Whether a token's bits do not depend on what else a step holds."""
+    """Whether a token's bits must not depend on the other rows of a step."""
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
-        """[T, hidden] -> what the stream gets."""
+        """[T, hidden] -> the addition to the stream."""
         inner = linear(x, self.up, lora=batch.step.added("gate_up", self.layer))
         activated = _activated(self.activation, inner, is_fixed=self.is_fixed)
         return Sum(activated, self.down, batch.step.added("down", self.layer))
@@ -123,10 +121,10 @@ class GluMLP:
     down: LinearWeight
     activation: ActivationName
     is_fixed: bool = False
-    """Whether a token's bits do not depend on what else a step holds."""
+    """Whether a token's bits must not depend on the other rows of a step."""
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
-        """[T, hidden] -> what the stream gets."""
+        """[T, hidden] -> the addition to the stream."""
         both = linear(x, self.up, lora=batch.step.added("gate_up", self.layer))
         to_down = batch.step.added("down", self.layer)
         if both.is_cuda and self.activation in _GATES:
@@ -138,13 +136,8 @@ class GluMLP:
 
 
 def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torch.Tensor:
-    """[T, N]: an activation of each number.
-
-    Args:
-        name: The activation.
-        x: [T, N].
-        is_fixed: Whether an element's bits must not depend on its place. torch computes the end of
-            each thread's part with another form of a function, so each part is then whole rows.
+    """[T, N]: an activation of each number. torch computes the end of each thread's part with
+    another form of the function, so with `is_fixed` each part is whole rows.
     """
     activate = ACTIVATIONS[name]
     if not is_fixed or x.is_cuda:

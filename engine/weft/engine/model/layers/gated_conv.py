@@ -1,4 +1,4 @@
-"""Short convolutions between two gates: LFM2's layers without attention."""
+"""Short convolutions between two gates: the layers of LFM2 without attention."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from weft.kernels.stream import Normed
 
 @dataclass(eq=False, kw_only=True)
 class GatedConv(RecurrentMixer):
-    """C * conv(B * x), each channel by itself."""
+    """C * conv(B * x), for each channel by itself."""
 
     kind = "short-conv"
 
     in_proj: LinearWeight
     """[hidden] -> B, C and x."""
     conv: torch.Tensor
-    """[taps, channels], this rank's."""
+    """[taps, channels] of this rank."""
     conv_bias: torch.Tensor | None
     """[channels], or None."""
 
@@ -37,7 +37,6 @@ class GatedConv(RecurrentMixer):
     def read(
         cls, config: ShortConvConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> GatedConv:
-        """Reads the parameters below one prefix of the names; other arguments as the fields."""
         width, bias = config.width, config.bias
         own = weights.shard.of(width, 1, may_repeat=False)
         into = LinearSpec(

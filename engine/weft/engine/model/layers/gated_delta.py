@@ -1,4 +1,4 @@
-"""Gated delta nets: Qwen3-Next's and Qwen3.5's linear attention."""
+"""Gated delta nets: the linear attention of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from weft.kernels.stream import Normed
 
 @dataclass(eq=False, kw_only=True)
 class GatedDelta(RecurrentMixer):
-    """The gated delta rule behind a short convolution of q, k and v.
+    """The gated delta rule after a short convolution of q, k and v.
 
-    Rows of inputs have the channels as products give them: of one key head after another, those of
-    its value heads among them, or all of q, of k and of v. Blocks have the former, so that a rank's
-    heads are one range.
+    Rows of inputs have their channels in the products' order: either one key head after another,
+    each with its value heads, or all of q, then k, then v. Blocks always have the former order, so
+    that a rank's heads are one range.
     """
 
     kind = "gated-delta"
 
     config: GatedDeltaConfig
-    """Sizes, over all ranks."""
+    """Sizes over all ranks."""
     projections: tuple[LinearWeight, ...]
     """Projections to qkvz and ba of each key head, or to q, k and v, to z, and to b and a."""
     conv: torch.Tensor
-    """[taps, channels], of one key head of this rank after another."""
+    """[taps, channels] of this rank, one key head after another."""
     rates: torch.Tensor
-    """[Hv] float32: negative rates of the decay; Hv are this rank's heads."""
+    """[Hv] float32: negative rates of the decay of this rank's value heads."""
     dt_bias: torch.Tensor
     """[Hv] float32."""
     norm: torch.Tensor
@@ -81,7 +81,7 @@ class GatedDelta(RecurrentMixer):
             is_unit=True,
             in_tails=in_tails,
         )
-        # One product has beta and the decay of all heads behind each other, or of each key head.
+        # One product holds beta and then the decay, of all heads or of each key head in turn.
         shared = self._shared if config.is_fused else self.value_heads
         self._gates = DeltaGates(self.rates, self.dt_bias, shared)
         self._of_tails = None if in_tails is None else in_tails.argsort()
@@ -90,7 +90,6 @@ class GatedDelta(RecurrentMixer):
     def read(
         cls, config: GatedDeltaConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> GatedDelta:
-        """Reads the parameters below one prefix of the names; other arguments as the fields."""
         heads, shard = config.key_heads, weights.shard
         shared = config.value_heads // heads
         own = shard.of(heads, 1, may_repeat=False)

@@ -1,4 +1,4 @@
-"""Changes of the heads of q and k that the kernel of the rotation does not support, as single
+"""Changes of the heads of q and k that the rotation's kernel does not support, as single
 operations.
 """
 
@@ -18,21 +18,19 @@ class HeadChange(Protocol):
     """A change of q and k before they are rotated and stored."""
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """Changes q and k.
-
-        Args:
+        """Args:
             qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
             positions: [T] int64.
             q_size: Hq * D.
 
         Returns:
-            Like `qkv`, contiguous, with an unchanged V.
+            Like `qkv`, contiguous.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Bounds of all numbers of q, k and v: OLMo's and DBRX's."""
+    """Bounds all numbers of q, k and v, as in OLMo and DBRX."""
 
     limit: float
     """Largest magnitude."""
@@ -43,7 +41,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class WidthNorms:
-    """RMS norms of q and of k, each over all of its heads together: OLMo 2's."""
+    """RMS norms of q and of k, each over all of its heads together, as in OLMo 2."""
 
     q: Norm
     """Weight [Hq * D]."""
@@ -58,8 +56,8 @@ class WidthNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Layer norms of each head of q and k by a weight of its own, without bias: Cohere's, and
-    StableLM's.
+    """Layer norms of each head of q and k by a weight of its own, without bias, as in Cohere's
+    models and StableLM.
     """
 
     weight: torch.Tensor
@@ -97,7 +95,7 @@ class Values:
     value_dim: int
     factor: float = 1.0
     eps: float | None = None
-    """Epsilon of the norm; None: there is none."""
+    """Epsilon of the norm; None: no norm."""
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
         kv_heads = (qkv.shape[1] - q_size) // (self.dim + self.value_dim)
@@ -120,7 +118,7 @@ def _plain_rms(x: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation itself, for layers whose norms of heads come after it: Hunyuan's."""
+    """The rotation itself, for layers that normalise heads after it, as in Hunyuan."""
 
     rotary: Rotary
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over the paged pool, with its projections."""
+"""Multi-head latent attention (DeepSeek-AI 2024) over the paged pool, with its projections."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from weft.kernels.rope import rotated
 from weft.kernels.stream import Normed, Sum
 
 _EPS = 1e-6
-"""Epsilon of the norms of latents; the configuration's epsilon does not apply to them."""
+"""Epsilon of the norms of latents. The configuration's epsilon does not apply to them."""
 
 
 class _Absorbed(NamedTuple):
-    """The projection of latents to keys and values of all heads, as two matrices a head."""
+    """The projection of latents to keys and values of all heads, as two matrices per head."""
 
     to_keys: torch.Tensor
     """[H, nope, rank]."""
@@ -51,10 +51,11 @@ class _Absorbed(NamedTuple):
 
 
 class LatentAttention:
-    """Attention of one layer to one latent a position: a `Mixer`.
+    """Attention of one layer to one latent per position: a `Mixer`.
 
-    The projection of latents to keys is multiplied into the queries, so that the layer computes no
-    heads' keys and values, but for prompts of many rows, where that is less work.
+    The projection of latents to keys is multiplied into the queries, so that the layer need not
+    compute the heads' keys and values. It computes them for prompts of many rows, where that is
+    less work.
     """
 
     def __init__(
@@ -74,28 +75,26 @@ class LatentAttention:
         q_scales: torch.Tensor | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """Assembles the layer from its parts.
-
-        Args:
-            config: Sizes.
-            layer: The layer's number, and its index in the pool unless `move` follows.
-            rotary: Rotation of `rope_dim` elements.
-            scale: Factor on the scores.
-            first_position: First position to which rows attend.
-            down_proj: [hidden] -> the queries' latent, or all queries, then latent and shared key.
-            q_norm: Norm of the queries' latent; None: there is none.
-            q_proj: The queries' latent -> all queries; None: there is none.
-            kv_norm: Norm of the latent.
-            absorbed: Matrices from latents to keys, [H, nope, rank], and to values,
-                [H, rank, value].
-            o_proj: Values of all heads -> [hidden].
-            q_scales: See `Attention`.
-            gate: A factor on attention's result, or None.
+        """Args:
+        layer: The layer's number, and its index in the pool unless `move` follows.
+        rotary: Rotation of `rope_dim` elements.
+        scale: Factor on the scores.
+        first_position: First position to which rows attend.
+        down_proj: [hidden] -> the queries' latent, or all queries, followed by latent and
+            shared key.
+        q_norm: Norm of the queries' latent, or None.
+        q_proj: The queries' latent -> all queries; None: queries have no latent.
+        kv_norm: Norm of the latent.
+        absorbed: Matrices from latents to keys, [H, nope, rank], and to values, [H, rank,
+            value].
+        o_proj: Values of all heads -> [hidden].
+        q_scales: [max_positions] float32: factor on q by its position, or None.
+        gate: Factor on attention's result, or None.
         """
         self.config = config
         self.layer = self.in_pool = layer
         self.group = 0
-        """Number of the step's page group that holds the latents, as layer `in_pool`."""
+        """Number of the step's page group that holds the latents, there as layer `in_pool`."""
         self.rotary = rotary
         self.down_proj = down_proj
         self.q_norm = q_norm
@@ -119,7 +118,7 @@ class LatentAttention:
         q_scales: torch.Tensor | None = None,
         gate: Gate | None = None,
     ) -> LatentAttention:
-        """Reads the parameters below one prefix of the names; other arguments as above.
+        """Reads the parameters below one prefix of the names.
 
         Raises:
             ModelError: The gate has no product of its own.
@@ -189,7 +188,6 @@ class LatentAttention:
         return replace(step, groups=tuple(groups))
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """Writes the latents and shared keys of all rows."""
         sizes, group, heads = self.config, step.groups[self.group], self.spec.heads
         found = x.linear(self.down_proj, None)
         widths = (sizes.kv_rank, sizes.rope_dim)
@@ -212,7 +210,6 @@ class LatentAttention:
         return Query(q) if proj is None else Query(q, gate=x.linear(proj, None))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
-        """Attends to the latents and projects the result."""
         group = step.groups[self.group]
         latents, rows, dtype = group.pool_of(pool), len(query.q), query.q.dtype
         group = self._planned(group, dtype, rows, pool)
@@ -253,7 +250,7 @@ class LatentAttention:
         return planned(group, dtype, self.spec, rows, group.pool_of(pool))
 
     def _takes_heads(self, dtype: torch.dtype, rows: int, group: AttentionMetadata) -> bool:
-        """Whether the heads' own keys and values of the step's rows are computed."""
+        """Whether the step computes the heads' keys and values for its own rows."""
         if group.max_q_len <= 1 or group.ancestors is not None or self.spec.first_position:
             return False
         dim = self.config.nope_dim + self.config.rope_dim
@@ -263,7 +260,7 @@ class LatentAttention:
     def _by_heads(
         self, q: torch.Tensor, group: AttentionMetadata, latents: torch.Tensor
     ) -> torch.Tensor:
-        """[T, H, value]: attention to the step's rows by heads, and to what is before by latents
+        """[T, H, value]: attention to the step's rows by heads, and to earlier positions by latents
         or by heads.
         """
         k, v = self._own_heads(read_latents(latents, self.in_pool, group.places))
@@ -276,7 +273,7 @@ class LatentAttention:
                 self._absorb(q), latents, self.in_pool, self.spec, group
             )
             return merged(values, sums, self._values(before), sums_before)
-        # Requests of one row may have something before it.
+        # A request of one row may have earlier positions.
         count, rows = group.cu_q_lens.diff(), group.cu_q_lens[1:].long() - 1
         single = group._replace(
             cu_q_lens=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
@@ -288,8 +285,8 @@ class LatentAttention:
         )
         own = values.index_select(0, rows)
         both = merged(own, sums.index_select(0, rows), self._values(before), sums_before)
-        # Requests of padding, without rows, name another's row: they add zeros to it. A difference
-        # would be rounded, so rows become zeros first.
+        # Padding requests have no rows and name another request's row, to which they add zeros.
+        # Adding a difference would round, so rows become zeros first.
         is_single = (count == 1)[:, None, None]
         values.index_add_(0, rows, torch.where(is_single, -own, 0))
         return values.index_add_(0, rows, torch.where(is_single, both, 0))
@@ -303,7 +300,6 @@ class LatentAttention:
         values: torch.Tensor,
         sums: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merges attention to the step's own rows with that to positions before, by heads."""
         # Each merge rounds its result; with several parts the sum is kept in float32 until the end.
         total = values.float() if len(earlier.parts) > 1 else values
         for part, cu_kv_lens in earlier.parts:
@@ -311,7 +307,7 @@ class LatentAttention:
             others, other_sums = earlier_attention(
                 q, k, v, group.cu_q_lens, cu_kv_lens, self.spec.scale
             )
-            del k, v  # Before others are widened.
+            del k, v  # Frees their memory before `others` is widened.
             merged(total, sums, others.to(total.dtype), other_sums, out=total)
             sums = torch.logaddexp(sums, other_sums)
         return total.to(values.dtype), sums

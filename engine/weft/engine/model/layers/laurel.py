@@ -1,4 +1,4 @@
-"""A learned augmentation of the residual stream (LAuReL, arXiv 2411.07501), of low rank."""
+"""A learned low-rank augmentation of the residual stream (LAuReL, arXiv 2411.07501)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from weft.kernels.norm import Norm
 
 
 class Laurel:
-    """x + norm(right(left(x))) of rows x as attention reads them."""
+    """x + norm(right(left(x))), where x are the rows that attention reads."""
 
     def __init__(self, left: LinearWeight, right: LinearWeight, norm: Norm) -> None:
-        """Assembles it of [hidden] -> [R], [R] -> [hidden] and a norm of [hidden]."""
+        """Args:
+        left: [hidden] -> [R].
+        right: [R] -> [hidden].
+        """
         self._left, self._right, self._norm = left, right, norm
 
     @classmethod
     def read(cls, hidden: int, rank: int, eps: float, weights: Weights) -> Laurel:
-        """Reads its parameters; `weights` are below its prefix."""
         left = LinearSpec(names=("linear_left",), in_features=hidden, rows=(rank,))
         right = LinearSpec(names=("linear_right",), in_features=rank, rows=(hidden,))
         norm = Norm(weights.norm("post_laurel_norm", hidden), eps)

@@ -19,16 +19,16 @@ class Query(NamedTuple):
     """Queries of rows for the positions to which they attend."""
 
     q: torch.Tensor
-    """[T, Hq, D], rotated; of a recurrent layer the result, [T, all heads]."""
+    """[T, Hq, D], rotated; of a recurrent layer its result, [T, all heads]."""
     own: OwnKv | None = None
-    """See `weft.kernels.attention.own_kv`."""
+    """K and V of the rows themselves, where kernels read them outside the pool; else None."""
     gate: torch.Tensor | None = None
-    """[T, Hq], or an element each: factors on the result, before their activation; None: 1."""
+    """[T, Hq], or one per element: factors on the result, before their activation; None: 1."""
     beside: torch.Tensor | None = None
     """[T, ...]: the result of a recurrent layer beside attention, or None."""
 
     def of_rows(self, rows: torch.Tensor) -> Query:
-        """The queries of some of the rows ([L] int64)."""
+        """The queries of some of the rows, [L] int64."""
         q, gate, beside = (
             None if each is None else each.index_select(0, rows)
             for each in (self.q, self.gate, self.beside)
@@ -38,15 +38,15 @@ class Query(NamedTuple):
 
 
 class Mixer(Protocol):
-    """The block of a layer in which rows exchange information: attention."""
+    """The block of a layer in which rows exchange information: attention or a recurrent layer."""
 
     @property
     def has_own_kv(self) -> bool:
         """Whether `write` stores anything; else the layer reads what an earlier one has stored."""
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        """Assigns the layer's data to a page group, as the layer with this index in its plane;
-        None: the group has one plane.
+        """Assigns the layer's data to a page group, there as the layer with index `in_pool` of its
+        plane. A plane of None: the group has one plane.
         """
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
@@ -55,23 +55,24 @@ class Mixer(Protocol):
         Args:
             step: The step, or the step that another of these layers has prepared.
             rows: T, the rows that attend.
-            pool: As in `write`.
 
         Raises:
             ValueError: The step does not fit.
         """
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """Writes the rows' data for later rows to the pool; returns the input of `attend`."""
+        """Writes the rows' data for later rows to the pool. Returns the input of `attend`."""
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Pending:
-        """The result of attention for the rows."""
+        """The block's addition to each row."""
 
     def folds(self, rows: int, step: Step) -> bool:
-        """Whether this many rows need no launches for norms and additions; see `can_fold`."""
+        """Whether norms and additions need no launches of their own for this many rows
+        (`can_fold`).
+        """
 
     def shape_key(self) -> object:
-        """A key that is equal for blocks that can be in one run."""
+        """Equal for blocks that can be in one run."""
 
 
 class FeedForward(Protocol):
@@ -81,10 +82,10 @@ class FeedForward(Protocol):
         """The block's addition to each row."""
 
     def folds(self, rows: int, step: Step) -> bool:
-        """See `Mixer.folds`."""
+        """Whether norms and additions need no launches of their own for this many rows."""
 
     def shape_key(self) -> object:
-        """See `Mixer.shape_key`."""
+        """Equal for blocks that can be in one run."""
 
 
 class Form(NamedTuple):
@@ -101,9 +102,9 @@ class Form(NamedTuple):
     is_parallel: bool = False
     """Whether both blocks read the layer's input."""
     last: FeedForward | None = None
-    """A third block, which reads the stream as it is, or None."""
+    """A third block, which reads the stream without a norm, or None."""
     last_post: AnyNorm | None = None
-    """Norm of its result before its addition."""
+    """Norm of the third block's result before its addition."""
     factor: torch.Tensor | None = None
     """[1]: a factor on the stream at the layer's end, or None."""
     kept: tuple[float, float] | None = None
@@ -115,38 +116,37 @@ class Form(NamedTuple):
 class StackLayer(Protocol):
     """A layer as the stack sees it.
 
-    It has two parts: `begin` and `write` of its mixer, after which the last layer of a step may
-    stop, and `finish`, which may take fewer rows.
+    A layer has two parts. The first is `begin` and `write` of its mixer, after which the last layer
+    of a step may stop. The second is `finish`, which may take fewer rows.
     """
 
     @property
     def number(self) -> int:
-        """Its index in the stack."""
+        """Index in the stack."""
 
     @property
-    def mixer(self) -> Mixer:
-        """The block in which rows exchange information."""
+    def mixer(self) -> Mixer: ...
 
     def begin(self, stream: Stream) -> Normed:
-        """What the mixer reads of the stream as it enters the layer."""
+        """Input of the mixer, from the stream as it enters the layer."""
 
     def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
-        """The rest of the layer once the mixer has written."""
+        """The rest of the layer, after the mixer has written."""
 
     def folds(self, rows: int, step: Step) -> bool:
-        """Whether a step of this many rows needs no launches for norms and additions."""
+        """Whether norms and additions need no launches of their own in a step of this many rows."""
 
     def shape_key(self) -> object:
-        """A key that is equal for layers that can be in one run."""
+        """Equal for layers that can be in one run."""
 
 
 class Layer(NamedTuple):
     """Two blocks, each normalised before and added to the residual stream after: a `StackLayer`."""
 
     number: int
-    """The layer's index in the stack."""
+    """Index in the stack."""
     input_norm: AnyNorm | None
-    """None: the mixer reads the stream as it is."""
+    """None: the mixer reads the stream without a norm."""
     mixer: Mixer
     post_norm: AnyNorm | None
     feed: FeedForward | None
@@ -207,7 +207,6 @@ class Layer(NamedTuple):
         return self.mixer.shape_key(), feed, kinds, rest
 
     def _made(self, stream: Stream, pending: Pending, norm: AnyNorm | None) -> Pending:
-        """A block's addition, after the norm of its result and the factor."""
         form = self.form
         if norm is None and form.multiplier == 1.0 and not form.is_parallel:
             return pending

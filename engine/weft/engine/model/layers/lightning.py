@@ -1,4 +1,4 @@
-"""Lightning attention: linear attention with a fixed decay of each head."""
+"""Lightning attention: linear attention with a fixed decay for each head."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from weft.kernels.norm import Norm
 from weft.kernels.stream import Normed
 
 _TAPS = 2
-"""Fewest that convolutions have."""
+"""Fewest taps that a convolution may have."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Lightning(Mamba2):
-    """Mamba 2's recurrence with time steps of 1, behind SiLU alone.
+    """Mamba 2's recurrence with time steps of 1, after SiLU alone.
 
     Keys are its B, queries its C and values its x. The convolution passes each row's own numbers
-    on, so that its SiLU is that of this layer.
+    on, so that the SiLU after it is this layer's SiLU.
     """
 
     kind = "lightning"
@@ -39,11 +39,7 @@ class Lightning(Mamba2):
     def of(
         cls, config: LightningConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> Lightning:
-        """Reads the parameters below one prefix of the names; other arguments as the fields.
-
-        Raises:
-            ModelError: Several ranks share the model; the norm is over all heads.
-        """
+        """Raises ModelError if several ranks share the model, since the norm is over all heads."""
         if weights.shard.size > 1:
             raise ModelError(f"{weights.full_name('')}: lightning attention is not divided by rank")
         heads, dim = config.heads, config.dim

@@ -1,4 +1,4 @@
-"""Mamba layers with norms of dt, B and C: Jamba's."""
+"""Mamba layers with norms of dt, B and C, as in Jamba."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.kernels.stream import Normed
 
 
 class _Selection(NamedTuple):
-    """What computes dt, B and C of a row's convolved values."""
+    """Computes dt, B and C from a row's convolved values."""
 
     x_proj: LinearWeight
     dt_proj: LinearWeight
@@ -38,7 +38,7 @@ class _Selection(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Mamba(RecurrentMixer):
-    """A state space of each channel behind a short convolution."""
+    """A state space for each channel, after a short convolution."""
 
     kind = "mamba"
 
@@ -50,17 +50,15 @@ class Mamba(RecurrentMixer):
     conv_bias: torch.Tensor | None
     """[channels], or None."""
     selection: _Selection
-    """Computes dt, B and C of a row."""
     rates: torch.Tensor
     """[N, channels] float32: negative rates of the decay."""
     skips: torch.Tensor
-    """[channels] float32: D."""
+    """[channels] float32: the factor D on the input that skips the state."""
 
     @classmethod
     def read(
         cls, config: MambaConfig, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> Mamba:
-        """Reads the parameters below one prefix of the names; other arguments as the fields."""
         width, size, rank = config.width, config.state_size, config.rank
 
         def product(rows: tuple[int, ...], fused: str, columns: int, bias: bool) -> LinearWeight:

@@ -1,4 +1,4 @@
-"""Mamba 2 layers: those of Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
+"""Mamba 2 layers, as in Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.kernels.stream import Normed
 
 @dataclass(eq=False, kw_only=True)
 class Mamba2(RecurrentMixer):
-    """A state space behind a short convolution of x, B and C."""
+    """A state space after a short convolution of x, B and C."""
 
     kind = "mamba2"
 
@@ -34,7 +34,7 @@ class Mamba2(RecurrentMixer):
     in_proj: LinearWeight
     """[hidden] -> z, x, B, C and dt."""
     conv: torch.Tensor
-    """[taps, channels], the factors of x, B and C among them."""
+    """[taps, channels], the factors of x, B and C in this order."""
     conv_bias: torch.Tensor | None
     """[channels], or None."""
     rates: torch.Tensor
@@ -42,7 +42,7 @@ class Mamba2(RecurrentMixer):
     dt_bias: torch.Tensor
     """[H] float32."""
     skips: torch.Tensor
-    """[H] float32: D."""
+    """[H] float32: the factor D on the input that skips the state."""
     norm: torch.Tensor | None
     """[groups, heads of a group * P]: weight of the norm of the result; None: no norm."""
 
@@ -51,7 +51,7 @@ class Mamba2(RecurrentMixer):
         self._inner = config.heads * config.head_dim
         self._shared = config.groups * config.state_size
         size, shared = config.state_size, config.heads // config.groups
-        # The channel of each place in a block's tail.
+        # The channel at each position of a block's tail.
         channels = torch.arange(self.conv.shape[1], device=self.conv.device)
         kinds = torch.split(channels, [self._inner, self._shared, self._shared])
         by_group = torch.cat([kind.view(config.groups, -1) for kind in kinds], dim=1).flatten()
@@ -76,24 +76,19 @@ class Mamba2(RecurrentMixer):
     def read(
         cls, config: Mamba2Config, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> Mamba2:
-        """Reads the parameters below one prefix of the names; other arguments as the fields.
-
-        Each rank has whole groups, so that no norm is over several ranks.
-        """
+        """Each rank reads whole groups, so that no norm spans several ranks."""
         own, size = weights.shard.of(config.groups, 1, may_repeat=False), weights.shard.size
         local = replace(config, heads=config.heads // size, groups=config.groups // size)
         inner, shared = config.heads * config.head_dim, config.groups * config.state_size
         widths, channels = (inner, inner, shared, shared, config.heads), inner + 2 * shared
 
         def of_rank(whole: torch.Tensor) -> torch.Tensor:
-            """[all groups' entries, ...]: this rank's."""
             return torch.unflatten(whole, 0, (config.groups, -1))[own].flatten(0, 1)
 
         def vector(name: str, count: int) -> torch.Tensor:
             return weights.tensor(TensorSlice(name, (count,)), torch.float32)
 
         def of_channels(whole: torch.Tensor) -> torch.Tensor:
-            """This rank's channels of x, B and C."""
             kinds = torch.split(whole, list(widths[1:4]))
             return torch.cat([of_rank(kind) for kind in kinds])
 

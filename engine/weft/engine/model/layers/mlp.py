@@ -24,7 +24,7 @@ def gate_up_spec(
     fused: str | None = None,
     is_gated: bool = True,
 ) -> LinearSpec:
-    """The gate and up projections of a gated MLP; `is_gated`: the product applies SiLU gating."""
+    """The gate and up projections of a gated MLP. `is_gated`: the product applies SiLU gating."""
     return LinearSpec(
         names=names,
         in_features=hidden,
@@ -37,14 +37,12 @@ def gate_up_spec(
 
 
 def up_spec(hidden: int, inner: int, *, bias: bool = False, name: str = "up_proj") -> LinearSpec:
-    """The first projection of an MLP without gate."""
     return LinearSpec(names=(name,), in_features=hidden, rows=(inner,), split="out", bias=bias)
 
 
 def down_spec(
     hidden: int, inner: int, *, bias: bool = False, name: str = "down_proj"
 ) -> LinearSpec:
-    """The projection of an MLP back to the hidden size."""
     return LinearSpec(names=(name,), in_features=inner, rows=(hidden,), split="in", bias=bias)
 
 
@@ -53,13 +51,11 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)): a `FeedForward`."""
 
     layer: int
-    """The layer's index."""
     gate_up_proj: LinearWeight
     down_proj: LinearWeight
 
     @classmethod
     def read(cls, config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
-        """Reads the projections below one prefix of the names."""
         sizes = (config.hidden_size, config.intermediate_size)
         return cls.of_size(layer, *sizes, weights, bias=config.mlp_bias)
 
@@ -75,8 +71,8 @@ class GatedMLP:
         fused: str | None = None,
         down: str = "down_proj",
     ) -> GatedMLP:
-        """Like `read`, with another inner width than the configuration's; `fused` and `down` are
-        names.
+        """Like `read`, with another inner width than the configuration's. `fused` and `down` are
+        names of parameters.
         """
         gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias, fused=fused))
         of_down = down_spec(hidden, inner, bias=bias, name=down)
@@ -88,7 +84,7 @@ class GatedMLP:
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
 
     def unchanged(self, x: Normed) -> GatedSum:
-        """Like a call, without what a step adds to the products."""
+        """Like a call, without the step's additions to the products (LoRA)."""
         return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
 
     def folds(self, rows: int, step: Step) -> bool:
@@ -101,14 +97,13 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainMLP:
-    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where the activation is not
-    computed with the product: a `FeedForward`.
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where the activation is
+    computed apart from the product: a `FeedForward`.
     """
 
     layer: int
-    """The layer's index."""
     up_proj: LinearWeight
-    """If the MLP has a gate, the first half of the outputs is the gate's."""
+    """If the MLP has a gate, the gate is the first half of the outputs."""
     down_proj: LinearWeight
     activation: Activation | Gating | XIELU | GaussianTopK
     is_gated: bool = field(kw_only=True)
@@ -124,7 +119,9 @@ class PlainMLP:
         return Computed(value, is_partial=True)
 
     def unchanged(self, x: Normed) -> Sum:
-        """Like a call, without what a step adds to the products, and the factor on the result."""
+        """Like a call, without the step's additions to the products (LoRA) and the factor on the
+        result.
+        """
         return Sum(self._made(x.linear(self.up_proj, None)), self.down_proj, None)
 
     def _made(self, inner: torch.Tensor) -> torch.Tensor:

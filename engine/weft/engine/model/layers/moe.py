@@ -1,4 +1,4 @@
-"""The sparse feed-forward part of a decoder layer: a router, its experts and shared ones."""
+"""The sparse feed-forward part of a decoder layer: a router, its experts and shared experts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from weft.kernels.stream import Combine, Normed, SharedCombine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseMLP:
-    """A mixture of experts, routed gated MLPs weighted by the router: a `FeedForward`."""
+    """A mixture of experts: routed gated MLPs, weighted by the router. A `FeedForward`."""
 
     layer: int
-    """The layer's index."""
     weight: SparseMlpWeight
-    """Router and experts."""
     shared: GatedMLP | PlainMLP | None = None
     """The shared experts, which take every row, as one MLP; None: there are none."""
     shared_gate: LinearWeight | None = None
     """[1, H]: projection whose sigmoid multiplies the result of `shared`; None: no factor."""
     shared_factor: float = 1.0
-    """A constant factor on the result of `shared`."""
+    """Constant factor on the result of `shared`."""
 
     @classmethod
     def read(
@@ -43,15 +41,11 @@ class SparseMLP:
         names: MoENamesConfig = MoENamesConfig(),  # noqa: B008 - frozen
         beside: Weights | None = None,
     ) -> SparseMLP:
-        """Reads the router and all experts.
-
-        Args:
-            config: Counts, sizes and forms.
-            layer: The layer's index.
-            hidden: Width of the stream.
-            weights: Parameters of the block.
-            names: Names of the parameters.
-            beside: Parameters of the layer, where the shared experts may be.
+        """Args:
+        hidden: Width of the stream.
+        weights: Parameters of the block.
+        beside: Parameters of the layer, where the shared experts may be; None: they are in the
+            block.
         """
         router = LinearSpec(
             names=(names.router,),
@@ -126,7 +120,7 @@ def _shared(
 
 
 def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
-    """Reads how a router's logits become shares."""
+    """Reads the form in which a router's logits become weights of experts."""
     router, correction = config.router, None
     if router.has_correction:
         axes = (1,) * names.correction_axes

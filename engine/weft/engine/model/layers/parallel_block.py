@@ -1,4 +1,4 @@
-"""Attention and a recurrent layer side by side: Falcon-H1's mixers."""
+"""Attention and a recurrent layer side by side, as in Falcon-H1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ParallelBlock:
     def __init__(
         self, attention: Attention, recurrent: RecurrentMixer, factors: tuple[float, float]
     ) -> None:
-        """Takes both, and the factors on their results."""
+        """`factors` multiply the results of attention and of the recurrent layer."""
         self.attention = attention
         self.recurrent = recurrent
         self.factors = factors
@@ -33,12 +33,10 @@ class ParallelBlock:
         return self.attention.prepare(step, rows, pool)
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """Writes K and V, and takes the rows through the states."""
         mixed = self.recurrent.write(x, step, pool)
         return self.attention.write(x, step, pool)._replace(beside=mixed.q)
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Computed:
-        """Attends, projects both results and adds them up."""
         assert query.beside is not None, "written by this layer"
         sums = (
             self.attention.attend(query, step, pool),

@@ -12,30 +12,29 @@ from weft.kernels.stream import Normed, Sum
 
 
 class PerLayerEmbedding:
-    """What layers add by token: a row of a table and a projection of the usual embedding, half and
-    half (Gemma 3n's per-layer embeddings).
+    """Additions of layers by token: a row of a table and a projection of the usual embedding, in
+    equal parts (Gemma 3n's per-layer embeddings).
     """
 
     def __init__(
         self, table: torch.Tensor, proj: LinearWeight, norm: Norm, num_layers: int, dim: int
     ) -> None:
-        """Assembles it.
-
-        Args:
-            table: [vocab, layers * P].
-            proj: [hidden] -> [layers * P].
-            norm: Of the projection, each layer's part by itself.
-            num_layers: Number of layers.
-            dim: P, elements of a layer's part.
+        """Args:
+        table: [vocab, layers * P].
+        proj: [hidden] -> [layers * P].
+        norm: Norm of the projection, for each layer's part by itself.
+        dim: P, elements of a layer's part.
         """
         self._table, self._proj, self._norm = table, proj, norm
         self._shape = num_layers, dim
         self._factors = table.new_tensor([dim**0.5, proj.in_features**-0.5, 2**-0.5])
 
     def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """[T] int64 and the embeddings, [T, hidden], as they enter the stream -> [T, layers, P]."""
+        """Token ids, [T] int64, and the embeddings as they enter the stream, [T, hidden] -> [T,
+        layers, P].
+        """
         of_table, of_projection, of_both = self._factors.unbind()
-        # Tokens of images and audio have no rows of their own: Gemma 3n's and 4's have row 0.
+        # Tokens of images and audio have no rows of their own. In Gemma 3n and 4 they use row 0.
         token_ids = torch.where(token_ids < self._table.shape[0], token_ids, 0)
         by_token = self._table.index_select(0, token_ids) * of_table
         projected = (linear(hidden, self._proj) * of_projection).view(-1, self._shape[1])
@@ -45,14 +44,11 @@ class PerLayerEmbedding:
 
 
 class PerLayerPart:
-    """proj(activation(gate(x)) * part), where the layer's part comes with the step: a
-    `FeedForward`.
-    """
+    """proj(activation(gate(x)) * part), where the step brings the layer's part: a `FeedForward`."""
 
     def __init__(
         self, layer: int, gate: LinearWeight, proj: LinearWeight, activation: Activation
     ) -> None:
-        """Assembles the block of a layer (its index) from its projections."""
         self._layer, self._gate, self._proj = layer, gate, proj
         self._activation: Activation = activation
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts without gates: Nemotron 3's feed-forward blocks."""
+"""Mixtures of experts without gates: the feed-forward blocks of Nemotron 3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LATENT = ("fc1_latent_proj", "fc2_latent_proj")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlainSparseMLP:
-    """Routed MLPs, of the stream or of a narrower projection of it, and a shared one: a
+    """Routed MLPs, which read the stream or a narrower projection of it, and a shared MLP: a
     `FeedForward`.
     """
 
@@ -31,19 +31,18 @@ class PlainSparseMLP:
     router: LinearWeight
     """[E, H]."""
     form: RouterForm
-    """How the router's logits become shares."""
+    """Form in which the router's logits become weights of experts."""
     experts: PlainExperts
-    """MLPs of width H, or that of the latent."""
+    """MLPs of width H, or of the latent's width."""
     latent: tuple[LinearWeight, LinearWeight] | None
     """Projections to the experts' width and back, or None."""
     shared: tuple[LinearWeight, LinearWeight] | None
-    """Up and down projection of the expert of all rows, or None."""
+    """Up and down projection of the expert that takes all rows, or None."""
 
     @classmethod
     def read(
         cls, config: MoEConfig, hidden: int, weights: Weights, names: MoENamesConfig
     ) -> PlainSparseMLP:
-        """Reads the parameters below one prefix of the names."""
         width, inner = config.latent_size or hidden, config.intermediate_size
 
         def product(spec: LinearSpec, *below: str | int) -> LinearWeight:

@@ -1,4 +1,4 @@
-"""Layers that keep a state of fixed size of all rows before, in place of their K and V."""
+"""Layers that keep a state of fixed size in place of K and V of all earlier rows."""
 
 from __future__ import annotations
 
@@ -21,28 +21,26 @@ from weft.kernels.stream import Normed, Sum
 
 
 class Projected(NamedTuple):
-    """What a recurrent layer computes of each row by itself."""
+    """The part of a recurrent layer that is computed for each row by itself."""
 
     inputs: tuple[torch.Tensor, ...]
-    """[T, ...] each: what later states depend on, of which `ring_inputs` makes the ring's parts."""
+    """[T, ...] each: the inputs of the state, from which `ring_inputs` makes the ring's parts."""
     gate: torch.Tensor
-    """[T, ...]: what the row's own result is multiplied by, before its activation."""
+    """[T, ...]: factor on the row's result, before its activation."""
 
 
 @dataclass(eq=False, kw_only=True)
 class RecurrentMixer(ABC):
-    """A `Mixer` with a state: rows are projected, taken through the state, gated, projected back.
-
-    All of it but the last projection happens in `write`, since a row's result depends on the rows
+    """A `Mixer` with a state: rows are projected, taken through the state, gated and projected
+    back. All but the last projection happens in `write`, since a row's result depends on the rows
     before it.
     """
 
     kind: ClassVar[str]
     """Name of the state plane."""
     layer: int
-    """The layer's number."""
     in_plane: int
-    """Its index among the layers of the state plane."""
+    """Index among the layers of the state plane."""
     out_proj: LinearWeight
     """All heads, or channels, of this rank -> [hidden]."""
     dtype: str
@@ -51,12 +49,12 @@ class RecurrentMixer(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.parts`."""
+        """Parts of the state in a block, as in `StatePlane.parts`."""
 
     @property
     @abstractmethod
     def ring(self) -> tuple[StatePart, ...]:
-        """See `StatePlane.ring`."""
+        """Parts of the ring, as in `StatePlane.ring`."""
 
     @property
     def found(self) -> tuple[StatePart, ...]:
@@ -64,10 +62,12 @@ class RecurrentMixer(ABC):
 
     @abstractmethod
     def project(self, x: Normed, step: Step) -> Projected:
-        """Computes what there is of each row by itself."""
+        """Computes the part of the layer that needs no state."""
 
     def ring_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What `scan` takes of `Projected.inputs`, [T, *shape] for each part of the ring."""
+        """Turns `Projected.inputs` into the input of `scan`: [T, *shape] for each part of the
+        ring.
+        """
         return inputs
 
     @abstractmethod
@@ -80,14 +80,16 @@ class RecurrentMixer(ABC):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The same in place, on a GPU, of `Projected.inputs`: a `FewRows`."""
+        """The same in place, on a GPU, from `Projected.inputs`: a `FewRows`."""
 
     @abstractmethod
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """[T, ...] from `scan` and the gate: [T, all heads], the input of the last projection."""
+        """The result of `scan`, [T, ...], and the gate -> [T, all heads], the input of the last
+        projection.
+        """
 
     def state_plane(self, layers: int) -> StatePlane:
-        """The plane of this many layers of this shape."""
+        """The plane of `layers` layers of this shape."""
         parts, ring, found = self.parts, self.ring, self.found
         return StatePlane(name=self.kind, layers=layers, parts=parts, ring=ring, found=found)
 
@@ -102,7 +104,6 @@ class RecurrentMixer(ABC):
         return step
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """Takes all rows through the states."""
         assert step.states is not None, "a model with recurrent layers has states"
         projected = self.project(x, step)
         forms = self.scan, self.few_rows, self.ring_inputs
@@ -110,7 +111,6 @@ class RecurrentMixer(ABC):
         return Query(self.gated(out, projected.gate))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
-        """Projects the result."""
         return Sum(query.q, self.out_proj, step.added("state_out", self.layer))
 
     def folds(self, rows: int, step: Step) -> bool:
@@ -125,8 +125,6 @@ def by_head(whole: torch.Tensor, heads: int, widths: Sequence[int]) -> torch.Ten
     sum(widths), ...].
 
     Args:
-        whole: Rows of all heads for each kind in turn.
-        heads: Number of heads.
         widths: Rows of one head of each kind.
     """
     kinds = torch.split(whole, [heads * width for width in widths])

@@ -14,13 +14,13 @@ class Rotary(NamedTuple):
     """The rotation of a layer's heads."""
 
     cos_sin: torch.Tensor
-    """[max_positions, D] float32, from `cos_sin_table`; of one row: heads are not rotated."""
+    """[max_positions, D] float32, from `cos_sin_table`; with one row heads are not rotated."""
     num_adjacent: int = 0
-    """See `weft.kernels.rope.rope_and_cache`."""
+    """Elements that are rotated in adjacent pairs, as in `rope_and_cache`."""
 
 
 class Rotaries:
-    """The rotations of a model's layers; those that are equal share a table."""
+    """The rotations of a model's layers. Equal ones share a table."""
 
     def __init__(self, head_dim: int, max_positions: int, device: torch.device) -> None:
         self._size = (head_dim, max_positions)
@@ -28,9 +28,8 @@ class Rotaries:
         self._made: dict[tuple[RopeConfig | None, int], Rotary] = {}
 
     def of(self, rope: RopeConfig | None, head_dim: int | None = None) -> Rotary:
-        """The rotation that a configuration describes; None: heads are not rotated.
-
-        `head_dim` is for heads of another width.
+        """The rotation that a configuration describes; None: heads are not rotated. `head_dim` is
+        for heads of another width than the model's.
         """
         dim, positions = head_dim or self._size[0], self._size[1]
         key = rope, dim
@@ -44,10 +43,7 @@ class Rotaries:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians a position for each pair of elements that is rotated.
-
-    Returns:
-        [rotary_dim / 2] float32.
+    """[rotary_dim / 2] float32: radians per position for each pair of elements that is rotated.
 
     Raises:
         ModelError: LongRoPE has a wrong number of factors.
@@ -73,11 +69,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
-    """Table of the cosines and sines of every position.
-
-    Returns:
-        [max_positions, head_dim] float32: the cosines of head_dim / 2 pairs, then the sines; pairs
-        that are not rotated are the last ones.
+    """[max_positions, head_dim] float32: the cosines of head_dim / 2 pairs, then the sines. Pairs
+    that are not rotated come last.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
@@ -100,7 +93,9 @@ def _stretch_low(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _stretch_by_turns(frequencies: torch.Tensor, rope: RopeConfig, dim: int) -> torch.Tensor:
-    """YaRN's (arXiv 2309.00071, section 3.2): the same with a ramp over the number of the pair."""
+    """YaRN's context extension (arXiv 2309.00071, section 3.2): as Llama 3.1's, with a ramp over
+    the number of the pair.
+    """
 
     def pair_of(turns: float) -> float:
         wavelengths = rope.original_max_positions / (turns * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""Attention of a layer to the K and V of an earlier one."""
+"""Attention of a layer to the K and V of an earlier layer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from weft.kernels.stream import Normed, Sum
 
 
 class SharedAttention:
-    """Grouped-query attention with queries alone, to what an earlier layer has stored: a `Mixer`.
+    """Grouped-query attention with queries alone, to K and V that an earlier layer has stored: a
+    `Mixer`.
 
-    Cross-layer sharing of K and V: Brandon et al., arXiv 2405.12981; Gemma 3n and 4 share those of
+    Cross-layer sharing of K and V: Brandon et al., arXiv 2405.12981. Gemma 3n and 4 share those of
     the last layer of the same kind.
     """
 
@@ -32,7 +33,7 @@ class SharedAttention:
         q_norm: Norm | None,
         o_proj: LinearWeight,
     ) -> None:
-        """Assembles the layer from its parts; `move` names the place of the earlier layer."""
+        """`move` must name the place of the earlier layer afterwards."""
         self.spec, self.layer, self.rotary = spec, layer, rotary
         self.q_proj, self.q_norm, self.o_proj = q_proj, q_norm, o_proj
         self.group = self.in_pool = 0
@@ -49,7 +50,7 @@ class SharedAttention:
         return step
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """The queries; nothing is stored."""
+        """Returns the queries and stores nothing."""
         heads, dim = self.spec.heads, self.spec.dim
         added = step.added("qkv", self.layer)
         to_q = None if added is None else added.before(self.q_proj.out_features)
@@ -60,7 +61,6 @@ class SharedAttention:
         return Query(rotated(q, turns, self.rotary.num_adjacent))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
-        """Attends to the requests' pages and projects the result."""
         group = step.groups[self.group]._replace(is_settled=False)
         plane = plane_of(group, pool, self._plane)
         mixed = paged_attention(query.q, plane, self.in_pool, self.spec, group)

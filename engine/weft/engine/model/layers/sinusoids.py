@@ -8,15 +8,8 @@ import torch
 
 
 def sinusoids(first: int, count: int, width: int) -> torch.Tensor:
-    """The positions from `first` on, in tensor2tensor's form: all sines are before the cosines.
-
-    Args:
-        first: Number of the first position.
-        count: Number of positions.
-        width: Even.
-
-    Returns:
-        [count, width] float32.
+    """[count, width] float32: positions from `first` on, in tensor2tensor's form: all sines before
+    the cosines. `width` must be even.
     """
     half = width // 2
     frequencies = torch.exp(torch.arange(half).float() * -(math.log(10_000.0) / (half - 1)))

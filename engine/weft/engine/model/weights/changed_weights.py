@@ -9,11 +9,10 @@ from weft.engine.model.weights.reader import CheckpointReader, TensorSlice, Wrap
 
 
 class ChangedWeights(Wrapped):
-    """A reader that adds changes to what it reads.
+    """A reader that adds changes to the parameters that it reads.
 
     Args:
-        reader: The parameters.
-        changes: By full name, of the parameter's shape, which is added in float32.
+        changes: By full name, of the parameter's shape; added in float32.
     """
 
     def __init__(self, reader: CheckpointReader, changes: Mapping[str, torch.Tensor]) -> None:
@@ -21,11 +20,7 @@ class ChangedWeights(Wrapped):
         self._changes = changes
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """See `CheckpointReader.read_into`.
-
-        Raises:
-            ValueError: A change has another shape.
-        """
+        """Raises ValueError if a change has another shape than its parameter."""
         self._reader.read_into(part, out)
         change = self._changes.get(part.name)
         if change is None:

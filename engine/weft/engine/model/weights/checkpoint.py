@@ -1,4 +1,4 @@
-"""Parameters from the safetensors files of a Hugging Face directory."""
+"""Reads parameters from the safetensors files of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _FP8 = {"F8_E4M3": torch.float8_e4m3fn}
 _DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE_NUMBERS, **_FP8}
 _NAMES_SHOWN = 8
 _MOST_UNCHECKED = 4096
-"""Tensors of a GPU whose checks may be under way; asking for an answer waits for all of them."""
+"""Most tensors on a GPU whose checks may be under way. Asking for one answer waits for all of them.
+"""
 _SIZE_BYTES = 8
-"""Bytes of the number at the beginning of a file, which is the header's length."""
+"""Bytes of the number at the start of a file, which is the header's length."""
 
 
 class _Tensor(NamedTuple):
@@ -37,24 +38,22 @@ class _Tensor(NamedTuple):
 
     path: Path
     begin: int
-    """Offset of its first byte in the file."""
+    """Offset of the first byte in the file."""
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def item_bytes(self) -> int:
-        """Size of a number in the file, bytes."""
+        """Bytes of one number in the file."""
         return _DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 1
 
     def stored(self) -> StoredTensor:
-        """Where it lies, if its dtype is supported."""
         return StoredTensor(self.path, self.begin, self.shape, _DTYPES[self.dtype])
 
 
 class Checkpoint:
-    """The tensors of a model directory, read one by one; a `CheckpointReader`.
-
-    Use as a context manager, which ends the threads that read.
+    """The tensors of a model directory, read one by one; a `CheckpointReader`. Use it as a context
+    manager, which ends the threads that read.
     """
 
     def __init__(
@@ -66,9 +65,8 @@ class Checkpoint:
         """Reads the files' headers.
 
         Args:
-            model_dir: Has the files.
-            progress: Called as tensors are read.
-            unused: Says which tensors are known to have no part in inference.
+            progress: Called with (bytes read, total bytes) as tensors are read.
+            unused: Says which tensors have no part in inference.
 
         Raises:
             ModelError: The files are missing or malformed.
@@ -96,11 +94,10 @@ class Checkpoint:
         self._reads.close()
 
     def has(self, name: str) -> bool:
-        """Whether the files have a tensor of this name."""
         return name in self._tensors
 
     def has_below(self, prefix: str) -> bool:
-        """Whether the files have tensors whose names begin so."""
+        """Whether some tensor's name begins with `prefix`."""
         return any(name.startswith(prefix) for name in self._tensors)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
@@ -110,10 +107,8 @@ class Checkpoint:
         return _DTYPES.get(self._tensors[name].dtype) if name in self._tensors else None
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """See `CheckpointReader.read_into`.
-
-        Raises:
-            ModelError: As there, or a file cannot be read, or too many tensors are missing by now.
+        """Raises ModelError also if a file cannot be read, or if too many tensors are missing by
+        now.
         """
         if self._is_missing(part.name):
             out.zero_()
@@ -130,7 +125,9 @@ class Checkpoint:
         self._advance(out.numel() * tensor.item_bytes)
 
     def _check_finite(self, name: str, are_finite: torch.Tensor | None) -> None:
-        """Notes what a GPU is about to say of a tensor; errors come with later tensors."""
+        """Notes the answer that a GPU is computing for a tensor. An error is raised with a later
+        tensor.
+        """
         if are_finite is not None:
             known = self._are_finite.get(name)
             self._are_finite[name] = are_finite if known is None else known & are_finite
@@ -152,11 +149,7 @@ class Checkpoint:
         )
 
     def check_alike(self, name: str, copy: str) -> None:
-        """Checks that two tensors, where both are there, are the same.
-
-        Raises:
-            ModelError: They differ.
-        """
+        """Raises ModelError if two tensors, where both exist, differ."""
         if not self.are_alike(name, copy):
             raise ModelError(
                 f"{self._where}: {copy} is not {name}, though config.json has "
@@ -164,7 +157,7 @@ class Checkpoint:
             )
 
     def are_alike(self, name: str, copy: str) -> bool:
-        """Whether two tensors, where both are there, are the same."""
+        """Whether two tensors are equal; True if one of them does not exist."""
         if not (self.has(name) and self.has(copy)):
             return True
         first, second = (_whole(self._tensors[one].path, one) for one in (name, copy))
@@ -172,7 +165,7 @@ class Checkpoint:
         return is_same and torch.equal(first, second)
 
     def _is_missing(self, name: str) -> bool:
-        """Whether the tensor is missing; `finish` reports all such at once."""
+        """Whether the tensor is missing. `finish` reports all missing ones at once."""
         if name in self._tensors:
             return bool(self._missing)
         self._missing.append(name)
@@ -253,14 +246,14 @@ def _whole(path: Path, name: str) -> torch.Tensor:
 
 
 def _kinds_for(dtype: torch.dtype) -> Mapping[str, torch.dtype]:
-    """File dtypes that may be read as a dtype; quantised numbers only as themselves."""
+    """File dtypes that may be read as `dtype`. Quantised numbers are read only as themselves."""
     if dtype == torch.float8_e4m3fn:
         return _FP8
     return _FLOATS if dtype.is_floating_point else _WHOLE_NUMBERS
 
 
 def is_rotary_buffer(name: str) -> bool:
-    """Whether a tensor of old checkpoints is a rotary table, which is computed instead."""
+    """Whether a tensor of old checkpoints is a rotary table, which the engine computes instead."""
     return name.endswith("rotary_emb.inv_freq")
 
 

@@ -1,4 +1,4 @@
-"""Which number formats the weights of a model's layers are kept and multiplied in."""
+"""The number formats in which the weights of a model's layers are kept and multiplied."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ class ComputedFormat:
 
     @property
     def names(self) -> list[str]:
-        """Number formats such as int4 or bfloat16, sorted by their share of the weights."""
+        """Number formats such as int4 or bfloat16, the largest share of the weights first."""
         return [name for name, _ in self._weights.most_common()]
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight with its scales, on average; 0 without weights."""
+        """Mean bytes of a weight, scales included; 0 without weights."""
         return self._num_bytes / max(1, self._weights.total())
 
     def add_linear(self, weight: LinearWeight) -> None:
-        """Counts a product."""
         name = _format_of(weight)
         self._weights[name] += weight.out_features * weight.in_features
         self._num_bytes += _bytes_of(weight.form)
 
     def add_experts(self, experts: ExpertWeights) -> None:
-        """Counts the products of experts."""
         for weight in (*experts.w13, *experts.w2):
             self.add_linear(weight)
         for stack in experts.stacked or ():

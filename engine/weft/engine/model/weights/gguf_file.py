@@ -1,4 +1,4 @@
-"""Parameters from a GGUF file."""
+"""Reads parameters from a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 
 GROUP = 32
-"""Columns with one scale, in all types that are kept as integers."""
+"""Columns that share a scale, in all types that are kept as integers."""
 _NAMES_SHOWN = 8
 
 
 class GgufGroups(NamedTuple):
-    """A matrix of scale * number + offset, one of each for `GROUP` columns."""
+    """A matrix of scale * number + offset, with one scale and offset per `GROUP` columns."""
 
     numbers: torch.Tensor
-    """[N, K] int8: of 4 bits 0 to 15, or without offsets -8 to 7; of 8 bits -128 to 127."""
+    """[N, K] int8. Of 4 bits: 0 to 15, or without offsets -8 to 7. Of 8 bits: -128 to 127."""
     scales: torch.Tensor
     """[N, K / GROUP] float32."""
     offsets: torch.Tensor | None
@@ -32,9 +32,8 @@ class GgufGroups(NamedTuple):
 
 
 class GgufFile:
-    """The tensors of a GGUF file by their Hugging Face names; a `CheckpointReader`.
-
-    Use as a context manager. The file is mapped into memory until then.
+    """The tensors of a GGUF file by their Hugging Face names; a `CheckpointReader`. Use it as a
+    context manager, which keeps the file mapped into memory.
     """
 
     def __init__(self, model_dir: Path, progress: Progress | None = None) -> None:
@@ -42,10 +41,10 @@ class GgufFile:
 
         Args:
             model_dir: From `gguf_folder`.
-            progress: Called as tensors are read.
+            progress: Called with (bytes read, total bytes) as tensors are read.
 
         Raises:
-            ModelError: The file is damaged or has tensors that such models have not.
+            ModelError: The file is damaged, or has tensors that models of its architecture lack.
         """
         self._progress, self._done_bytes = progress, 0
         self._metadata = GgufMetadata(model_dir / GGUF_FILE)
@@ -102,12 +101,12 @@ class GgufFile:
         values = split_halves(values, heads) if heads else np.ascontiguousarray(values)
         if not np.isfinite(values).all():
             raise ModelError(f"{self._where}: {part.name}: a number is not finite")
-        # What is not a copy yet is mapped from the file, which cannot be written to.
+        # Values that are not a copy are mapped from the file and are not writeable.
         values = values if values.flags.writeable else values.copy()
         out.copy_(torch.from_numpy(values)[part.slices])
 
     def groups(self, name: str) -> GgufGroups | None:
-        """A matrix in the integers that the file has; None if it has others, or floats.
+        """A matrix as the integers of the file; None if it has another format, or floats.
 
         Raises:
             ModelError: A scale is not finite.
@@ -162,7 +161,7 @@ def _blocks(data: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 def _halves(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """float16 [.., 2 n] bytes -> [.., n] float32."""
+    """Bytes of float16, [.., 2 n] -> [.., n] float32."""
     return np.ascontiguousarray(data).view(np.float16).astype(np.float32)
 
 
@@ -213,4 +212,4 @@ def _q4_k(data: npt.NDArray[Any]) -> _Decoded:
 
 
 _DECODERS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k}
-"""Types of llama.cpp (ggml-quants.c) whose groups the kernels take as they are."""
+"""Types of llama.cpp (ggml-quants.c) whose groups the kernels take without conversion."""

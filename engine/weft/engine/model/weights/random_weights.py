@@ -6,7 +6,7 @@ import torch
 from weft.engine.model.weights.reader import TensorSlice
 
 _MXFP4_SCALE = 121
-"""2^-6: numbers of MXFP4 deviate by about 3."""
+"""Exponent of 2^-6, with which numbers of MXFP4 have a deviation of about 3."""
 
 
 class RandomWeights:
@@ -20,17 +20,17 @@ class RandomWeights:
         return not name.endswith(("experts.gate_up_proj", "experts.down_proj"))
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """None: any shape will do."""
+        """None: it makes any shape."""
         return None
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """None: any dtype will do."""
+        """None: it makes any dtype."""
         return None
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """Fills norm weights with 1, biases with 0, others from a normal distribution with
-        deviation 0.02, of which parts are cut from the whole tensor; integers evenly and FP8
-        normally, with scales that make about the same of them.
+        """Fills norm weights with 1, biases with 0, and other floats from a normal distribution
+        with deviation 0.02, cutting parts from the whole tensor. Integers are uniform and FP8 is
+        normal, with scales that give about the same deviation.
         """
         if out.dtype == torch.uint8 and part.name.endswith("_scales"):
             out.fill_(_MXFP4_SCALE)
@@ -59,7 +59,7 @@ class RandomWeights:
             out.copy_(whole[part.slices])
 
     def skip(self, prefix: str) -> None:
-        """Nothing is left over in any case."""
+        """Does nothing: no tensor is ever left over."""
 
     def finish(self) -> None:
-        """Nothing is missing or left over."""
+        """Does nothing: no tensor is ever missing or left over."""

@@ -1,4 +1,4 @@
-"""The port to a checkpoint: the interface through which loading reads tensors."""
+"""The port to a checkpoint, through which loading reads tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class TensorSlice(NamedTuple):
-    """A part of a checkpoint's tensor, or all of it."""
+    """A part of a checkpoint's tensor, or the whole tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the whole tensor, as the configuration asks for it."""
+    """Shape of the whole tensor that the configuration calls for."""
     slices: tuple[int | slice, ...] = ()
-    """Part of each axis, from the first on; an int drops its axis, and later axes are whole.
-    Slices have no steps.
+    """Part of each axis, from the first on. An int drops its axis, later axes are whole, and slices
+    have no steps.
     """
 
     @property
@@ -30,47 +30,42 @@ class TensorSlice(NamedTuple):
 class CheckpointReader(Protocol):
     """Reads parameters by their full names, in any order, each part as often as needed."""
 
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+    def has(self, name: str) -> bool: ...
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor; None if there is none of this name, or it may have any shape."""
+        """None: no tensor has this name, or it may have any shape."""
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """The dtype of a tensor in its file; None if there is none of this name, or no such
-        dtype.
-        """
+        """Dtype in the file; None: no tensor has this name, or its format is no dtype."""
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Copies a part of a tensor, converted to the dtype of `out`, whose shape is `part.size`.
 
-        Floats are read into floats, whole numbers and truth values into whole numbers. A missing
-        tensor may be noted for `finish`, so that one message names several; then `out` becomes
-        zeros. For an `out` on the meta device nothing is read, only checked.
+        Floats are read into floats, whole numbers and truth values into whole numbers. A reader may
+        note a missing tensor for `finish`, so that one message names several; `out` then becomes
+        zeros. For an `out` on the meta device the tensor is checked and not read.
 
         Raises:
-            ModelError: The tensor is not of `part.shape`, has a dtype of another kind, or a number
-                that is not finite, which `finish` may report instead.
+            ModelError: The tensor is not of `part.shape`, has a dtype of another kind, or has a
+                number that is not finite, which `finish` may report instead.
         """
 
     def skip(self, prefix: str) -> None:
-        """Notes that another rank reads the tensors whose names begin so, up to a dot."""
+        """Notes that another rank reads the tensors whose names begin with `prefix`, which ends in
+        a dot.
+        """
 
     def finish(self) -> None:
         """Ends reading.
 
         Raises:
-            ModelError: Tensors are missing, some were there of which no part was read, or one has a
-                number that is not finite.
+            ModelError: Tensors are missing, no part of some tensor was read, or one has a number
+                that is not finite.
         """
 
 
 class Wrapped:
-    """A reader over another one, which it asks for everything.
-
-    Args:
-        reader: Reads the checkpoint.
-    """
+    """A reader that passes every call to another one."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
@@ -95,11 +90,10 @@ class Wrapped:
 
 
 class Renamed(Wrapped):
-    """A reader of a checkpoint that has other names than models use.
+    """A reader of a checkpoint whose names differ from the models'.
 
     Args:
-        reader: Reads the checkpoint.
-        name_of: Returns what the checkpoint calls a tensor.
+        name_of: Returns the checkpoint's name of a tensor.
     """
 
     def __init__(self, reader: CheckpointReader, name_of: Callable[[str], str]) -> None:
@@ -123,11 +117,10 @@ class Renamed(Wrapped):
 
 
 class Transposed(Wrapped):
-    """A reader of a checkpoint that has some matrices as [columns, rows].
+    """A reader of a checkpoint that stores some matrices as [columns, rows].
 
     Args:
-        reader: Reads the checkpoint.
-        is_transposed: Whether a matrix of this name is one of them.
+        is_transposed: Whether the matrix of this name is one of them.
     """
 
     def __init__(self, reader: CheckpointReader, is_transposed: Callable[[str], bool]) -> None:

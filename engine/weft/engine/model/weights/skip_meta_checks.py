@@ -1,4 +1,4 @@
-"""Reading a checkpoint on the meta device, whose tensors have shapes and no numbers."""
+"""Reads a checkpoint on the meta device, whose tensors have shapes and no numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class SkipMetaChecks(TorchFunctionMode):
-    """While it is entered, checks of the numbers of tensors on the meta device pass: all entries
-    fulfil a condition, any entry breaks none, two tensors are equal, and a single number is 1.
+    """A context in which checks of numbers pass on the meta device: all entries fulfil a condition,
+    no entry breaks one, two tensors are equal, and a single number is 1.
     """
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""A model's description of its products, and the place of each rank's share in them."""
+"""A model's description of its products, and each rank's share in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.kernels.peers import Peers
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which share of every divided product is read."""
+    """The share of every divided product that this process reads."""
 
     rank: int = 0
     """0 to `size` - 1."""
@@ -34,10 +34,11 @@ class Shard:
         Args:
             length: Length of the axis.
             unit: Entries that stay together.
-            may_repeat: Whether several ranks may have the same unit if there are too few.
+            may_repeat: Whether several ranks may have the same unit if there are fewer units than
+                ranks.
 
         Raises:
-            ModelError: The units cannot be shared out evenly.
+            ModelError: The units cannot be divided evenly.
         """
         num_units = length // unit
         if length % unit == 0 and num_units % self.size == 0:
@@ -60,29 +61,30 @@ class LinearSpec:
     rows: tuple[int, ...]
     """Width of each projection's output, over all ranks."""
     split: Literal["none", "out", "in"] = "none"
-    """Division among ranks: none, each rank has a part of each output, or each rank has a part of
-    the input and the results must be added up.
+    """Division among ranks: none; out: each rank has a part of each output; in: each rank has a
+    part of the input, and the results must be added up.
     """
     unit: int = 1
     """Rows, or columns where the input is split, that stay together: those of one head. Where
     outputs have fewer units than there are ranks, several ranks have the same one.
     """
     bias: bool = False
-    """Whether each projection has a bias."""
     is_gated: bool = False
     """Whether the product is gate and up of an MLP, computed with the activation."""
     fused: str | None = None
-    """Submodule that has the rows of all projections, one after another, if the checkpoint stores
-    them fused.
+    """Submodule that has the rows of all projections, one after another; None: the checkpoint does
+    not fuse them.
     """
     order: tuple[int, ...] = ()
     """The projections in the order of the fused rows; empty: that of `names`."""
     groups: int = 1
-    """Consecutive parts of the fused rows, each of which has an equal share of every projection's:
-    where the checkpoint keeps all rows of a head together.
+    """Consecutive parts of the fused rows, each of which has an equal share of every projection's
+    rows. More than 1 where the checkpoint keeps all rows of a head together.
     """
     is_gate: bool = False
-    """Whether it is a router or a gate, which checkpoints may leave in floats without saying so."""
+    """Whether the product is a router or a gate, which checkpoints may leave in floats without
+    saying so.
+    """
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -113,14 +115,16 @@ class LinearSpec:
         return [TensorSlice(f"{name}.bias", (n,), (own,)) for name, n, own in self._parts(shard)]
 
     def channel_scales(self, shard: Shard) -> list[TensorSlice]:
-        """A shard of each projection's scales, one a row of its weight, [rows, 1]."""
+        """A shard of each projection's scales, [rows, 1]: one per row of its weight."""
         return [
             TensorSlice(f"{name}.weight_scale", (rows, 1), (own,))
             for name, rows, own in self._parts(shard)
         ]
 
     def stacked_weights(self, name: str, index: int, count: int, shard: Shard) -> list[TensorSlice]:
-        """Like `weights`, where one tensor [count, all rows, columns] holds this at `index`."""
+        """Like `weights`, where one tensor, [count, all rows, columns], holds this product at
+        `index`.
+        """
         shape, columns = (count, sum(self.rows), self.in_features), self.columns_of(shard)
         return [TensorSlice(name, shape, (index, own, columns)) for own in self._stacked(shard)]
 
@@ -135,7 +139,6 @@ class LinearSpec:
         ]
 
     def _stacked(self, shard: Shard) -> list[slice]:
-        """A shard of each projection's rows, where they follow one another."""
         shares = [self._rows(rows, shard) for rows in self.rows]
         if self.groups > 1:
             return self._stacked_groups(shares)
@@ -145,7 +148,6 @@ class LinearSpec:
         ]
 
     def _stacked_groups(self, shares: Sequence[slice]) -> list[slice]:
-        """A shard of each projection's rows, where each group has some of them."""
         found, stride = list[slice](), sum(self.rows) // self.groups
         widths = [rows // self.groups for rows in self.rows]
         for width, begin, own in zip(widths, self._begins(widths), shares, strict=True):
@@ -160,17 +162,16 @@ class LinearSpec:
         return found
 
     def _begins(self, widths: Sequence[int]) -> list[int]:
-        """Where each projection's rows begin among fused ones, of these widths."""
         order = self.order or tuple(range(len(widths)))
         begins = dict(zip(order, accumulate((widths[n] for n in order), initial=0), strict=False))
         return [begins[number] for number in range(len(widths))]
 
     def share_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """A shard of the product's matrix [all rows, columns]."""
+        """A shard of the product's matrix, [all rows, columns]."""
         return self.rows_of(whole, shard)[:, self.columns_of(shard)].contiguous()
 
     def rows_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """A shard of the rows, [all rows, ...], of each projection."""
+        """A shard of each projection's rows, [all rows, ...]."""
         assert not self.order, "only stacked rows have another order"
         assert self.groups == 1, "only stacked rows are in groups"
         parts = torch.split(whole, list(self.rows))
@@ -182,11 +183,7 @@ class LinearSpec:
         return shard.of(rows, self.unit, may_repeat=True)
 
     def columns_of(self, shard: Shard) -> slice:
-        """A shard of the columns.
-
-        Raises:
-            ValueError: They do not divide.
-        """
+        """A shard of the columns. Raises ModelError if they do not divide."""
         if self.split != "in":
             return slice(0, self.in_features)
         return shard.of(self.in_features, self.unit, may_repeat=False)
@@ -197,34 +194,36 @@ class ExpertSpec:
     """The gated MLPs of a mixture of experts."""
 
     num_experts: int
-    """Number of experts over all ranks."""
+    """Experts over all ranks."""
     gate_up: LinearSpec
-    """Gate and up projection of each expert."""
+    """One expert's gate and up projection."""
     down: LinearSpec
-    """Down projection of each expert."""
+    """One expert's down projection."""
     stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
-    """Names of the tensors of all experts, in checkpoints that stack them; gate and up may be two.
+    """Names of the tensors of all experts, in checkpoints that stack them. Gate and up may be two
+    tensors.
     """
     is_transposed: bool = False
-    """Stacked tensors are [experts, columns, rows]."""
+    """Whether stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False
     """Whether rows of gate and up alternate in stacked tensors."""
     bias: bool = False
     """Whether products have biases, `<stacked>_bias`, [experts, rows]."""
     gating: Gating = SILU
-    """How gate and up become the input of the down projection."""
+    """Function of gate and up that is the input of the down projection."""
     shard: Shard = Shard()
-    """Which share of the experts is read; of each of them a rank's share, as the products say."""
+    """The share of the experts that is read. Of each expert a rank reads the share that its
+    products say.
+    """
 
     @property
     def numbers(self) -> range:
-        """The experts that are read."""
+        """The experts that this rank reads."""
         own = self.shard.of(self.num_experts, 1, may_repeat=False)
         return range(own.start, own.stop)
 
     @property
     def count(self) -> int:
-        """Number of experts that are read."""
         return len(self.numbers)
 
     def placed(self, shard: Shard) -> ExpertSpec:
@@ -234,7 +233,9 @@ class ExpertSpec:
 
 
 def placement_of(count: int, numbers: range) -> torch.Tensor | None:
-    """Where each of `count` experts is if a rank has these: see `ExpertWeights.placement`."""
+    """`ExpertWeights.placement` of `count` experts for a rank that has those of `numbers`; None: it
+    has all.
+    """
     if len(numbers) == count:
         return None
     placement = torch.full((count,), len(numbers), dtype=torch.int32)

@@ -1,8 +1,8 @@
 """Reads parts of tensors from files into memory of any device, in several threads.
 
-For a GPU threads read into pinned memory, and copies to the device run beside the next reads. For a
-CPU they read to where the numbers are wanted. Nothing is mapped: the host's memory holds the pinned
-buffers and what is being converted.
+For a GPU, threads read into pinned memory, and copies to the device run beside the next reads. For
+a CPU they read to where the numbers are wanted. No file is mapped: the host's memory holds the
+pinned buffers and the numbers that are being converted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ thread reads.
 _CHECKED_BYTES = 64 << 20
 """Bytes of FP8 that a GPU checks at a time, for which it needs as much memory."""
 _FP8_NAN = 0x7F
-"""Bits of FP8's only number that is not finite, without its sign."""
+"""Bits of FP8's only value that is not finite, without its sign."""
 _BUFFERS_A_THREAD = 2
-"""Buffers of a thread that reads for a GPU: one is copied while the other is read into."""
+"""Buffers of a thread that reads for a GPU: one is copied while the thread reads into the other."""
 
 
 class StoredTensor(NamedTuple):
@@ -40,30 +40,30 @@ class StoredTensor(NamedTuple):
 
     path: Path
     begin: int
-    """Offset of its first byte."""
+    """Offset of the first byte in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class NotFiniteError(ValueError):
-    """A tensor has a number that is not finite, as it was read."""
+    """A tensor has a number that is not finite."""
 
 
 class _Rows(NamedTuple):
-    """Neighbouring rows of a tensor in a file, and the part of each that is wanted."""
+    """Consecutive rows of a tensor in a file, and the part of each row that is wanted."""
 
     begin: int
-    """First byte of the first row."""
+    """Offset of the first row's first byte in the file."""
     num_rows: int
     shape: tuple[int, ...]
     """Shape of a row in the file."""
     dtype: torch.dtype
     part: tuple[int | slice, ...]
-    """The part of each row to read; empty: all of it."""
+    """The part of each row to read; empty: the whole row."""
 
     @classmethod
     def of(cls, stored: StoredTensor, slices: Sequence[int | slice]) -> _Rows:
-        """The rows, along the first axis that is not one number, of a part of a tensor."""
+        """The rows of a part of a tensor, along the first axis whose index is not one number."""
         begin, shape, left = stored.begin, stored.shape, list(slices)
         while left and isinstance(left[0], int):
             begin += range(shape[0])[left[0]] * math.prod(shape[1:]) * stored.dtype.itemsize
@@ -80,7 +80,7 @@ class _Rows(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Size of a row in the file."""
+        """Bytes of a row in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def wanted(self, memory: torch.Tensor) -> torch.Tensor:
@@ -89,11 +89,7 @@ class _Rows(NamedTuple):
 
 
 class _Buffer:
-    """Memory of the host that a thread reads into.
-
-    Args:
-        device: Where its content goes; for a GPU the memory is pinned.
-    """
+    """Host memory that a thread reads into, pinned if its content goes to a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_pinned = device.type == "cuda"
@@ -101,32 +97,32 @@ class _Buffer:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, size: int) -> torch.Tensor:
-        """[size] uint8, which no copy reads any more."""
+        """[size] uint8. Waits until no copy reads it any more."""
         if self._copied is not None:
             self._copied.synchronize()
         if self._memory.numel() < size:
             most = max(size, _MAX_PIECE_BYTES)
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Never old and new at once.
+            self._memory = torch.empty(
+                0, dtype=torch.uint8
+            )  # Frees the old buffer before the new one exists.
             self._memory = torch.empty(most, dtype=torch.uint8, pin_memory=self._is_pinned)
         return self._memory[:size]
 
     def sent(self) -> None:
-        """Notes that copies out of it were enqueued on the current stream."""
+        """Notes that copies out of the buffer were enqueued on the current stream."""
         if self._copied is None:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
 
 class _Way(NamedTuple):
-    """How bytes get to a device."""
-
     buffers: SimpleQueue[_Buffer]
     stream: torch.cuda.Stream | None
     """Stream of the copies; None: the device is a CPU."""
 
 
 class TensorReads:
-    """Threads that read tensors, and their memory; both are made at the first need."""
+    """Threads that read tensors, and their buffers. Both are made when first needed."""
 
     def __init__(self) -> None:
         self._num_threads = min(_MAX_THREADS, num_cores())
@@ -134,7 +130,7 @@ class TensorReads:
         self._ways: dict[torch.device, _Way] = {}
 
     def close(self) -> None:
-        """Ends the threads and frees the memory; the next read makes new ones."""
+        """Ends the threads and frees the buffers. A later read makes new ones."""
         if self._threads is not None:
             self._threads.shutdown()
         self._threads = None
@@ -145,24 +141,23 @@ class TensorReads:
     ) -> torch.Tensor | None:
         """Copies a part of a tensor, converted to the dtype of `out`.
 
-        On a GPU the copy may still run; what the current stream gets later waits for it.
+        On a GPU the copy may still run on return; later work of the current stream waits for it.
 
         Args:
-            stored: The tensor.
             slices: As in `TensorSlice`.
-            out: Of the part's shape, contiguous.
+            out: Contiguous, of the part's shape.
 
         Returns:
-            On a GPU whether all numbers of `out` are finite, [] bool, which may still be computed;
-            None: they are, or are no floats.
+            On a GPU whether all numbers of `out` are finite, [] bool, which the GPU may still
+            compute. None: they are finite, or are no floats.
 
         Raises:
             OSError: The file cannot be read.
-            EOFError: It ends too early.
+            EOFError: The file ends too early.
             NotFiniteError: On a CPU a number of `out` is not finite.
         """
         rows = _Rows.of(stored, slices)
-        # Bytes are cut anywhere, numbers that are to be converted between rows.
+        # Bytes may be cut anywhere. Numbers that are to be converted are cut between rows.
         is_direct = not rows.part and rows.dtype == out.dtype
         unit = 1 if is_direct else rows.row_bytes
         count = rows.num_rows * rows.row_bytes // max(1, unit)
@@ -210,7 +205,7 @@ class TensorReads:
 
 
 def are_finite(values: torch.Tensor) -> torch.Tensor:
-    """Whether all of some floats are finite, [] bool on their device; there is at least one."""
+    """Whether all of these floats, at least one, are finite: [] bool on their device."""
     if values.dtype == FP8:
         bits = values.view(torch.uint8).view(-1)
         firsts = range(0, len(bits), _CHECKED_BYTES)
@@ -236,8 +231,8 @@ def _read_piece(
     first: int,
     end: int,
 ) -> None:
-    """Reads units `first` to `end` of a target of `dtype`: its rows, or without `rows` its bytes,
-    of which the first is that of the file's byte `begin`. For a CPU they are checked as well.
+    """Reads units `first` to `end` of a target of `dtype`. A unit is a row; without `rows` it is a
+    byte, and byte 0 of the target is the file's byte `begin`. Numbers for a CPU are also checked.
     """
     own, unit = target[first:end], 1 if rows is None else rows.row_bytes
     at, size = begin + first * unit, (end - first) * unit

@@ -1,4 +1,4 @@
-"""A model's parameters by their Hugging Face names, in the form that layers compute with."""
+"""A model's parameters by their Hugging Face names, in the form with which layers compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Scheme(Protocol):
     """Reads a checkpoint's format of product weights and converts them for layers."""
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
-        """Reads, fuses and packs the shard of a product whose parameters lie below `weights`."""
+        """Reads, fuses and packs this rank's shard of a product, whose parameters lie below
+        `weights`.
+        """
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """Reads, fuses and packs the experts' products, one expert after another."""
@@ -32,23 +34,25 @@ class Scheme(Protocol):
         """
 
     def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
-        """Canonical bytes that describe the conversion of the files' numbers for layers of `dtype`
-        on a device, part of the model's digest; empty if products keep the files' numbers in the
-        model's dtype.
+        """Canonical bytes that describe how numbers are converted from the files for layers of
+        `dtype` on a device, a part of the model's digest. Empty if products keep the files' numbers
+        in the model's dtype.
         """
 
 
 class _Scratch:
-    """Memory of the host that is written again and again."""
+    """Host memory that is used again for each read."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` numbers of any value; those taken before are not valid any more."""
+        """`count` numbers of any value. They overwrite those that were taken before."""
         size = count * dtype.itemsize
         if size > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Never old and new at once.
+            self._memory = torch.empty(
+                0, dtype=torch.uint8
+            )  # Frees the old memory before the new exists.
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory[:size].view(dtype)
 
@@ -72,27 +76,24 @@ class Weights:
         """All parameters of a checkpoint.
 
         Args:
-            reader: Reads them.
-            scheme: Converts them to products.
             dtype: Dtype in which the layers compute.
-            device: Device of the layers.
             shard: Share of each divided product to read.
-            expert_shard: Share of the experts of a mixture to read, which are whole then; all: of
-                each expert its `shard`.
-            arena: See `Weights.arena`; None: one of its own.
-            peers: See `Weights.peers`.
-            computed: Counts what is packed; None: one of its own.
+            expert_shard: Share of the experts to read, where ranks have whole experts; the default:
+                of every expert its `shard`.
+            arena: Memory for packed weights; None: an arena of its own.
+            peers: Ranks that have the other shares; None: there are none.
+            computed: Counts the number formats of packed products; None: a count of its own.
         """
         self.dtype = dtype
         self.device = device
         self.shard = shard
         self.expert_shard = expert_shard
         self.peers = peers
-        """The ranks that have the other shares; None: there are none."""
+        """Ranks that have the other shares; None: there are none."""
         self.arena = arena or WeightArena()
-        """Arena for the weights that are packed; one for the whole model."""
+        """Memory for packed weights, one arena for the whole model."""
         self.reader = reader
-        """Where parameters come from, by their full names."""
+        """Reads parameters by their full names."""
         self._computed = computed or ComputedFormat()
         self._scheme = scheme
         self._prefix = ""
@@ -110,19 +111,18 @@ class Weights:
         return below
 
     def full_name(self, name: str) -> str:
-        """The name in the checkpoint of what is `name` here."""
+        """The checkpoint's name of a parameter that is called `name` below this prefix."""
         return self._prefix + name
 
     def has(self, name: str) -> bool:
-        """Whether there is a parameter of this name."""
         return self.reader.has(self._prefix + name)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a parameter; None if there is none of this name, or any shape will do."""
+        """None: no parameter has this name, or the reader accepts any shape."""
         return self.reader.shape_of(self._prefix + name)
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """The dtype of a parameter in its file; None if there is none of this name, or no such."""
+        """Dtype in the file; None: no parameter has this name, or its format is no dtype."""
         return self.reader.dtype_of(self._prefix + name)
 
     def linear(self, spec: LinearSpec) -> LinearWeight:
@@ -142,12 +142,14 @@ class Weights:
         return packed
 
     def placement(self, spec: ExpertSpec) -> torch.Tensor | None:
-        """Where the experts of all ranks are, on the model's device; None: all are here."""
+        """`ExpertWeights.placement` on the model's device; None: this rank has all experts."""
         found = placement_of(spec.num_experts, spec.numbers)
         return None if found is None else found.to(self.device)
 
     def skip_experts(self, spec: ExpertSpec) -> None:
-        """Leaves out the experts of other ranks, where each is a module of its own."""
+        """Leaves out the experts of other ranks, in checkpoints where each expert is a module of
+        its own.
+        """
         for number in set(range(spec.num_experts)) - set(spec.numbers):
             for module in (*spec.gate_up.modules, *spec.down.modules):
                 self.reader.skip(f"{self._prefix}{number}.{module}.")
@@ -160,21 +162,21 @@ class Weights:
         return weight_rows(packed, torch.arange(packed.out_features, device=self.device))
 
     def norm(self, name: str, size: int) -> torch.Tensor:
-        """The weight [size] of the norm `name`."""
+        """The weight, [size], of the norm `name`."""
         return self.read([TensorSlice(f"{name}.weight", (size,))])
 
     def vocabulary(self, name: str, rows: int, width: int, num_zeros: int = 0) -> torch.Tensor:
-        """The matrix [rows + num_zeros, width] of an embedding or LM head, whole on every rank;
-        zeros are last.
+        """The matrix of an embedding or LM head, [rows + num_zeros, width], whole on every rank.
+        The zeros come last.
         """
         return self.read([TensorSlice(f"{name}.weight", (rows, width))], num_zeros)
 
     def packed(self, matrix: torch.Tensor) -> LinearWeight:
-        """An LM head of a matrix [vocab, hidden], which may also be an embedding's."""
+        """An LM head of a matrix, [vocab, hidden], which may also be the embedding's."""
         return self._scheme.head(matrix, self)
 
     def table(self, name: str, count: int) -> torch.Tensor:
-        """Whole numbers: [count] int64 on the host; true counts as 1."""
+        """Whole numbers: [count] int64 on the host. True counts as 1."""
         out = torch.zeros(count, dtype=torch.int64)
         self._read(TensorSlice(name, (count,)), out)
         return out
@@ -186,12 +188,12 @@ class Weights:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Parts of tensors stacked along their first axis, each copied into its place.
+        """Parts of tensors, stacked along their first axis. Each is copied into its place.
 
         Args:
-            parts: Parts, by names below the prefix; they differ at most in their first axes.
-            num_zeros: Rows of zeros behind them.
-            dtype: What they are read as; None: the model's dtype.
+            parts: Parts by names below the prefix; their shapes differ at most in the first axis.
+            num_zeros: Rows of zeros after them.
+            dtype: Dtype of the result; None: the model's.
 
         Returns:
             [rows of all parts + num_zeros, ...] on the model's device.
@@ -203,9 +205,9 @@ class Weights:
         return out
 
     def read_to_pack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
-        """Reads what is only packed, as `read` does. Where packing copies, the result is valid
-        until the next call: memory that the system has not given out yet takes longer to write than
-        to pack.
+        """Reads parts that are only packed, as `read` does. Where packing copies, the result is
+        valid until the next call: writing memory that the system has just given out takes longer
+        than packing.
         """
         if not packing_copies(self.dtype, self.device):
             return self.read(parts)
@@ -221,7 +223,7 @@ class Weights:
         return out
 
     def _read_all(self, parts: Sequence[TensorSlice], out: torch.Tensor) -> None:
-        """Stacks parts in `out`; rows that are left become zeros."""
+        """Stacks parts in `out`. The remaining rows become zeros."""
         row = 0
         for part in parts:
             self._read(part, out[row : row + part.size[0]])

@@ -1,1 +1,1 @@
-"""Schemes: how checkpoints keep the weights of products, one file each."""
+"""Schemes of quantised and plain weights, one file each."""

@@ -1,4 +1,4 @@
-"""The common base of schemes of quantised weights: modules in floats, fusing, experts, packing."""
+"""Base of the schemes of quantised weights: modules in floats, fusing, experts, packing."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from weft.kernels.moe import ExpertWeights
 from weft.kernels.quantised import Fp8Channels, Int8Channels
 
 Matrix: TypeAlias = PackableMatrix
-"""A weight as it is packed: quantised, or floats of the model's dtype."""
+"""A weight before packing: quantised, or floats of the model's dtype."""
 
 
 class QuantisedScheme(ABC):
-    """A `Scheme` that reads a format of checkpoints, or makes it of floats at load.
-
-    A format says how one product's matrix is read (`matrix`) and made (`made`).
+    """A `Scheme` for one number format, which a checkpoint has or which is made of floats at load.
+    A subclass says how it reads one product's matrix (`matrix`) and quantises one (`made`).
     """
 
     def __init__(self, quantization: Quantization) -> None:
@@ -70,7 +69,7 @@ class QuantisedScheme(ABC):
         """Reads the shard of a product that the checkpoint has in this format.
 
         Raises:
-            ModelError: A number or a scale is damaged; the message has its name.
+            ModelError: A number or a scale is damaged; the message names it.
         """
 
     @abstractmethod
@@ -82,11 +81,7 @@ class QuantisedScheme(ABC):
         """
 
     def ignores(self, spec: LinearSpec, weights: Weights) -> bool:
-        """Whether a product stays in floats.
-
-        Raises:
-            ModelError: Only some of its projections do.
-        """
+        """Whether a product stays in floats. Raises ModelError if only some projections do."""
         names = [name for name in spec.modules if self.ignores_name(name, weights)]
         if names and len(names) < len(spec.modules):
             raise ModelError(
@@ -96,7 +91,9 @@ class QuantisedScheme(ABC):
         return bool(names)
 
     def ignores_name(self, name: str, weights: Weights) -> bool:
-        """Whether a projection is in floats: as its tensors say, else as the configuration does."""
+        """Whether a projection is in floats: by its tensors if they tell, else by the
+        configuration.
+        """
         if not self.is_made_at_load:
             packing = self.quantization.packing
             if packing and weights.shape_of(f"{name}.{packing.packed_name}") is not None:
@@ -108,8 +105,8 @@ class QuantisedScheme(ABC):
         return self.quantization.ignores(weights.full_name(name))
 
     def made_linear(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
-        """Quantises a product's matrix, of which this rank has all columns or, where the input is
-        split, some; the scales are those of all columns.
+        """Quantises a product's matrix. Where the input is split, this rank keeps some of the
+        columns, but the scales are those of all columns.
 
         Raises:
             ModelError: A number is not finite, or a rank's share cuts a group of columns.
@@ -119,11 +116,7 @@ class QuantisedScheme(ABC):
         return self._made_of_columns(whole, spec, weights)
 
     def make(self, matrix: torch.Tensor, weights: Weights) -> Matrix:
-        """Like `made`, with the module's name in errors.
-
-        Raises:
-            ModelError: A number is not finite.
-        """
+        """`made`, but raises ModelError with the module's name."""
         with named_errors(weights):
             return self.made(matrix)
 
@@ -134,7 +127,6 @@ class QuantisedScheme(ABC):
         return self.matrix(spec, weights)
 
     def _made_of_columns(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
-        """Quantises this rank's columns of a matrix by the scales that the whole matrix has."""
         own = spec.columns_of(weights.shard)
         made = self.make(whole, weights)
         if isinstance(made, Int8Channels | Fp8Channels):
@@ -151,7 +143,7 @@ class QuantisedScheme(ABC):
                 yield self.make(gate_up, weights), made
             return
         if weights.has(spec.stacked[-1]):
-            # One tensor of all experts is no module that the configuration means: floats.
+            # The configuration's modules do not include one tensor of all experts: it is in floats.
             yield from read_experts(spec, weights)
             return
         for number in spec.numbers:
@@ -167,7 +159,7 @@ class QuantisedScheme(ABC):
 
 @contextmanager
 def named_errors(weights: Weights) -> Iterator[None]:
-    """Raises ModelError with the module's name for a ValueError."""
+    """Turns a ValueError into a ModelError with the module's name."""
     try:
         yield
     except ValueError as error:
@@ -175,7 +167,7 @@ def named_errors(weights: Weights) -> Iterator[None]:
 
 
 def listing(spec: LinearSpec, weights: Weights) -> str:
-    """The full names of a product's projections."""
+    """The full names of a product's projections, for messages."""
     return ", ".join(weights.full_name(name) for name in spec.modules)
 
 
@@ -183,7 +175,7 @@ def one_scale(name: str, weights: Weights) -> torch.Tensor:
     """[1] float32: a tensor of one number, of whatever shape.
 
     Raises:
-        ModelError: It is missing, has another shape, or is no scale.
+        ModelError: The tensor is missing, has another size, or is no scale.
     """
     shape = weights.shape_of(name)
     shape = (1,) if shape is None else shape
@@ -196,7 +188,7 @@ def one_scale(name: str, weights: Weights) -> torch.Tensor:
 
 
 def _check_kv_scales(spec: LinearSpec, weights: Weights) -> None:
-    """Reads the fixed scales of K and V that belong to a product's projections, if any."""
+    """Reads, and so uses up, the fixed scales of K and V that belong to a product's projections."""
     for module in spec.modules:
         layer, _, projection = module.rpartition("_proj")[0].rpartition(".")
         scale = f"{projection}_scale"
@@ -208,6 +200,8 @@ def _check_kv_scales(spec: LinearSpec, weights: Weights) -> None:
 
 
 def check_scales(scales: torch.Tensor, spec: LinearSpec, weights: Weights, name: str) -> None:
-    """Raises ModelError if a scale is negative or not finite; `name`: what a scale is called."""
+    """Raises ModelError if a scale is negative or not finite. `name` is the scale's name in the
+    message.
+    """
     if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
         raise ModelError(f"{listing(spec, weights)}: a {name} is negative or not finite")

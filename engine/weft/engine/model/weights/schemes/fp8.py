@@ -25,11 +25,11 @@ from weft.kernels.quantised import (
 
 
 class Fp8Scheme(QuantisedScheme):
-    """A `Scheme` of FP8 weights: the checkpoint's, or made of its floats, a scale for each row.
+    """A `Scheme` of FP8 weights: the checkpoint's, or made of its floats with a scale for each row.
 
-    Checkpoints have `weight` in e4m3 [rows, columns], and scales as factors: one for each row,
-    [rows, 1] or [rows], one for each block, [rows / 128, columns / 128], or one for the whole.
-    The LM head and routers stay in floats.
+    Checkpoints have `weight` in e4m3, [rows, columns], and scales as factors: one for each row,
+    [rows, 1] or [rows], one for each block, [rows / 128, columns / 128], or one for the whole. The
+    LM head and routers stay in floats.
     """
 
     def matrix(self, spec: LinearSpec, weights: Weights) -> Fp8Matrix:
@@ -44,7 +44,7 @@ class Fp8Scheme(QuantisedScheme):
         return Fp8Channels(data, _checked(scales, spec, weights))
 
     def _row_scales(self, part: TensorSlice, weights: Weights) -> torch.Tensor:
-        """[rows of the part]: of a scale for the whole projection, the same for all."""
+        """[rows of the part]; a scale for the whole projection is repeated."""
         name, rows = self._scale_name(part), part.shape[0]
         if self.quantization.scales == "tensors":
             return one_scale(name, weights).expand(part.size[0])
@@ -61,7 +61,9 @@ class Fp8Scheme(QuantisedScheme):
         data: torch.Tensor,
         weights: Weights,
     ) -> Fp8Blocks:
-        """Blocks of all projections, cut where one of them is no whole number of blocks."""
+        """Blocks of all projections. They are cut where a projection is no whole number of
+        blocks.
+        """
         rows = math.gcd(FP8_GROUP, *[part.size[0] for part in parts[:-1]])
         scales = []
         for part in parts:
@@ -79,10 +81,8 @@ class Fp8Scheme(QuantisedScheme):
     def _blocks_of(
         self, share: int | slice, size: int, part: TensorSlice, weights: Weights
     ) -> slice:
-        """The blocks that a rank's share of an axis has.
-
-        Raises:
-            ModelError: It begins within a block.
+        """The blocks in a rank's share of an axis. Raises ModelError if the share begins within a
+        block.
         """
         assert isinstance(share, slice)
         begin, end, _ = share.indices(size)

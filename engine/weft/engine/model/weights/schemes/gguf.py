@@ -18,8 +18,8 @@ from weft.kernels.linear import LinearWeight, pack_linear
 class GgufScheme(QuantisedScheme):
     """A `Scheme` of the number formats of a GGUF file.
 
-    On a CPU projections of 4 and 8 bits in groups keep their format. If one product has both, its
-    4-bit numbers become 8-bit ones. A product with any other format becomes floats of the model's
+    On a CPU, projections of 4 and 8 bits in groups keep their format. If one product has both, its
+    4-bit numbers become 8-bit ones. A product in any other format becomes floats of the model's
     dtype.
     """
 
@@ -55,7 +55,9 @@ class GgufScheme(QuantisedScheme):
 
 
 def _groups(name: str, shape: tuple[int, ...] | None, weights: Weights) -> GgufGroups | None:
-    """A projection's integers; None: it has none, or another shape, which reading reports."""
+    """A projection's integers; None: it has none, or it has another shape, which reading then
+    reports.
+    """
     file = weights.reader
     full = weights.full_name(name)
     if not isinstance(file, GgufFile) or (shape is not None and file.shape_of(full) != shape):

@@ -1,4 +1,4 @@
-"""Products with integers in groups: packed by checkpoints, or of 4 bits made at load."""
+"""Products in integers with a scale per group, packed by checkpoints or made at load in 4 bits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class IntScheme(QuantisedScheme):
     """A `Scheme` of integers of 4 or 8 bits with a scale for each group along a row.
 
-    Checkpoints have them as `int_layouts` says. Of floats groups of 32 are rounded to 4 bits by
-    themselves, and the LM head to 8 bits.
+    `int_layouts` describes their layout in checkpoints. At load, floats are rounded to 4 bits in
+    groups of 32, and the LM head to 8 bits.
     """
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
@@ -72,7 +72,9 @@ class IntScheme(QuantisedScheme):
 
 
 def _check_no_bias(name: str, rows: int, weights: Weights) -> None:
-    """GPTQ's tools write zeros where a projection has no bias."""
+    """Raises ModelError if a bias that the model does not have is not zero. GPTQ's tools write
+    zeros where a projection has no bias.
+    """
     if weights.shape_of(name) is None:
         return
     if bool(weights.tensor(TensorSlice(name, (rows,)), torch.float32).any()):

@@ -19,10 +19,10 @@ from weft.kernels.rotated import BLOCK, multiplies_rotated, quantise_rotated
 class Int8Scheme(QuantisedScheme):
     """A `Scheme` of int8 weights: the checkpoint's, or made of its floats.
 
-    Checkpoints have them as compressed-tensors' int-quantized does: `weight`, int8 [rows, columns],
-    and `weight_scale` [rows, 1]. Of floats each row that a rank has is rounded by itself; where
-    the machine multiplies them with rows in int8, products outside experts, gates and the LM head
-    are of rotated matrices.
+    Checkpoints have them in the layout of compressed-tensors' int-quantized: `weight`, int8 [rows,
+    columns], and `weight_scale`, [rows, 1]. At load, each row that a rank has is rounded by itself.
+    Where the machine multiplies weights with rows in int8, the weights are rotated before, except
+    in experts, gates and the LM head.
     """
 
     def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
@@ -32,7 +32,7 @@ class Int8Scheme(QuantisedScheme):
         return own + b" hadamard" if is_rotated else own
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        # compressed-tensors leaves it in floats; one that is not fails where it is read as such.
+        # compressed-tensors leaves the LM head in floats. Reading one in another format fails.
         if not self.is_made_at_load:
             return super().head(matrix, weights)
         return pack_linear(self.make(matrix, weights), None, weights.arena, weights.dtype)

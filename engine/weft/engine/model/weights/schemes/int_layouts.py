@@ -7,11 +7,14 @@
 | compressed-tensors | `weight_packed` [N, K / 8] | `weight_scale` [N, K / group] |
 `weight_zero_point` [N / 8, K / group], if not symmetric |
 
-for 4 bits; of 8 bits half as many are in a word. The lowest bits of a word are the first of its
-numbers, except for awq (`_AWQ_ORDER`). A weight is scale * (number - zero point), both from 0 on.
-GPTQ's first version keeps zero points less 1, so that those of symmetric groups are 7 or 127; some
-writers name it and keep 8 or 128, as its second version does. `g_idx` (gptq) and `weight_g_idx` [K]
-say which group each column belongs to, where groups are not neighbours (act order).
+The sizes are those of 4 bits; a word holds half as many numbers of 8 bits. The lowest bits of a
+word hold its first number, except in awq (`_AWQ_ORDER`). A weight is scale * (number - zero point);
+numbers and zero points count from 0.
+
+GPTQ's first version stores zero points less 1, so that those of symmetric groups are 7 or 127. Some
+writers name the first version and store 8 or 128, as the second version does. Where the columns of
+a group are not adjacent (act order), `g_idx` (gptq) or `weight_g_idx`, [K], says to which group
+each column belongs.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.int_groups import IntGroups, pack_int_groups, supports_group
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbours each four bits of a word are, from the lowest on."""
+"""The number, of eight adjacent ones, that each four bits of a word hold, from the lowest bits on.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class IntParts:
-    """A projection as a checkpoint has it."""
+    """A projection as a checkpoint stores it."""
 
     numbers: torch.Tensor
     """[N, K] uint8."""
@@ -41,13 +45,13 @@ class IntParts:
     zeros: torch.Tensor
     """[N, groups] float32."""
     order: torch.Tensor | None
-    """[K] int64: the group of each column; None: groups are neighbours."""
+    """[K] int64: the group of each column; None: the columns of a group are adjacent."""
 
     def cut(self, rows: slice, columns: slice, group: int) -> IntParts:
-        """A rank's share; `group`: columns of one.
+        """A rank's share, where a group has `group` columns.
 
         Raises:
-            ValueError: It begins or ends within a group.
+            ValueError: The share begins or ends within a group.
         """
         numbers = self.numbers[rows, columns]
         if self.order is not None:
@@ -69,7 +73,7 @@ class IntParts:
 def read_parts(
     name: str, shape: tuple[int, int], packing: IntPacking, weights: Weights
 ) -> IntParts:
-    """Reads a projection of `shape` [N, K], whole.
+    """Reads a whole projection of `shape` [N, K].
 
     Raises:
         ModelError: A tensor is damaged.
@@ -93,15 +97,13 @@ def read_parts(
 
 
 def _zero_points(kept: torch.Tensor, packing: IntPacking) -> torch.Tensor:
-    """Zero points as float32, of numbers that are in the file.
-
-    Symmetric ones are the middle, so that the file's tell how they are kept, whatever version its
-    configuration names.
+    """Zero points as float32, from the numbers in the file. A symmetric group's zero point is the
+    middle, so the numbers show how the file stores them, whatever version its configuration names.
     """
     middle, shift = 1 << (packing.bits - 1), packing.zero_shift
     if packing.is_symmetric:
         shift = next((by for by in (0, 1) if bool((kept == middle - by).all())), shift)
-    # Less 1, a zero point of 0 is the largest number.
+    # A zero point of 0, stored less 1, is the largest number.
     return ((kept.int() + shift) & (2 * middle - 1)).float()
 
 
@@ -111,7 +113,7 @@ def _read_compressed(
     per, (rows, columns) = 32 // packing.bits, shape
     groups, middle = -(-columns // (packing.group or columns)), 1 << (packing.bits - 1)
     found = tuple(weights.table(f"{name}.weight_shape", 2).tolist())
-    if found not in (shape, (0, 0)):  # Zeros: it is missing, which is reported with the others.
+    if found not in (shape, (0, 0)):  # (0, 0): it is missing, which `finish` reports.
         raise ModelError(f"{weights.full_name(name)}.weight_shape is {found}, not {shape}")
     words = _words(f"{name}.weight_packed", (rows, -(-columns // per)), weights)
     numbers = _apart(words, packing.bits)[:, :columns]
@@ -132,12 +134,11 @@ def _read_compressed(
 def join_parts(
     parts: Sequence[IntParts], packing: IntPacking, dtype: torch.dtype
 ) -> IntGroups | torch.Tensor:
-    """The projections of a product, one below the other.
-
-    Columns are sorted by their groups, where these are not neighbours.
+    """Stacks the projections of a product along their rows. Columns are sorted by group where
+    groups are not adjacent.
 
     Returns:
-        In floats of `dtype` where projections have different orders, a rank's share has parts of
+        Floats of `dtype` where projections have different orders, a rank's share has parts of
         groups, or groups are too short for kernels.
 
     Raises:
@@ -167,7 +168,7 @@ def join_parts(
 
 def _sorted_columns(parts: Sequence[IntParts], group: int) -> torch.Tensor | None:
     """[K] int64: the columns of all parts, those of each group together; None: there is no such
-    order, as groups would have other lengths or other columns in another part.
+    order, because groups have other lengths, or other columns in another part.
     """
     first, columns = parts[0].order, parts[0].numbers.shape[1]
     neighbours = torch.arange(columns, device=parts[0].numbers.device)

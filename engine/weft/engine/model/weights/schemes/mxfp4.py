@@ -1,4 +1,4 @@
-"""Experts in MXFP4, as gpt-oss has them; all else is in floats."""
+"""Experts in MXFP4, as in gpt-oss. All other weights are in floats."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weft.kernels.moe import ExpertWeights
 class Mxfp4Scheme:
     """A `Scheme` of experts in MXFP4, which on GPUs become floats at load.
 
-    Checkpoints have `<product>_blocks` [experts, rows, columns / 32, 16] and `<product>_scales`
-    [experts, rows, columns / 32], uint8.
+    Checkpoints have `<product>_blocks`, [experts, rows, columns / 32, 16], and `<product>_scales`,
+    [experts, rows, columns / 32], both uint8.
     """
 
     def __init__(self, quantization: Quantization) -> None:
@@ -52,7 +52,6 @@ class Mxfp4Scheme:
     def _matrix(
         self, name: str, product: LinearSpec, number: int, spec: ExpertSpec, weights: Weights
     ) -> PackableMatrix:
-        """The shard of one expert's product, [rows, columns]."""
         if product.in_features % MXFP4_GROUP:
             raise ModelError(
                 f"{weights.full_name(name)}: {product.in_features} columns are no multiple of "

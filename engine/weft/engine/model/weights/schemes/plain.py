@@ -1,4 +1,4 @@
-"""Float weights, each projection a tensor [rows, columns] of the checkpoint."""
+"""Weights in floats, each projection a tensor [rows, columns] of the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from weft.kernels.moe import ExpertWeights, pack_experts
 
 
 class PlainScheme:
-    """A `Scheme` of weights that are used as they are, in the dtype that layers compute in.
-
-    Experts are tensors of their own, by number, or stacked in one tensor a product.
+    """A `Scheme` of weights in the dtype in which layers compute. Experts are tensors of their own,
+    by number, or stacked in one tensor per product.
     """
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
@@ -35,7 +34,9 @@ class PlainScheme:
 
 
 def read_bias(spec: LinearSpec, weights: Weights) -> torch.Tensor | None:
-    """The shard of a product's bias, [rows], in the model's dtype; None if it has none."""
+    """The shard of a product's bias, [rows], in the model's dtype; None: the product has no
+    bias.
+    """
     if not spec.bias:
         return None
     bias = weights.read(spec.biases(weights.shard))
@@ -49,7 +50,7 @@ def packed_experts(
     spec: ExpertSpec,
     weights: Weights,
 ) -> ExpertWeights:
-    """Packs experts as a spec says, with the biases that it has."""
+    """Packs experts as a spec says, with its biases."""
     return pack_experts(
         experts,
         spec.count,
@@ -62,7 +63,9 @@ def packed_experts(
 
 
 def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The shard of each expert's weights, gate with up projection and down projection."""
+    """The shard of each expert's weights: gate and up projection as one matrix, and down
+    projection.
+    """
     *gate_up, down = spec.stacked
     is_stacked, own = weights.has(down), weights.shard
     parts = (spec.gate_up,) if len(gate_up) == 1 else spec.gate_up.parts
@@ -71,7 +74,7 @@ def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Ten
         weights.shape_of(name) == (spec.num_experts, sum(part.rows), part.in_features)
         for name, part in products
     ):
-        # Newer files of such a family have rows as rows.
+        # Newer files of such a family are not transposed.
         spec = replace(spec, is_transposed=False)
     for number in spec.numbers:
         if is_stacked:
@@ -88,7 +91,7 @@ def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Ten
 def _of_stack(
     name: str, product: LinearSpec, number: int, spec: ExpertSpec, weights: Weights
 ) -> torch.Tensor:
-    """The shard of one expert's product, of a tensor of all experts: [rows, columns]."""
+    """[rows, columns]: the shard of one expert's product, from a tensor of all experts."""
     count = spec.num_experts
     if not (spec.is_transposed or spec.is_interleaved):
         return weights.read(product.stacked_weights(name, number, count, weights.shard))
@@ -100,7 +103,7 @@ def _of_stack(
 
 
 def apart(rows: torch.Tensor, spec: ExpertSpec, product: LinearSpec) -> torch.Tensor:
-    """Rows (the first axis) of a product with those of gate before those of up."""
+    """Rows (the first axis) of a product, with those of gate before those of up."""
     if not (spec.is_interleaved and product.is_gated):
         return rows.contiguous()
     return torch.cat((rows[0::2], rows[1::2]))

@@ -23,7 +23,7 @@ _SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
 
 
 def scheme_of(quantization: Quantization | None) -> Scheme:
-    """The scheme that reads or makes a format; None: weights in floats."""
+    """The scheme that reads or makes a number format; None: weights in floats."""
     if quantization is None:
         return PlainScheme()
     if quantization.packing is not None:
