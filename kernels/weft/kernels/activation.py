@@ -115,9 +115,6 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
     Returns:
         [T, I], dtype of `x`; computed in float32, rounded once.
-
-    Raises:
-        ValueError: `x` is not contiguous.
     """
     if x.is_cuda:
         from weft.kernels.gpu import activation as gpu

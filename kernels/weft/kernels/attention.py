@@ -149,7 +149,6 @@ def paged_attention(
         [T, Hq * D], dtype of `q`; softmax in float32.
 
     Raises:
-        ValueError: An argument does not fit.
         IndexError: `layer`, a length or a page points outside.
     """
     if spec.first_position < 0:
@@ -353,7 +352,6 @@ def _attend(
 
 
 def _check_softmax(spec: AttentionSpec, q: torch.Tensor) -> None:
-    """Raises ValueError unless sinks and soft cap are as `AttentionSpec` says."""
     sinks = spec.sinks
     if sinks is not None and (
         sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32 or sinks.device != q.device

@@ -127,7 +127,6 @@ def _digest(content: bytes) -> bytes:
 def _build_key(
     code: bytes, flags: Sequence[str], compiler_path: str, openmp_library: Path | None
 ) -> str:
-    """Hash over everything that the machine code depends on."""
     version = _run([compiler_path, "--version"]).splitlines()
     parts: Iterable[str] = (
         "\0".join(flags),
@@ -193,7 +192,6 @@ def _compile(
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes the folders of builds that were killed."""
     for work in folder.glob(f"{_WORK_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - work.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
@@ -201,7 +199,6 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Runs a command; returns its output, or raises with the first lines of its errors."""
     try:
         done = subprocess.run(
             command,

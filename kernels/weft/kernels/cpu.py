@@ -475,9 +475,6 @@ def describe_pool(pool: torch.Tensor, dtype: torch.dtype) -> PoolStruct:
     (`weft.kernels.scaled_kv`).
 
     Valid as long as `pool` lives.
-
-    Raises:
-        ValueError: `pool` is not such a tensor.
     """
     if pool.dim() != 6 or pool.shape[3] != 2 or not has_dense_pages(pool):
         raise ValueError(

@@ -150,7 +150,6 @@ class DenseRun:
             `hidden`.
 
         Raises:
-            ValueError: An argument does not fit.
             IndexError: A position, place, length, page or row of an adapter points outside.
         """
         described = self._describe_pools(pool, first, further)
@@ -193,7 +192,6 @@ class DenseRun:
     def _describe_pools(
         self, pool: torch.Tensor, first: int, further: Sequence[AttentionMetadata]
     ) -> tuple[cpu.PoolStruct, ...]:
-        """Checks the pools of all groups and describes them for the native operation."""
         pools = (pool, *[group.pool_of(pool) for group in further])
         if self._pools is not None and self._pools.are_of(pools, first):
             return self._pools.described
@@ -229,7 +227,6 @@ class DenseRun:
         lora: LoraStep | None,
         further: Sequence[AttentionMetadata],
     ) -> _Described:
-        """Checks a step and describes it for the native operation."""
         layer, native = self._layers[0], self._native
         spec, table, rows = layer.spec, step.page_table, positions.shape[0]
         dtype = layer.qkv.dtype
@@ -276,7 +273,6 @@ class DenseRun:
         return _Described(batch, scratch, of_lora, pages)
 
     def _describe_lora(self, lora: LoraStep, rows: int) -> NativeLora | None:
-        """Checks and describes the adapters; None if they do not change these layers."""
         for group, weight in self._layers[0].products.items():
             addition = lora.of(group, 0)
             if addition is not None:
@@ -291,11 +287,6 @@ def _has_plain_softmax(spec: AttentionSpec) -> bool:
 
 
 def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:
-    """Describes a layer to the native operation.
-
-    Raises:
-        ValueError: Its parts do not fit together.
-    """
     hidden, dim, dtype = layer.qkv.in_features, layer.spec.dim, layer.qkv.dtype
     spec, gate_up, down = layer.spec, layer.gate_up, layer.down
     for norm, size in (
@@ -330,7 +321,6 @@ def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:
 
 
 def _describe_pages(group: AttentionMetadata, pool: cpu.PoolStruct) -> cpu.PagesStruct:
-    """Describes a further page group."""
     table = group.page_table
     return cpu.PagesStruct(
         pool, table.data_ptr(), table.shape[1], table.stride(0), group.places.data_ptr()

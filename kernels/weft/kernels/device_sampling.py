@@ -133,9 +133,6 @@ def draw_rows(
     Returns:
         [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as from
         `weft.kernels.sampling.sample_rows`.
-
-    Raises:
-        ValueError: Shapes or dtypes are wrong.
     """
     from weft.kernels.gpu import sampling
 
@@ -164,9 +161,6 @@ def top_logits(
         rows: [M] int64: rows of `logits` and `tokens` to compute.
         tokens: [L] int64, the tokens drawn.
         num_top: Most likely tokens wanted a row, at most the vocabulary.
-
-    Raises:
-        ValueError: Shapes or dtypes are wrong.
     """
     from weft.kernels.gpu import sampling_top
 
@@ -177,7 +171,6 @@ def top_logits(
 
 
 def _check_logits(logits: torch.Tensor) -> int:
-    """Checks logits and returns their vocabulary size."""
     is_contiguous = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
     if logits.dtype != torch.float32 or not is_contiguous:
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")

@@ -564,7 +564,6 @@ def _parent_rows(ancestors: torch.Tensor, cu_q_lens: torch.Tensor) -> torch.Tens
 
 
 def _keep_last(g: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> None:
-    """Puts each request's last row into its slot."""
     if g.is_cuda:
         from weft.kernels.gpu import draft_rows as gpu
 
@@ -583,13 +582,11 @@ def _store(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Stores K and V; returns q."""
     kv_heads = pool.shape[1]
     return rope_and_cache(projected, positions, w.cos_sin, pool, layer, slots, num_heads, kv_heads)
 
 
 def _native_for(x: torch.Tensor, w: DraftHeadWeight, pool: torch.Tensor) -> cpu.NativeCpu | None:
-    """The native operations if they support this head."""
     native = cpu.native_cpu_for(x)
     if native is None or w.native is None or not fits_native(native, w.num_heads, pool):
         return None

@@ -49,9 +49,6 @@ def gated_delta(
 
     Returns:
         [T, Hv, Dv] of the dtype of `v`, and the states after the last rows, [S, Hv, Dk, Dv].
-
-    Raises:
-        ValueError: Shapes do not fit.
     """
     _check(q, k, v, decay, beta, states, sequences)
     rows = HeadRows(*(q, k, v, decay, sequences), beta=beta, scale=q.shape[2] ** -0.5, is_unit=True)

@@ -26,7 +26,6 @@ def gated_norm(
         gate: [T, G, D], before its activation; or [T, G / N, N, D], where the distance between
             groups may vary.
         weight: [G, D] or [D] of the norm; None: there is no norm, only the gate.
-        eps: Added to the mean square.
         gates_first: Whether the gate comes before the norm.
 
     Returns:

@@ -65,7 +65,6 @@ def latent_attention(
         [T, H, V], dtype of `q`; softmax in float32.
 
     Raises:
-        ValueError: An argument does not fit.
         IndexError: `layer` points outside.
     """
     _check(q, pool, layer, spec, step)

@@ -177,9 +177,6 @@ def linear(
     Returns:
         [M, N], accumulated in float32. The native form rounds once, and a row's result does not
         depend on the other rows. Other forms round what adapters add separately.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     match w.form:
         case NativeForm():
@@ -219,9 +216,6 @@ def gate_up_silu(
 
     Returns:
         [M, I], dtype of `x`.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     match w.form:
         case NativeForm():
@@ -269,9 +263,6 @@ def normed_linear(
     Returns:
         [M, N], or [M, I] where gated. On a GPU the product of a small input computes the norm in
         the same launch and does not round it.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     if x.is_cuda:
         from weft.kernels.gpu import linear as gpu
@@ -285,16 +276,13 @@ def normed_linear(
 
 
 def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a layer's original weight, whatever form it is kept in.
+    """Rows of a layer's original weight, whatever form it is kept in; it must not be a gated pair.
 
     Args:
         rows: [N] int64 on the weight's device.
 
     Returns:
         [N, in_features], a copy.
-
-    Raises:
-        ValueError: `w` is of a gated pair.
     """
     if w.gated:
         raise ValueError("rows are read of plain layers, not of a gate with its up projection")
@@ -512,7 +500,6 @@ def _pack_groups(
 
 
 def _of_gating(gating: Gating) -> dict[str, float]:
-    """Fields of `WeightStruct`."""
     limits = (gating.limit, gating.largest_gate)
     limit, gate_limit = (math.inf if most is None else most for most in limits)
     return {
@@ -575,7 +562,6 @@ def _linear_torch(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`linear` in the forms that torch multiplies."""
     match w.form:
         case OneDnnForm(data):
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, data, w.bias, "none", [], "")

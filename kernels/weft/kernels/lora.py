@@ -119,7 +119,6 @@ class LoraWeights:
 
     @property
     def _sizes_of_b(self) -> list[int]:
-        """Sizes of a row of `b`."""
         if self.packed_width is None:
             return [ROW_RANK, self.b.shape[2]]
         return list(packed_sizes(self.packed_width))
@@ -378,9 +377,6 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None
     Args:
         out: [T, N], contiguous: the product without adapters.
         x: [T, K], contiguous, dtype of the parts.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     check_addition(out.shape, x.shape, x.dtype, addition)
     if out.is_cuda:
@@ -398,9 +394,6 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
         out: [T, H], contiguous: the embeddings without adapters.
         token_ids: [T] int64.
         addition: One part, whose in_features is the vocabulary.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     (part,) = addition.parts
     shape = (token_ids.shape[0], part.in_features)
@@ -456,7 +449,6 @@ def _rows_of(
 
 
 def _add(out: torch.Tensor, tokens: torch.Tensor, part: LoraWeights, added: torch.Tensor) -> None:
-    """Summed in float32, rounded once."""
     columns = out[:, part.column : part.column + part.out_features]
     columns[tokens] = (columns[tokens].float() + added).to(out.dtype)
 
@@ -479,7 +471,6 @@ def describe_lora(
     """Checks what adapters add to the products of a step, and describes it to native operations.
 
     Args:
-        groups: The parts of each product.
         segments: Segments of the step.
 
     Raises:

@@ -43,9 +43,6 @@ def mamba2(
 
     Returns:
         [T, H, P] of the dtype of `x`, and the states after the last rows, [S, H, N, P].
-
-    Raises:
-        ValueError: Shapes do not fit.
     """
     rows, heads, width = x.shape
     groups, size = b.shape[1:]

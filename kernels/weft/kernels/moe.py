@@ -236,7 +236,6 @@ _Stackable: TypeAlias = torch.Tensor | Fp8Channels | Fp8Blocks | PackedGroups
 
 
 def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
-    """The form in which an expert's matrix is stacked on a GPU."""
     if isinstance(matrix, torch.Tensor):
         return matrix
     assert dtype is not None
@@ -399,7 +398,6 @@ def moe(
         [T, H], dtype of `x`; rounded to the dtype between the two products, summed in float32.
 
     Raises:
-        ValueError: An argument does not fit.
         IndexError: An expert or a row of an adapter does not exist.
     """
     _check(x, routing, w, residual)
@@ -444,7 +442,6 @@ def moe_reference(
 def _of_expert(
     lora: ExpertAddition | None, rows: torch.Tensor, expert: int, num_places: int
 ) -> tuple[LoraAddition | None, LoraAddition | None]:
-    """The additions to the two products of an expert, for some of the rows."""
     if lora is None:
         return None, None
     slots = lora.token_slots.index_select(0, rows)

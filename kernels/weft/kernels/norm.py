@@ -53,9 +53,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Returns:
         [T, H], dtype of `x`; computed in float32, rounded once.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     if x.is_cuda:
         from weft.kernels.gpu import norm as gpu
@@ -81,9 +78,6 @@ def add_rms_norm(
 
     Returns:
         The normalised rounded sum [T, H] and `residual` itself.
-
-    Raises:
-        ValueError: An argument does not fit.
     """
     if x.is_cuda:
         from weft.kernels.gpu import norm as gpu

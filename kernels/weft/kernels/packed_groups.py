@@ -128,7 +128,6 @@ class PackedExperts:
 def _first_of(
     like: PackedGroups, data: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
 ) -> PackedGroups:
-    """The first of experts, in their memory."""
     first = None if offsets is None else offsets[0]
     return replace(like, data=data[0], scales=scales[0], offsets=first)
 
@@ -174,7 +173,6 @@ def _exponents(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_exponents`, float32."""
     half = torch.full(exponents.shape, 0.5, device=exponents.device)
     return torch.ldexp(half, exponents.int() - _BIAS)
 

@@ -31,9 +31,6 @@ def page_digests(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
 
     Returns:
         int64 `[n]`: the 64 bits of each page's digest.
-
-    Raises:
-        ValueError: A shape, dtype or device does not fit.
     """
     rows = _words(pool, pages)
     if pool.is_cuda and len(pages):

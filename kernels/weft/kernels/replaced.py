@@ -66,7 +66,6 @@ def replace_embeddings(
     Args:
         out: [T, H], contiguous: the model's own embeddings.
         token_ids: [T] int64.
-        segments: Of these tokens.
     """
     if out.is_cuda:
         from weft.kernels.gpu import replaced as gpu
@@ -95,7 +94,6 @@ def replaced_linear(
         x: [L, K], contiguous, the weight's dtype.
         w: The model's own LM head.
         replaced: LM heads of adapters.
-        segments: Of these tokens.
         lora: What adapters add to the product with either head, or None.
 
     Returns:

@@ -58,7 +58,6 @@ def rope_and_cache(
         Rotated q [T, Hq, D], dtype of `qkv`.
 
     Raises:
-        ValueError: An argument does not fit.
         IndexError: `layer`, a position or a slot points outside.
     """
     if is_settled:
@@ -198,9 +197,6 @@ def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
         x: [T, heads, D], heads contiguous, any stride between rows.
         positions: [T] int64, rows of `cos_sin`.
         cos_sin: [max_positions, D] float32: cosines of the D/2 pairs, then sines.
-
-    Raises:
-        ValueError: On a GPU: shapes or strides do not fit.
     """
     if x.is_cuda:
         from weft.kernels.gpu import rope as gpu

@@ -225,7 +225,6 @@ def top_rows(
 
 
 def _check(logits: torch.Tensor, columns: SamplingColumns) -> int:
-    """Checks that native code may read the tensor; returns its number of rows."""
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.dim() != 2:
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} on {logits.device}")
     num_rows, width = logits.shape

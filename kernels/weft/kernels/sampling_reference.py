@@ -102,7 +102,6 @@ def top_rows_reference(logits: Float32Array, num_top: int) -> tuple[Float64Array
 
 
 def _under_masks(logits: Float32Array, slots: Int64Array, columns: SamplingColumns) -> Float32Array:
-    """A copy with MASKED_LOGIT where a slot's mask has no bit."""
     logits = logits.copy()
     for r in np.flatnonzero(columns.is_masked[slots]):
         words = columns.masks[slots[r]].astype("<u4").view(np.uint8)
@@ -130,7 +129,6 @@ def _draw(row: Float32Array, slot: int, position: int, columns: SamplingColumns)
 
 
 def _deviation(row: Float32Array) -> float:
-    """The standard deviation of the logits that are not masked."""
     z = row[row > MASKED_LOGIT].astype(np.float64)
     return math.sqrt(max(float((z * z).mean()) - float(z.mean()) ** 2, 0.0))
 

@@ -39,9 +39,6 @@ def selective_scan(
 
     Returns:
         [T, C] of the dtype of `x`, and the states after the last rows, [S, N, C].
-
-    Raises:
-        ValueError: Shapes do not fit.
     """
     (rows, channels), (size, _) = x.shape, a.shape
     fits = (

@@ -33,9 +33,6 @@ def short_conv(
     Returns:
         [T, C] of the dtype of `x`, computed in float32 or wider, and the tails after the last rows,
         [S, C, K - 1] of the dtype of `tails`.
-
-    Raises:
-        ValueError: Shapes do not fit.
     """
     taps, channels = weight.shape
     rows, count = sequences.num_rows, sequences.num_sequences

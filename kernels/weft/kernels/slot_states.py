@@ -145,7 +145,6 @@ def step_heads(
     """Takes rows through the states of a layer.
 
     Args:
-        rows: Requests and their rows.
         memory: Rings receive the new rows, keys and updates; blocks that `rows` names are written.
         inputs: For each part of the ring, [T, *shape].
 
@@ -194,7 +193,6 @@ def step_conv(
     Args:
         weight: [taps, channels] float32.
         bias: [channels] float32, or None.
-        rows: Requests and their rows.
         memory: The ring holds x, [channels]; blocks hold its tail, [channels, taps - 1].
         x: [T, channels].
 

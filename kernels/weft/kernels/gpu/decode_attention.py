@@ -274,7 +274,6 @@ def num_stages(programs: int, splits: int, q: torch.Tensor, is_scaled: bool) -> 
 
 @triton.jit
 def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
-    """Range of positions to read; empty where none is seen."""
     if FIRST_POSITION > 0:
         kv_len = tl.where(kv_len > FIRST_POSITION, kv_len, 0)
     return kv_len
@@ -284,7 +283,6 @@ def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
 def _first_seen(
     kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr
 ) -> tl.tensor:
-    """First position that a request's first row sees."""
     if IS_CHUNKED:
         first = tl.maximum(kv_len - q_len, 0) // WINDOW * WINDOW
     else:
@@ -493,7 +491,6 @@ def _is_seen(
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Which positions of a tile some row of the request may see."""
     is_seen = position < end
     if FIRST_POSITION > 0:
         is_seen &= position >= FIRST_POSITION

@@ -162,7 +162,6 @@ def _store_tail(
     RING_ROWS: tl.constexpr,
     TAPS: tl.constexpr,
 ) -> None:
-    """Keeps the last inputs before the next border."""
     BEFORE: tl.constexpr = TAPS - 1
     in_tail = _places_in_tails(in_tails, channel, mask)
     for index in tl.static_range(BEFORE):

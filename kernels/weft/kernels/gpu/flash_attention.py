@@ -153,7 +153,6 @@ def earlier_attention(
 
 @functools.cache
 def _namespace() -> str | None:
-    """Where the operation is registered; None: nowhere, or not for this GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     for module, namespace in _PACKAGES.items():

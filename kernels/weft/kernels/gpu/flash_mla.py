@@ -147,7 +147,6 @@ def flash_mla(
 
 @functools.cache
 def _operations() -> Any:
-    """Where its operations are registered; None: nowhere, or not for this GPU."""
     if not _is_hopper():
         return None
     try:

@@ -119,7 +119,6 @@ def gated_mlp(
 
 
 def _is_activated_within(rows: int, matrix: Fp8Matrix) -> bool:
-    """Whether the product of gate and up makes the activation."""
     return rows <= MAX_ROWS or (isinstance(matrix, Fp8Channels) and rows <= MAX_OWN_ROWS)
 
 

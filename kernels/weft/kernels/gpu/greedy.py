@@ -143,7 +143,6 @@ def _largest(
 
 @triton.jit
 def _name(token: tl.tensor, is_bad: tl.tensor, names: tl.tensor) -> tl.tensor:
-    """The id of a token in the result."""
     if names is None:
         chosen = tl.where(is_bad, -1, token).to(tl.int64)
     else:

@@ -94,7 +94,6 @@ def unpacked(
 
 @triton.jit
 def _plain(number: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
-    """Numbers of 4 bits in float32."""
     if IS_E2M1:
         bits = number & 7
         normal = 2 + (bits & 1) << tl.maximum(bits >> 1, 1) - 1

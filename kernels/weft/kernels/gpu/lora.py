@@ -49,7 +49,6 @@ class Ranks:
 
     Args:
         x: [T, K], contiguous; must not change meanwhile.
-        addition: Additions of these tokens.
         down: Parts of the product that follows, if `silu_of` is to compute their ranks as well.
         is_ahead: Whether to compute them before the product, which would leave too little of the
             device for them.

@@ -110,7 +110,6 @@ def _times_some(
     BLOCK_SUMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """The addition of the ranks from `start` on."""
     rank = start + tl.arange(0, AT_ONCE)
     is_rank = rank < 8 * count
     # Entries beyond the count are not used.

@@ -139,7 +139,6 @@ def rows_of_b(
     """Reads what `added_to_columns` needs of adapters before the ranks have arrived.
 
     Args:
-        layer: Layer of the adapters.
         row: [ROWS].
         rows: Number of rows that exist.
         column: [COLUMNS]: columns of the product, all of one part, or of none.

@@ -293,7 +293,6 @@ def _given(begin: tl.tensor, gain: tl.tensor, column: tl.tensor, K: tl.constexpr
 
 @triton.jit
 def _scale_of(begin: tl.tensor, eps: float, K: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """The factor by which the norm scales a row."""
     total = tl.zeros([TILE], tl.float32)
     for start in range(0, K, TILE):
         values = _given(begin, None, start + tl.arange(0, TILE), K)

@@ -112,7 +112,6 @@ def shrink_tiles(
 
     Args:
         x: [T, K], contiguous.
-        addition: Additions of these tokens.
         following: Parts of a later product, whose units and entries are written as well.
         is_ahead: Whether programs fetch their part of A while the preceding kernel still computes
             x, and leave sums to be added up. Only where `can_be_ahead` holds.

@@ -224,7 +224,6 @@ def _few_packed(
     after: NormAfter | None,
     more: ExpertParts,
 ) -> torch.Tensor:
-    """`moe` of few rows over weights of 4 bits, with the norm that follows; nothing is sorted."""
     assert isinstance(w13, PackedExperts)
     assert isinstance(w2, PackedExperts)
     (hidden, width), (pairs, top_k) = w2.shape[1:], (ids.numel(), ids.shape[1])
@@ -275,7 +274,6 @@ def sorted_moe(
 
     Args:
         x: As in `moe`, like all arguments that are not described here.
-        tiles: How pairs and columns are cut.
         ranks: As in `routed_moe`.
         blocks: The pairs in blocks of `tiles.rows`, if they have been sorted already.
         after: The norm that follows, whose result is then returned, or None; not with `residual`.
@@ -306,7 +304,6 @@ def _in_turn(
     *,
     is_fixed: bool,
 ) -> _Sorted:
-    """Computes both products; the addition to the first one is computed before it."""
     (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     pairs = ids.numel()
     options, device = launch_options(x.device), x.device

@@ -58,7 +58,7 @@ def listed_down(
 
 @triton.jit
 def _places(is_here: tl.tensor) -> tl.tensor:
-    """The rank of each pair among those whose experts are here; -1 for the others."""
+    """The index of each pair among those whose experts are here; -1 for the others."""
     return tl.where(is_here, tl.cumsum(is_here.to(tl.int32), axis=0) - 1, -1)
 
 

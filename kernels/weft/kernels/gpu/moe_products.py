@@ -228,7 +228,6 @@ def _multiply_block(
     TILE: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """The part of `_sorted_kernel` for a block of at most ROWS pairs."""
     is_fp8: tl.constexpr = scales is not None
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     place = begin_place + tl.arange(0, ROWS)

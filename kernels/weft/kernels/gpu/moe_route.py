@@ -54,7 +54,6 @@ def route(
 
 
 def _described(form: RouterForm, experts: int) -> dict[str, Any]:
-    """The form's constants; those of `choose` alone if it is plain."""
     return {
         "IS_PLAIN": form.is_plain,
         "IS_SIGMOID": form.is_sigmoid,
@@ -114,9 +113,9 @@ def _route_kernel(
 def choose(
     values: tl.tensor, exists: tl.tensor, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """From the logits of rows, [R, B]: the experts' shares, and each chosen expert's rank among its
-    row's chosen experts in ascending order, -1 for the others. A NaN logit makes its row's shares
-    NaN.
+    """From the logits of rows, [R, B]: the experts' shares, and each chosen expert's index among
+    its row's chosen experts in ascending order, -1 for the others. A NaN logit makes its row's
+    shares NaN.
     """
     chosen = best(values, exists, TOP_K)
     is_chosen = chosen == 1

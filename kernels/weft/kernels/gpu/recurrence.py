@@ -84,7 +84,6 @@ def short_conv(
 def _key(
     x: tl.tensor, at: tl.tensor, element: tl.tensor, mask: tl.tensor, IS_UNIT: tl.constexpr
 ) -> tl.tensor:
-    """A key or query in float32, of length 1 if `IS_UNIT`."""
     found = tl.load(x + at + element, mask=mask, other=0.0).to(tl.float32)
     if IS_UNIT:
         found *= tl.rsqrt(tl.sum(found * found, axis=0) + 1e-6)

@@ -178,7 +178,6 @@ def _set_state(work: Work, row: tl.tensor, WHICH: tl.constexpr, value: tl.tensor
 
 @triton.jit
 def _largest_logit(work: Work, row: tl.tensor) -> tl.tensor:
-    """Largest logit of a row, as float64."""
     return value_of(_state(work, row, _BEST).to(tl.int32)).to(tl.float64)
 
 

@@ -92,7 +92,6 @@ def load_logits(
 
 @triton.jit
 def _drafts_before(source: Source, row: tl.tensor, column: tl.tensor) -> tl.tensor:
-    """Number of times that each token is a draft before the row."""
     first = tl.load(source.firsts + row)
     counts = tl.zeros_like(column)
     for at in range(first + 1, row + 1):

@@ -121,7 +121,6 @@ def read_blocks(
         memory: Rings must have the new rows.
         mixed: [R, ring rows, channels]: convolved rows that heads have not taken.
         found: The rows' products with the ring's keys.
-        count: Rows of the step.
     """
     (states, _), (keys, updates) = memory.blocks, memory.found
     _, ring_gate, *ring_beta = memory.rings
@@ -236,7 +235,6 @@ def _input(
     RING_ROWS: tl.constexpr,
     BEFORE: tl.constexpr,
 ) -> tl.tensor:
-    """What the convolution reads of a position: of a new row, of the ring, or of the block."""
     at = position + channel * 0
     own = new + (at - start) * new_row + channel
     old = ring + at % RING_ROWS * ring_row + channel

@@ -125,7 +125,6 @@ class GpuStream(Stream):
         return places[0] if len(places) == 1 else None
 
     def _take(self, tap: torch.Tensor | None) -> None:
-        """Taps what entered a layer, unless a kernel has put it to `tap`."""
         if self.taps is not None and self._entered is not None:
             if tap is None:
                 self.taps.take(self._entered, self._value)
@@ -212,7 +211,6 @@ class _RoundedNormed(Normed):
 
 
 def _rounded_for(x: Normed, w: LinearWeight, lora: LoraAddition | None) -> Fp8Rows | None:
-    """The rows of x as a product with the weight takes them, if they were rounded so."""
     if lora is not None or not isinstance(x, _RoundedNormed) or not rounds_rows(x.rounded.rows, w):
         return None
     return x.rounded if x.rounded.has_groups == has_groups(w) else None
@@ -242,7 +240,6 @@ def can_fold(
 
 
 def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:
-    """Adds to the stream, of few rows, by the product itself."""
     assert isinstance(pending, Sum | GatedSum)
     x, w, lora = pending.inner() if isinstance(pending, GatedSum) else pending
     add_product(value, x, w, lora, tap)
@@ -272,7 +269,6 @@ def _add_and_norm(
 
 
 def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
-    """The product, and what adapters still add to it, for the norm that follows."""
     x, w, lora = pending
     is_plain = isinstance(w.form, PlainForm) and not w.is_fixed
     if lora is None or not is_plain or not 0 < x.shape[0] <= MAX_FOLDED_ROWS:
@@ -282,7 +278,6 @@ def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
 
 
 def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
-    """The MLP's result, and what adapters still add to it, for the norm that follows."""
     x, both, down, to_gate_up, to_down = pending
     rows = x.value.shape[0]
     if to_down is None and rounds_rows(rows, both) and rounds_rows(rows, down):
@@ -301,7 +296,6 @@ def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
 
 
 def _joins(pending: SharedCombine) -> bool:
-    """Whether the shared expert is computed in the launches of the routed ones."""
     shared, gate, routed, factor = pending
     if not isinstance(shared, GatedSum) or gate is None or factor != 1.0:
         return False
