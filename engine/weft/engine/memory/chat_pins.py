@@ -3,8 +3,8 @@
 The client names a session. When one of its requests has ended, the request's pages are pinned. They
 stay pinned until the session has been idle for a while, is released, or too many pages are pinned:
 then the session that has been idle for longest loses its pins. A pin only changes the order of
-eviction. Requests that need pinned pages get them; pages of the session that has been idle for
-longest go first, and of a session its last page first.
+eviction. Requests that need pinned pages get them: first those of the session that has been idle
+for longest, from its last page on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class SessionKey(NamedTuple):
     cache_salt: str
     session_id: str
     namespace: bytes = b""
-    """Namespace of the session's pages."""
 
 
 @dataclass(slots=True)
@@ -32,11 +31,9 @@ class SessionCounters:
     """Counters since start, part of the worker's counters."""
 
     expired_sessions: int = 0
-    """Sessions released because they were idle for too long."""
     released_sessions: int = 0
-    """Sessions released by their clients."""
     displaced_sessions: int = 0
-    """Sessions that were displaced by others within the quota."""
+    """Sessions that lost their pins to others because of the quota."""
 
 
 class _Session(NamedTuple):
@@ -73,22 +70,18 @@ class SessionPins:
         self.counters = SessionCounters()
 
     def __len__(self) -> int:
-        """Number of sessions with pins."""
         return len(self._sessions)
 
     @property
     def num_pages(self) -> int:
-        """Number of pinned pages."""
         return self._cache.num_pinned_pages
 
     def pin(self, key: SessionKey, tenant: str, leaf: Node, now: float) -> None:
         """Pins the pages of a session's finished request in place of the session's earlier ones.
 
-        If the request has more pages than may be pinned, only the first ones are.
+        If the request has more pages than may be pinned, only the first ones are pinned.
 
         Args:
-            key: Key of the session.
-            tenant: Tenant of the session.
             leaf: Cached node at which the request's pages end.
             now: Monotonic seconds.
         """
@@ -131,7 +124,6 @@ class SessionPins:
             self.counters.expired_sessions += 1
 
     def clear(self) -> None:
-        """Ends all sessions."""
         for key in list(self._sessions):
             self._end(key)
 
@@ -156,7 +148,6 @@ class SessionPins:
 
 
 def _depth(leaf: Node) -> int:
-    """Number of pages from the root to this one."""
     depth, node = 0, leaf
     while node.parent is not None:
         depth, node = depth + 1, node.parent

@@ -1,8 +1,8 @@
 """Changes of the prefix cache, published to routers that choose workers by cached prefixes.
 
 Two callbacks collect changes during a step, and `take` returns them with numbers. A page that was
-stored and removed again within one batch is left out. Stored and removed pages are therefore
-disjoint, and their order does not matter.
+stored and removed again within one batch is left out. So stored and removed pages are disjoint, and
+their order does not matter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ def runs_of(pages: Iterable[tuple[int, int]], max_pages: int) -> list[KvRun]:
 
 
 class KvEvents:
-    """Collects changes of one prefix cache; belongs to the engine's thread.
-
-    Args:
-        page_size: Token positions a page.
-    """
+    """Collects changes of one prefix cache, on the engine's thread."""
 
     def __init__(self, page_size: int) -> None:
         self._run_pages = max(1, MAX_RUN_TOKENS // page_size)
@@ -51,7 +47,6 @@ class KvEvents:
             self._stored[key] = parent
 
     def removed(self, key: bytes) -> None:
-        """Records that a page was removed from the index."""
         if key in self._stored:
             del self._stored[key]
         else:

@@ -22,9 +22,9 @@ NULL_PAGE = 0
 
 
 def window_reserve(reach: int, page_size: int, max_rows: int = 1) -> int:
-    """Most pages of a window group that a request holds, without the pages of the prompt tokens of
-    two steps, each of which may bring so many rows. The window may begin and end inside pages,
-    and the request gets a page before it frees one.
+    """Most pages of a window group that a request holds, not counting the prompt tokens of two
+    steps, each of which may have `max_rows` rows. The window may begin and end inside pages, and
+    the request gets a page before it frees one.
     """
     return -(-(reach + 2 * (max_rows - 1)) // page_size) + 3
 
@@ -35,7 +35,7 @@ def step_reserve(max_step_tokens: int, page_size: int) -> int:
 
 
 class OutOfPages(Exception):
-    """Fewer pages are available than requested; the scheduler handles this error."""
+    """Fewer pages are available than requested. The scheduler handles this error."""
 
 
 class PageCounts(NamedTuple):
@@ -53,8 +53,9 @@ class PageMemory:
 
     Args:
         num_pages: Pages of the pool, the null page included.
-        index: Index of published pages, or None for no prefix caching.
-        tracks_freed: Remember freed pages for `take_freed`, which the caller must then call.
+        index: Index of published pages; None: no prefix caching.
+        tracks_freed: Whether freed pages are remembered for `take_freed`, which the caller must
+            then call.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class PageMemory:
         """Reserves pages for an admitted request, which takes them with `promised=True`.
 
         Raises:
-            OutOfPages: not that many are available.
+            OutOfPages: Not that many are available.
         """
         if num_pages > self.num_available_pages:
             raise OutOfPages(f"{num_pages} pages wanted, {self.num_available_pages} available")
         self._promised += num_pages
 
     def unpromise(self, num_pages: int) -> None:
-        """Releases a reservation that was not used up."""
+        """Releases the rest of a reservation."""
         assert 0 <= num_pages <= self._promised, "promise given back twice"
         self._promised -= num_pages
 
@@ -124,13 +125,12 @@ class PageMemory:
         """Allocates pages with one reference each, evicting cached ones as needed.
 
         Args:
-            num_pages: Number of pages.
             namespace: Namespace of the KV that the pages will hold. Pages that held KV of another
                 namespace must be wiped before their next use (`take_wipes`).
-            promised: Draw on an earlier `promise`.
+            promised: Whether the pages come out of an earlier `promise`.
 
         Raises:
-            OutOfPages: not that many are available; nothing changed.
+            OutOfPages: Not that many are available; nothing changed.
         """
         if promised:
             self.unpromise(num_pages)
@@ -204,13 +204,12 @@ class PageMemory:
         return evicted
 
     def forget(self, page: int) -> None:
-        """Frees an unreferenced page that the index has dropped of its own accord."""
+        """Frees an unreferenced page that the index has already dropped."""
         assert self.is_unreferenced(page)
         assert self._index is None or not self._index.has_page(page)
         self._set_free(page)
 
     def is_unreferenced(self, page: int) -> bool:
-        """Whether the page has no references."""
         return self._num_refs[page] == 0
 
     def num_shared_pages(self, pages: Iterable[int]) -> int:
@@ -218,7 +217,7 @@ class PageMemory:
         return sum(1 for _ in takewhile(lambda page: self._num_refs[page] > 1, pages))
 
     def published(self, page: int, key: bytes, parent: bytes) -> None:
-        """Notes that a page in use was indexed: its content must not change from now on."""
+        """Notes that a page in use was indexed, so that its content must not change from now on."""
         for listener in self.on_published:
             listener(page, key, parent)
 
@@ -236,32 +235,33 @@ class PageMemory:
             self._quarantined.add(page)
 
     def end_quarantine(self, pages: Iterable[int]) -> None:
-        """Frees quarantined pages; the caller has proof that no write can arrive any more."""
+        """Frees quarantined pages. The caller has proof that no write can arrive any more."""
         for page in pages:
             self._quarantined.remove(page)
             self._set_free(page)
 
     def take_freed(self) -> list[int]:
-        """Pages that became free since the last call and are still free (for poisoning)."""
+        """Pages that became free since the last call and are still free, for poisoning."""
         if not self._freed:
             return []
         freed, self._freed = self._freed, []
         return sorted(set(freed).intersection(self._free))
 
     def take_wipes(self) -> list[int]:
-        """Pages that changed namespace since the last call: zero them before any other use."""
+        """Pages that changed namespace since the last call. They must be zeroed before any other
+        use.
+        """
         wipes, self._wipes = self._wipes, []
         return wipes
 
     def flush_cache(self) -> int:
-        """Evicts every unused page; returns how many."""
+        """Evicts every unused page and returns their number."""
         count = 0
         while self._evict() is not None:
             count += 1
         return count
 
     def counts(self) -> PageCounts:
-        """Current number of pages by state."""
         cached = self._index.num_unused_pages if self._index else 0
         free, quarantined = len(self._free), len(self._quarantined)
         return PageCounts(free, cached, self._num_used, quarantined, self.num_usable_pages)

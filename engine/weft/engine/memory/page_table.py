@@ -12,7 +12,7 @@ from weft.engine.memory.page_memory import NULL_PAGE
 
 
 class PageChanges(NamedTuple):
-    """Changed entries of the page table."""
+    """Entries of the page table that have changed."""
 
     indices: Int64Array
     """Indices into the flattened table."""
@@ -23,12 +23,13 @@ _NO_CHANGES = PageChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class PageTable:
-    """Page numbers by slot. The row after the last slot contains only the null page.
+    """Page numbers by slot. The row after the last slot has only the null page.
 
     Args:
         max_requests: Number of slots.
         max_pages: Pages of the longest request.
-        keeps_changes: Remember changed entries for `take_changes`, which the caller must then call.
+        keeps_changes: Whether changed entries are remembered for `take_changes`, which the caller
+            must then call.
     """
 
     def __init__(self, max_requests: int, max_pages: int, *, keeps_changes: bool) -> None:
@@ -36,9 +37,9 @@ class PageTable:
         """[max_requests + 1, max_pages]; entries beyond a request's pages are stale."""
         self.null_row = max_requests
         self.num_pages = np.zeros(max_requests, np.int64)
-        """[max_requests]: how many pages each slot's row has."""
+        """[max_requests]: number of valid entries of each slot's row."""
         self.num_additions = 0
-        """How often entries were added to rows; it tells a reader whether there are new ones."""
+        """Counts additions of entries to rows, by which a reader learns that there are new ones."""
         self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
 
     def clear(self, slot: int) -> None:
@@ -46,16 +47,16 @@ class PageTable:
         self.num_pages[slot] = 0
 
     def is_short(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
-        """For each slot, whether its row lacks the page of this index."""
+        """Whether each slot's row lacks the page of this index."""
         return self.num_pages[slots] <= indices
 
     def ends_at(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
-        """For each slot, whether this index follows the last page of its row."""
+        """Whether this index is the one after the last page of each slot's row."""
         ends: npt.NDArray[np.bool_] = self.num_pages[slots] == indices
         return ends
 
     def extend(self, slot: int, pages: Sequence[int]) -> None:
-        """Sets the slot's row to `pages`; the row already holds a prefix of them."""
+        """Sets the slot's row to `pages`, of which the row already holds a prefix."""
         known, count = int(self.num_pages[slot]), len(pages)
         if known < count:
             self.pages[slot, known:count] = pages[known:]
@@ -65,7 +66,7 @@ class PageTable:
                 self._changed.append((slot, known, count))
 
     def put(self, slot: int, begin: int, pages: Sequence[int]) -> None:
-        """Sets the slot's entries from `begin` on; earlier entries may name freed pages."""
+        """Sets the slot's entries from `begin` on. Earlier entries may name freed pages."""
         self.pages[slot, begin : begin + len(pages)] = pages
         if self._changed is not None:
             self._changed.append((slot, begin, begin + len(pages)))
@@ -79,8 +80,8 @@ class PageTable:
             self._changed.append((slot, first, end))
 
     def append(self, slots: Int64Array, indices: Int64Array, pages: Int64Array) -> None:
-        """Appends one page to each of some slots' rows. A step of decodes sends these entries to
-        the device itself, so `take_changes` omits them unless `note` names them.
+        """Appends one page to the row of each slot. A step of decodes sends these entries to the
+        device itself, so `take_changes` omits them unless `note` names them.
         """
         self.pages[slots, indices] = pages
         self.num_pages[slots] = indices + 1

@@ -1,6 +1,4 @@
-"""Indexes of full pages: the interface that the page owner uses, and the index by key of lower
-tiers.
-"""
+"""The interface of page indexes that the page owner uses, and the index by key of lower tiers."""
 
 from __future__ import annotations
 
@@ -27,13 +25,11 @@ class Evicted(NamedTuple):
 class PageIndex(Protocol):
     """Index of published pages. It holds no references: `PageMemory` reports which are in use."""
 
-    def has_page(self, page: int) -> bool:
-        """Whether the page is indexed."""
-        ...
+    def has_page(self, page: int) -> bool: ...
 
     def mark_unused(self, pages: Sequence[int]) -> None:
-        """Marks used indexed pages, each named once, as unused: they may be evicted. Those named
-        first count as the least recently used.
+        """Marks used indexed pages, each named once, as unused, so that they may be evicted. Those
+        named first count as the least recently used.
 
         Raises:
             KeyError: A page is not indexed.
@@ -41,7 +37,7 @@ class PageIndex(Protocol):
         ...
 
     def mark_used(self, pages: Sequence[int]) -> None:
-        """Marks unused indexed pages, each named once, as used: they may not be evicted.
+        """Marks unused indexed pages, each named once, as used, so that they may not be evicted.
 
         Raises:
             KeyError: A page is not indexed.
@@ -119,7 +115,7 @@ class PageKeyCache:
     given, a page is evicted after the held pages that follow it, where possible.
 
     Args:
-        policy: Order of eviction; a page's last use is the time when its use ended.
+        policy: Order of eviction. A page's last use is the time when its use ended.
         has_groups: Whether `evict_of` is available.
     """
 
@@ -139,7 +135,7 @@ class PageKeyCache:
     # -- finding and adding ----------------------------------------------------------------------
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the longest indexed prefix of `keys`; changes nothing."""
+        """Pages of the longest indexed prefix of `keys`. Changes nothing."""
         pages: list[int] = []
         for key in keys:
             entry = self._by_key.get(key)
@@ -149,7 +145,7 @@ class PageKeyCache:
         return pages
 
     def get(self, key: bytes) -> PageEntry | None:
-        """The page indexed under a key; changes nothing."""
+        """The page indexed under a key; None: there is none. Changes nothing."""
         return self._by_key.get(key)
 
     def insert(
@@ -161,11 +157,10 @@ class PageKeyCache:
         group: bytes = b"",
         priority: int = 0,
     ) -> bool:
-        """Indexes `page`, which is in use; False when another page already has the key.
+        """Indexes `page`, which is in use. False: another page already has the key.
 
         Args:
             key: 32 bytes.
-            page: Number of the page.
             parent: Key of the page before it; empty: unknown.
             group: Group of the page, for `evict_of`.
             priority: Priority of the request that computed the page.
@@ -231,7 +226,6 @@ class PageKeyCache:
         return None if queues is None else self._take_out(queues.pop())
 
     def num_pages_of(self, group: bytes) -> int:
-        """Number of indexed pages of a group."""
         return self._group_pages.get(group, 0)
 
     def drop(self, page: int) -> None:
@@ -279,7 +273,6 @@ class PageKeyCache:
             self._groups.pop(group, None)
 
     def _offer(self, entry: PageEntry) -> None:
-        """Enters an unused page into the queues."""
         self._num_tickets += 1
         entry.ticket = self._num_tickets
         item = (self._policy(entry), entry.ticket, entry)

@@ -1,6 +1,6 @@
 """Index of the blocks of recurrent layers, which belong to nodes of the prefix tree.
 
-A node is a page of KV. It may have a block in addition: the states behind the page's last token. A
+A node is a page of KV. It may have a block in addition: the states after the page's last token. A
 request can continue after a node only if the node has one. Few nodes do, since a block is as large
 as the KV of thousands of tokens.
 """
@@ -15,8 +15,8 @@ from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node, PrefixTree
 
 BLOCKS_OF_REQUEST = 3
-"""Most blocks that a running request needs itself: the one that is certain, and one of each step of
-the two that may be under way.
+"""Most blocks that a running request needs itself: the one that is certain, and one for each of the
+two steps that may be under way.
 """
 _MIN_HEAP = 64
 """Heap size up to which stale entries are not removed."""
@@ -27,12 +27,10 @@ _Worth = tuple[bool, int]
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """A block of a node."""
-
     node: Node
     block: int
     num_uses: int = 1
-    """Requests that began with it, and the one that wrote it."""
+    """Number of requests that began with the block, and the one that wrote it."""
     base: int = 0
     """The index's `_floor` when the block was used last."""
     ticket: int = 0
@@ -42,11 +40,11 @@ class _Kept:
 class StateIndex:
     """Implements `weft.engine.memory.prefix_cache.PageIndex` for blocks.
 
-    Eviction takes the block with the smallest number of pages that it saves times its uses, since
-    all blocks are of one size. What it saves is computed from the nearest block before it. A block
-    that is not used any more loses against new ones, because these begin above what was evicted
-    last: the rule is GreedyDual-Size with frequency (Cherkasova, 1998); Marconi (Pan et al., 2024)
-    weighs computation saved by bytes for such states. Blocks of pinned nodes come last.
+    All blocks are of one size, so eviction takes the block with the smallest product of its uses
+    and the pages that it saves, counted from the nearest block before it. A block that is not used
+    any more loses against new ones, because these begin above what was evicted last. The rule is
+    GreedyDual-Size with frequency (Cherkasova, 1998); Marconi (Pan et al., 2024) weighs computation
+    saved by bytes for such states. Blocks of pinned nodes come last.
 
     Args:
         tree: Index of the KV pages.
@@ -59,15 +57,14 @@ class StateIndex:
         self._heap: list[tuple[_Worth, int, _Kept]] = []
         self._floor = self._num_tickets = 0
         self.num_unused_pages = 0
-        """See `PageIndex.num_unused_pages`."""
         self.on_lost: Callable[[int, Node], None] = lambda block, node: None
         """Called with each unused block whose node has left the tree, and with the node."""
         self.on_reached: Callable[[bytes, bytes], None] = lambda key, parent: None
-        """Called with the keys of each page that now has a block behind it or a later page, and of
-        the page before it. Only such pages save a request anything.
+        """Called with the key of each page that now has a block at its end or at a later page's,
+        and the key of the page before it. Only such pages save a request anything.
         """
         self.on_unreached: Callable[[bytes], None] = lambda key: None
-        """Called with the key of each page behind which the last block is gone."""
+        """Called with the key of each page that no longer has such a block."""
         self._num_reaching: dict[Node, int] = {}
         """For each node, the number of its children that are in this dictionary, and 1 more if it
         has a block of its own.
@@ -85,22 +82,22 @@ class StateIndex:
 
     @property
     def num_continuable_pages(self) -> int:
-        """Number of pages that have a block behind them or a later page."""
+        """Number of pages that have a block at their end or at a later page's."""
         return len(self._num_reaching)
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
-        """The most leading pages of a path, up to `num_pages`, behind which there is a block."""
+        """The most leading pages of a path, up to `num_pages`, that end at a block."""
         while num_pages and path[num_pages - 1] not in self._of_node:
             num_pages -= 1
         return num_pages
 
     def block_of(self, node: Node) -> int | None:
-        """The block behind a node; None: it has none."""
+        """The block at a node's end; None: it has none."""
         kept = self._of_node.get(node)
         return None if kept is None else kept.block
 
     def add(self, node: Node, block: int) -> bool:
-        """Adds a block, which is in use, to a node; False: the node has one already."""
+        """Adds a block, which is in use, to a node; False: the node already has one."""
         if node in self._of_node:
             return False
         self._of_node[node] = self._of_block[block] = _Kept(node, block)
@@ -185,7 +182,6 @@ class StateIndex:
         kept.ticket = 0
 
     def _reach(self, node: Node) -> None:
-        """Counts a new block of a node."""
         path: list[tuple[bytes, bytes]] = []
         while node.parent is not None:
             count = self._num_reaching[node] = self._num_reaching.get(node, 0) + 1
@@ -197,7 +193,6 @@ class StateIndex:
             self.on_reached(key, parent)
 
     def _unreach(self, node: Node) -> None:
-        """Counts a block of a node that is gone."""
         while node.parent is not None:
             count = self._num_reaching[node] = self._num_reaching[node] - 1
             if count:

@@ -55,7 +55,7 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The cached prefix of a prompt."""
+    """The longest cached prefix of a prompt."""
 
     path: list[Node]
     """Matching full pages, in order."""
@@ -64,10 +64,12 @@ class Match(NamedTuple):
     num_partial_tokens: int
     """Number of matching tokens in `partial`, fewer than a page."""
     num_rerun: int = 0
-    """Last pages of the path whose tokens are computed again, since only their KV is known."""
+    """Last pages of the path whose tokens are computed again, because only their KV is cached and
+    the states of recurrent layers are not.
+    """
 
     def num_tokens(self, page_size: int) -> int:
-        """Number of tokens found that are not computed again."""
+        """Number of matching tokens that are not computed again."""
         return (len(self.path) - self.num_rerun) * page_size + self.num_partial_tokens
 
 
@@ -98,13 +100,11 @@ class PrefixTree:
         scheduler looks a request up when it decides where to compute it, and again on admission.
         """
         self.num_unused_pages = 0
-        """See `PageIndex.num_unused_pages`."""
         self.num_evictable_pages = 0
-        """See `PageIndex.num_evictable_pages`."""
         self.num_pinned_pages = 0
         """Number of pinned pages, in use or not."""
         self.num_pinned_evictions = 0
-        """Number of pinned pages that were evicted nevertheless, since start."""
+        """Number of pages that were evicted although they were pinned, since start."""
         self.on_removed: list[Callable[[Node], None]] = []
         """Called with every node that leaves the tree; the node's fields are unchanged."""
 
@@ -116,9 +116,8 @@ class PrefixTree:
     # -- finding and adding ----------------------------------------------------------------------
 
     def find(self, namespace: bytes, data: bytes) -> Match:
-        """Finds the longest cached prefix of a prompt, exact to the token; changes nothing.
-
-        The result may be shared with a later lookup; callers must not change its path.
+        """Finds the longest cached prefix of a prompt, exact to the token. Changes nothing. A later
+        lookup may return the same object, so callers must not change its path.
 
         Args:
             namespace: 32 bytes.
@@ -143,12 +142,7 @@ class PrefixTree:
         return match
 
     def touch(self, leaf: Node, priority: int) -> None:
-        """Notes that a request uses a match.
-
-        Args:
-            leaf: Last node of the match.
-            priority: Priority of the request.
-        """
+        """Notes that a request with this priority uses the match that ends at `leaf`."""
         self._time += 1
         node: Node | None = leaf
         while node is not None:
@@ -174,18 +168,16 @@ class PrefixTree:
 
         Args:
             keys: Keys of the request's pages, and its namespace.
-            tokens: Tokens of the request.
             pages: Pages of the request; those before `end` are full.
             first: Index of the first page that no earlier call was given.
             end: Index after the last page to index now.
             leaf: Node that the last call returned; None: there was none, or it is unknown.
-            priority: Priority of the request.
             num_spare_pages: Most unused ancestors of the new pages that the call may make
                 unevictable; None: any number.
 
         Returns:
             The node at which the path ends, for the next call (None: the path could not be entered
-            now, and the next call tries again), and the new nodes.
+                now, and the next call tries again), and the new nodes.
         """
         if leaf is None or leaf.page < 0:
             first = 0
@@ -267,8 +259,8 @@ class PrefixTree:
         return page in self._node_by_page
 
     def mark_used(self, pages: Sequence[int]) -> None:
-        """See `PageIndex.mark_used`. Given a prompt's pages in order, no call of `_hold` climbs
-        more than one node, because the page before is used already.
+        """Given a prompt's pages in order, no call of `_hold` climbs more than one node, because
+        the page before is used already.
         """
         nodes = self._node_by_page
         self.num_unused_pages -= len(pages)
@@ -316,14 +308,13 @@ class PrefixTree:
     # -- pins ------------------------------------------------------------------------------------
 
     def pin(self, leaf: Node, stamp: int) -> None:
-        """Pins a page and its ancestors: they are evicted after pages that are not pinned.
-
-        A pin never keeps a request from getting pages.
+        """Pins a page and its ancestors: they are evicted after pages that are not pinned. A pin
+        never keeps a request from getting pages.
 
         Args:
             leaf: A cached page.
-            stamp: Number that rises with each pin; pinned pages with the smallest are evicted
-                first.
+            stamp: Number that rises with each pin. Among pinned pages, those with the smallest are
+                evicted first.
         """
         node = leaf
         while node.parent is not None:
@@ -365,7 +356,6 @@ class PrefixTree:
                 return evicted
 
     def _offer(self, node: Node) -> None:
-        """Enters an evictable leaf into the heap."""
         heappush(self._heap, self._entry(node))
         if len(self._heap) > _MIN_HEAP + 2 * len(self._node_by_page):
             self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
@@ -451,9 +441,7 @@ def _num_evictable_above(node: Node | None) -> int:
 
 
 def _closest_child(node: Node, wanted: bytes) -> tuple[Node | None, int]:
-    """The child with the longest common beginning with `wanted`, and the beginning's tokens; None:
-    no child shares a token.
-    """
+    """Returns also the number of common tokens; None: no child shares a token."""
     children = node.children
     if not children or not wanted:
         return None, 0
@@ -469,7 +457,6 @@ def _closest_child(node: Node, wanted: bytes) -> tuple[Node | None, int]:
 
 
 def _num_common_tokens(one: bytes, other: bytes) -> int:
-    """Number of leading tokens that both have in common."""
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     if not differing:

@@ -1,9 +1,9 @@
 """Index of the pages of a window group, which belong to nodes of the prefix tree.
 
 The tree's nodes are pages of the first group, which keeps all positions. A node may have a page of
-the window group in addition. Each of these pages may be evicted by itself, and its node stays in
-the tree. A request can continue after a node only if the last nodes up to it, as far back as the
-window reaches, have their pages.
+the window group in addition. That page may be evicted alone; its node stays in the tree. A request
+can continue after a node only if the last nodes up to it, as far back as the window reaches, have
+their pages.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node, PrefixTree
 
 _MAX_PASSED_OVER = 64
-"""Most pages of pinned nodes that an eviction passes over."""
+"""Most pages of pinned nodes that one eviction skips."""
 
 
 class WindowIndex:
     """Implements `weft.engine.memory.prefix_cache.PageIndex` for the pages of a window group.
 
-    Eviction first takes unused pages that a request left behind its window and with which no other
-    request has begun, the oldest first. Then it takes the least recently used pages; pages of
-    pinned nodes come last.
+    Eviction first takes unused pages that a request released because its window had passed them,
+    and with which no other request has begun, the oldest first. Then it takes the least recently
+    used pages. Pages of pinned nodes come last.
 
     Args:
         tree: Index of the first group's pages.
-        reach: Positions that a row attends to at most, its own included.
-        page_size: Token positions a page.
+        reach: Most positions that a row attends to, its own included.
     """
 
     def __init__(self, tree: PrefixTree, reach: int, page_size: int) -> None:
@@ -46,7 +45,7 @@ class WindowIndex:
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
         """The most leading pages of a path, up to `num_pages`, after which a request can continue:
-        the index has all pages of the group to which its rows attend.
+        the index has all pages of the group that its rows attend to.
         """
         end = index = num_pages
         while index > 0 and end - index < self.num_needed:
@@ -64,7 +63,7 @@ class WindowIndex:
         return self._pages.get(node)
 
     def add(self, node: Node, page: int) -> bool:
-        """Adds a page, which is in use, to a node; False: the node has one already."""
+        """Adds a page, which is in use, to a node; False: the node already has one."""
         if node in self._pages:
             return False
         self._pages[node], self._nodes[page] = page, node
@@ -139,7 +138,6 @@ class WindowIndex:
         return node
 
     def _drop_unused(self, page: int) -> bool:
-        """Takes a page out of the queues; returns whether it was in one."""
         for queue in (self._left, self._unused):
             if page in queue:
                 del queue[page]

@@ -1,4 +1,4 @@
-"""Draws the next tokens of running requests, with their sampler rows and constraint masks."""
+"""Samples the next tokens of running requests, with their sampler rows and constraint masks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from weft.engine.scheduler.ports import Masks, MaskSource
 from weft.engine.scheduler.state import Request, end_of
 
 Rows = Callable[[], Int64Array]
-"""Waits for the tokens and the words of a step's rows, [2, T]."""
+"""Waits for the tokens and the ancestor masks of a step's rows, [2, T]."""
 
 
 class SampledTokens(NamedTuple):
-    """Tokens drawn in one step; requests without drafts come first."""
+    """Tokens sampled in one step: one for each of `requests`, and `runs` for requests
+    with drafts.
+    """
 
     requests: Sequence[Request]
     tokens: list[int]
-    """Drawn token ids; undefined for requests with an error."""
+    """Token ids; undefined for requests with an error."""
     positions: Int64Array
-    """Positions of the tokens."""
     logprobs: Sequence[TokenLogprob | None]
     errors: list[tuple[Request, WeftError]]
     runs: Sequence[Run] = ()
-    """Outcomes of the requests with drafts."""
+    """Tokens of the requests with drafts."""
 
 
 class PendingTokens(NamedTuple):
-    """The tokens of a step, which may still be computed."""
+    """The tokens of a step, which the device may still be computing."""
 
     plan: Plan
     requests: Sequence[Request]
@@ -50,18 +51,19 @@ class PendingTokens(NamedTuple):
     """
     under_way: RowsUnderWay
     positions: Int64Array
-    """Positions of the tokens, by row."""
+    """[L]: positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
     """Constraint errors by row."""
     firsts: Int64Array = NO_NUMBERS
     """Result of `first_rows`, for a step with drafts."""
     rows: Rows | None = None
-    """Waits for the rows, if the step's drafts are on the device; None: the host knows the drafts.
+    """Waits for the rows, if the step's drafts are on the device; None: the host knows
+    the drafts.
     """
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Token ids by row, on the device that drew them; negative for errors."""
+        """[L]: token ids by row, on the device that sampled them; negative for errors."""
         return self.under_way.tokens
 
     @property
@@ -70,7 +72,6 @@ class PendingTokens(NamedTuple):
         return self.under_way.are_kept
 
     def wait(self) -> SampledTokens:
-        """Waits for the tokens and returns them."""
         output = self.under_way.wait()
         errors = {**output.errors, **self.mask_errors}
         requests, tokens = self.requests, output.token_ids.tolist()
@@ -81,8 +82,8 @@ class PendingTokens(NamedTuple):
         firsts = self.firsts
         end = int(firsts[behind])
         runs = self._runs(tokens, output.logprobs, firsts[begin : behind + 1])
-        # An error in a row behind drafts is ignored: it occurs again when the request reaches that
-        # position.
+        # An error in a row that follows drafts is ignored: it occurs again when the request reaches
+        # that position.
         owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
         failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
         return SampledTokens(
@@ -100,12 +101,8 @@ class PendingTokens(NamedTuple):
         logprobs: list[TokenLogprob | None],
         firsts: Int64Array,
     ) -> list[Run]:
-        """Outcomes of the requests with drafts.
-
-        Args:
-            tokens: The drawn tokens, by row.
-            logprobs: Log-probabilities of these tokens.
-            firsts: The first row of each of these requests, and the row behind the last one.
+        """`firsts` has the first row of each request with drafts, and the index after
+        the last row.
         """
         plan = self.plan
         if plan.has_trees:
@@ -127,7 +124,7 @@ class PendingTokens(NamedTuple):
         columns = zip(plan.verifies, begins, begins[1:], plan.draft_counts, strict=False)
         for item, first, behind, count in columns:
             end = first + (tokens[first] >= 0)
-            # A negative token is an error, and no draft behind it counts.
+            # A negative token is an error, and no draft after it counts.
             while first < end < behind and tokens[end - 1] == drafted[end] and tokens[end] >= 0:
                 end += 1
             runs.append(Run(item.request, tokens[first:end], logprobs[first:end], count))
@@ -135,8 +132,8 @@ class PendingTokens(NamedTuple):
 
 
 def _cause(request: Request, error: WeftError) -> tuple[Request, WeftError]:
-    """A request and its error. If no token may be drawn from a constrained row, the constraint has
-    come to its end, since `min_tokens` excludes nothing from such a row.
+    """If a constrained row allows no token, its constraint has come to its end, since `min_tokens`
+    excludes nothing from such a row.
     """
     if error.param == "min_tokens" and request.params.constraint is not None:
         message = "no text satisfies it that goes on from here"
@@ -145,8 +142,8 @@ def _cause(request: Request, error: WeftError) -> tuple[Request, WeftError]:
 
 
 def first_rows(plan: Plan, num_drawing: int) -> Int64Array:
-    """[num_drawing + 1]: the first row of the logits of each request that draws in a step with
-    drafts, and the number of rows.
+    """[num_drawing + 1]: the first row of the logits of each request that gets a token in a step
+    with drafts, and the number of rows.
     """
     counts, begin = np.ones(1 + num_drawing, np.int64), 1 + len(plan.decodes)
     counts[0] = 0
@@ -168,7 +165,7 @@ def _run_of_tree(
     tokens: Sequence[int],
     logprobs: Sequence[TokenLogprob | None],
 ) -> Run:
-    """The outcome of a request with a tree, from what its rows, and others behind them, drew."""
+    """`tokens` and `logprobs` begin with the request's rows; others follow."""
     path = drawn_rows(tokens[: 1 + len(drafts)], drafts)
     assert len(path) <= 1 + item.max_accepted, "more drafts are right than there may be"
     return Run(
@@ -184,7 +181,7 @@ def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
     """The rows whose tokens count: that of the last token and those of accepted drafts.
 
     Args:
-        tokens: Drawn from each row, 1 + len(drafts); negative where there is none.
+        tokens: Sampled from each row, 1 + len(drafts); negative where there is none.
         drafts: Drafts of the request.
     """
     if tokens[0] < 0:
@@ -198,14 +195,14 @@ def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 def _follow(plan: Plan, index: int, path: list[int], tokens: Int64Array) -> bool:
-    """Extends a path by the draft that equals the token drawn last, if there is one and the request
-    continues.
+    """Extends a path by the draft that equals its newest token, if there is one and the request
+    continues. Returns whether it did.
 
     Args:
         plan: Plan of the step.
         index: Index of the request among those with drafts.
         path: Its rows so far.
-        tokens: Tokens drawn, by row; one was drawn from the path's last row.
+        tokens: Sampled tokens by row; the path's last row has one.
     """
     drafts, last = plan.drafts[index], path[-1]
     token = int(tokens[last])
@@ -219,14 +216,13 @@ def _follow(plan: Plan, index: int, path: list[int], tokens: Int64Array) -> bool
 
 
 def _is_end(request: Request, token: int, num_drawn: int) -> bool:
-    """Whether a request ends with the last of this many tokens drawn in one step."""
+    """Whether `token`, the last of `num_drawn` tokens of one step, ends the request."""
     if token not in request.end_token_ids:
         return False
     return end_of(request, token, request.num_generated + num_drawn) is not None
 
 
 def _fetch_rows(drawable: Logits) -> Rows:
-    """Begins to copy the tokens and words of a step's rows to the host."""
     assert drawable.rows is not None, "the step verifies no drafts"
     fetched = Fetched(drawable.rows())
     return lambda: fetched.wait().numpy()
@@ -238,18 +234,16 @@ def _kept(wait_for_rows: Rows) -> Rows:
 
 
 def _needs_drafts(item: VerifyItem) -> bool:
-    """Whether the host needs a request's drafts before tokens are drawn from their rows."""
+    """Whether the host needs a request's drafts before the tokens of their rows are sampled."""
     return item.max_drafts > 0 and item.request.params.constraint is not None
 
 
 def _await_drafts(plan: Plan, drawable: Logits) -> None:
-    """Begins to copy the drafts to the host, unless they are there or on their way."""
     if isinstance(plan.drafts, LaterDrafts) and not plan.drafts.is_coming:
         plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
 
 
 def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
-    """The drafts of each request, from the tokens and words of a step's rows."""
     tokens, words = rows()
     found, row = [], len(plan.decodes)
     for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
@@ -261,22 +255,21 @@ def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
 
 
 class Drawer:
-    """Draws the tokens of a step; keeps a sampler row for each slot.
+    """Samples the tokens of a step; keeps a sampler row for each slot.
 
     Args:
         sampler: Rows by slot.
-        constraints: Make masks while the forward runs.
+        constraints: Make masks while the forward pass runs.
     """
 
     def __init__(self, sampler: Sampler, constraints: MaskSource) -> None:
         self._sampler = sampler
         self._constraints = constraints
         self._has_masks = False
-        """Whether masks may have begun for this step."""
         self._has_row = np.zeros(sampler.null_slot + 1, np.bool_)
         self._has_row[sampler.null_slot] = True
         self.num_slots = 0
-        """Number of slots that have a row in this step."""
+        """Number of slots that have a sampler row."""
         self._prepared = np.zeros(0, np.int64)
         """Slots of the requests given to `prepare` last."""
 
@@ -288,11 +281,11 @@ class Drawer:
         *,
         is_late: bool = False,
     ) -> None:
-        """Prepares everything that drawing needs besides the logits.
+        """Prepares everything that sampling needs besides the logits.
 
         Args:
             plan: Plan of the step, whose drafts may still be to come.
-            requests: The requests that draw; their tokens up to now are known.
+            requests: The requests that get a token; their tokens up to now are known.
             slots: The requests' slots, if no request has ended; None: they are read from the
                 requests.
             is_late: Whether `begin` follows at once.
@@ -310,11 +303,12 @@ class Drawer:
             self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
 
     def begin(self, plan: Plan, requests: Sequence[Request], drawable: Logits) -> PendingTokens:
-        """Draws one token for each request; with drafts, one for each accepted draft and one more.
+        """Samples one token for each request; with drafts, one for each accepted draft and one
+        more.
 
         Args:
             plan: Plan of the step.
-            requests: Requests given to `prepare` last; what is drawn for those that had ended means
+            requests: Requests given to `prepare` last. Tokens of those that have ended since mean
                 nothing.
             drawable: Logits of decodes, of requests with drafts (a row for each token), of chunks.
         """
@@ -351,7 +345,7 @@ class Drawer:
         *,
         has_trees: bool = False,
     ) -> RowsUnderWay:
-        """Draws for the requests given to `prepare` last.
+        """Samples for the requests given to `prepare` last.
 
         Args:
             drawable: Logits of their rows.
@@ -361,7 +355,8 @@ class Drawer:
         """
         positions = drawable.positions
         if drawable.captured is not None:
-            # Rows of requests that have ended since are drawn too: their slots are not reused yet.
+            # Rows of requests that have ended since are sampled too: their slots are not reused
+            # yet.
             own = drawable.slots
             way = self._sampler.common_way(own)
             if way is not None:
@@ -378,7 +373,7 @@ class Drawer:
             return self._sampler.begin(
                 drawable.logits(), slots, positions, drafted=drafted, slot_override=slot_override
             )
-        # The row of a request that has ended since draws from an unused slot.
+        # The row of a request that has ended since uses an unused slot.
         has_slots = slot_override is None and np.array_equal(slots, drawable.slots)
         on_device = partial(drawable.on_device, has_slots=has_slots)
         return self._sampler.begin(
@@ -386,12 +381,14 @@ class Drawer:
         )
 
     def take_lost_s(self) -> float:
-        """Takes `MaskSource.lost_s`."""
+        """Seconds for which this step waited for masks (`MaskSource.lost_s`). Sets them
+        back to 0.
+        """
         lost_s, self._constraints.lost_s = self._constraints.lost_s, 0.0
         return lost_s
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
-        """Passes the computed masks to the sampler; returns errors by index of the request."""
+        """Passes the computed masks to the sampler. Returns errors by index of the request."""
         errors: dict[int, WeftError] = {}
         if not self._has_masks:
             return errors
@@ -410,13 +407,12 @@ class Drawer:
         return errors
 
     def _awaits_drafts(self, plan: Plan) -> bool:
-        """Whether rows behind drafts need masks, and so the host the drafts."""
+        """Whether rows that follow drafts need masks, so that the host needs the drafts."""
         if not (self._sampler.is_on_device and self._constraints.grammars):
             return False
         return any(map(_needs_drafts, plan.verifies))
 
     def _set_mask(self, request: Request, masks: Masks) -> None:
-        """Passes the mask of a request's next token to the sampler."""
         if self._sampler.is_on_device:
             # The sampler does not know how many drafts of earlier steps were accepted.
             self._sampler.advance(request.slot, request.num_generated)
@@ -425,15 +421,12 @@ class Drawer:
     def _take_masks_behind_drafts(
         self, plan: Plan, firsts: Int64Array
     ) -> tuple[dict[int, WeftError], Int64Array | None]:
-        """Computes the masks of constrained requests with drafts, of which each row has its own.
-
-        Args:
-            plan: Plan of the step; its drafts are on their way to the host.
-            firsts: `first_rows`.
+        """Computes a mask for each row of the constrained requests with drafts, whose drafts must
+        be on their way to the host.
 
         Returns:
-            Errors by index of the request, and the slots that rows are drawn with; None: no row has
-            a mask of its own, since all those requests have ended.
+            Errors by index of the request, and the slots that rows are sampled with; None: no row
+                has a mask of its own, since all those requests have ended.
         """
         indices = {
             item.request: index
@@ -470,8 +463,8 @@ class Drawer:
         first_row_of: Int64Array,
         drawable: Logits,
     ) -> PendingTokens:
-        """Draws the first token of each request, then the second of those whose draft was accepted,
-        and so on: each draw may depend on the tokens before it (penalties, constraints).
+        """Samples the first token of each request, then the second of those whose draft was
+        accepted, and so on: each may depend on the tokens before it (penalties, constraints).
         """
         num_rows, rows = int(first_row_of[-1]), first_row_of[:-1]
         output = DrawnRows(np.full(num_rows, -1, np.int64), [None] * num_rows)
@@ -510,7 +503,6 @@ class Drawer:
         positions: Int64Array,
         output: DrawnRows,
     ) -> None:
-        """Draws one token for each of some rows of the logits into `output`."""
         chosen, slots = logits[torch.from_numpy(rows)], self._slots(requests)
         drawn = self._sampler.draw(chosen, slots, positions[rows])
         output.token_ids[rows] = drawn.token_ids

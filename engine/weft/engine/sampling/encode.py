@@ -1,4 +1,6 @@
-"""From a plan to the input of a step: the last code that sees both requests and arrays."""
+"""Makes the input of a step from its plan. This is the last code that sees both requests and
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 
 _Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
-"""Four fields of `StepInput` with a number for each request: slots, starts, bounds, counts."""
+"""Four fields of `StepInput` with a number for each request: slots, starts, largest
+starts, counts.
+"""
 
 
 def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
@@ -105,12 +109,12 @@ def _ones(count: int) -> Int64Array:
 
 
 def _joined(columns: Sequence[Int64Array]) -> Int64Array:
-    """One column of those of all groups; of a single group its own."""
+    """Joins the columns of all groups, without a copy if there is one group."""
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
-    """Makes the input of a plan of decodes alone, at positions that the host knows."""
+    """The plan has decodes alone, at positions that the host knows."""
     slots, columns = plan.slots, plan.starts // page_size
     pages, is_short = None, table.is_short(slots, columns)
     if is_short.any():
@@ -139,18 +143,17 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
 
 
 def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
-    """Enters new pages of a plan's decodes into the table."""
     (rows,) = table.is_short(plan.slots, plan.starts // page_size).nonzero()
     for index in rows.tolist():
         table.extend(int(plan.slots[index]), plan.decodes[index].pages)
 
 
 def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], Int64Array | None]:
-    """The requests whose drafts the host has; enters their pages into the table.
+    """The requests whose drafts the host has. Enters their pages into the table.
 
     Returns:
-        Their columns (starts are known, so bounds equal them), the tokens of their rows, and
-        `StepInput.ancestor_masks` where drafts form trees.
+        Their columns (starts are known, so the largest starts equal them), the tokens of their
+            rows, and `StepInput.ancestor_masks` if drafts form trees.
     """
     tokens, ancestor_masks = list[int](), list[int]()
     for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
@@ -172,13 +175,13 @@ def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], 
 def _pieces(
     chunks: Sequence[PlanItem], table: PageTable, page_size: int, tokens: list[int]
 ) -> Int64Array:
-    """[5, C]: slot, first position, rows, drawing rows and leading rows of each chunk. Appends
+    """[5, C]: slot, first position, rows, sampled rows and recomputed rows of each chunk. Appends
     their tokens, and enters their pages into the table.
     """
     pieces = []
     for request, start, num_tokens, samples, has_lead in chunks:
         first, count = start - has_lead, num_tokens + has_lead
-        # Published pages are others' too, and have the KV of their tokens.
+        # Published pages may belong to others too, and have the KV of their tokens.
         num_known = min(count, request.num_published_pages * page_size - first)
         recomputed_rows = max(int(has_lead), num_known)
         pieces.append((request.slot, first, count, int(samples), recomputed_rows))
@@ -188,7 +191,7 @@ def _pieces(
 
 
 def _adapters(plan: Plan) -> Int32Array | None:
-    """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
+    """[R]: each request's slot of the LoRA tables; None: no request has an adapter."""
     of_pieces = [item.request.adapter_slot for item in plan.verifies]
     of_pieces += [item.request.adapter_slot for item in plan.chunks]
     of_decodes = None if plan.columns is None else plan.columns.adapter_slots
@@ -200,9 +203,7 @@ def _adapters(plan: Plan) -> Int32Array | None:
 
 
 def _scores(plan: Plan) -> list[ScoredRows]:
-    """The chunks whose prompts want log-probabilities, without those that have no token behind
-    them.
-    """
+    """The chunks whose prompts want log-probabilities, without those that no token follows."""
     found = []
     for number, item in enumerate(plan.chunks, len(plan.decodes) + len(plan.verifies)):
         num_top, first = item.request.prompt_logprobs, item.start + 1
@@ -214,7 +215,6 @@ def _scores(plan: Plan) -> list[ScoredRows]:
 
 
 def _pooled(plan: Plan) -> list[PooledRows]:
-    """The chunks of prompts of which vectors are wanted."""
     before = len(plan.decodes) + len(plan.verifies)
     return [
         PooledRows(

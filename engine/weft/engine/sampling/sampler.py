@@ -37,8 +37,8 @@ SEED_STEP = 0x9E3779B97F4A7C15
 
 
 def derive_seed(seed: int, sample_index: int) -> int:
-    """Derives the seed of one sample of a request: distinct for each; sample 0 has the request's
-    own.
+    """Derives the seed of one sample of a request, different for each sample; sample 0 has the
+    request's own.
 
     Args:
         seed: Unsigned 64 bits.
@@ -49,7 +49,7 @@ def derive_seed(seed: int, sample_index: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class SamplerRow:
-    """Sampling parameters of one running sample; fixed for its life."""
+    """Sampling parameters of one running sample, fixed for its life."""
 
     params: SamplingParams
     stop: StopCriteria
@@ -58,7 +58,7 @@ class SamplerRow:
     eos_token_ids: tuple[int, ...]
     """The model's end tokens; masked before `min_tokens` unless the request ignores them."""
     top_logprobs: int | None = None
-    """Number of alternatives beside each token's log-probability; None: no log-probabilities."""
+    """Number of alternatives for each token's log-probability; None: no log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -66,23 +66,23 @@ class DrawnRows:
     """Tokens of one step, by row of the logits."""
 
     token_ids: Int64Array
-    """Token ids, [L]; negative in the rows of `errors`."""
+    """[L]; negative in the rows of `errors`."""
     logprobs: list[TokenLogprob | None]
-    """Log-probabilities; None for rows that want none, and in the rows of `errors`."""
+    """None for rows that want no log-probabilities, and in the rows of `errors`."""
     errors: dict[int, WeftError] = field(default_factory=dict)
     """Errors of rows without a token; the other rows are not affected."""
 
 
 class RowsUnderWay:
-    """Tokens of one step that are being drawn on a device, or have been drawn.
+    """Tokens of one step that a device is sampling or has sampled.
 
     Args:
-        tokens: [L] int64 where they are drawn; negative where there is none.
+        tokens: [L] int64, on that device; negative where there is none.
         output: Waits for them; called once.
         positions: [L], of the tokens.
-        are_kept: The device has kept them for later steps.
-        rows: Waits for the tokens and words of the rows drawn from ([2, L]), of which there were
-            drafts on the device; None: they are not fetched.
+        are_kept: Whether the device has kept them for later steps.
+        rows: Waits for the tokens and ancestor masks of the logits' rows ([2, L]), if drafts were
+            on the device; None: they are not fetched.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class RowsUnderWay:
         self._positions = positions
 
     def wait(self) -> DrawnRows:
-        """Waits for the tokens."""
         output = self._output()
         if len(output.token_ids) and output.token_ids.min() < 0:
             _explain(output, self._positions)
@@ -109,10 +108,10 @@ class RowsUnderWay:
 
 
 class Sampler:
-    """Draws the next token of each running sample.
+    """Samples the next token of each running sample.
 
-    What is drawn depends on the row's logits, its parameters and seed, the position and its own
-    tokens so far; it depends neither on the slot nor on other rows. Used by one thread.
+    A token depends on the row's logits, its parameters and seed, the position and the sample's own
+    tokens so far. It depends neither on the slot nor on other rows. Used by one thread.
     """
 
     def __init__(
@@ -129,20 +128,20 @@ class Sampler:
         Args:
             vocab_size: Length of a row of logits.
             max_rows: Slots are 0..max_rows - 1; `null_slot` is one more, which no request has.
-            use_native: Whether to use native code; the numpy path draws the same tokens more
+            use_native: Whether to use native code. The numpy path samples the same tokens more
                 slowly.
-            device: Where the logits are and tokens are drawn (the same ones); None = on the host.
+            device: Device of the logits, which samples the tokens, with the same result; None: the
+                host does.
             max_masked_rows: Most rows of a step for `mask_rows`.
         """
         self.null_slot = max_rows
-        """A slot that draws greedily and whose tokens are discarded; may be used for several rows.
-        """
+        """A slot that samples greedily and whose tokens are discarded. Several rows may use it."""
         num_slots = max_rows + 1
         self._device: DeviceSampler | None = None
         if device is not None:
             self._device = DeviceSampler(vocab_size, num_slots, device, max_masked_rows)
         self._stops_from = np.zeros(num_slots, np.int64)
-        """Position from which on a slot may draw its stop tokens."""
+        """Position from which on a slot may get its stop tokens."""
         self._counting: set[int] = set()
         """Slots with penalties."""
         self._lacking_stops: set[int] = set()
@@ -151,11 +150,11 @@ class Sampler:
         self._num_generated = np.zeros(num_slots, np.int64)
         self._is_special = np.zeros(num_slots, np.bool_)
         """Slots that need Python: their logits are edited, or log-probabilities are wanted. A free
-        slot keeps the value of its last sample, since a row of it may still be drawn
+        slot keeps the value of its last sample, since a row of it may still be sampled
         (`common_way`).
         """
         self._is_greedy = np.ones(num_slots, np.bool_)
-        """Slots that draw the largest unchanged logit. A free slot keeps its value, as in
+        """Slots that take the largest unchanged logit. A free slot keeps its value, as in
         `_is_special`.
         """
         self._rows: dict[int, SamplerRow] = {}
@@ -163,26 +162,25 @@ class Sampler:
 
     @property
     def plain_tables(self) -> SlotTables | None:
-        """Parameters of slots without penalties or biases, where they stay on the device; None:
-        tokens are drawn on the host.
+        """Parameters of slots without penalties or biases, on the device; None: the host samples
+        the tokens.
         """
         return None if self._device is None else self._device.plain_tables
 
     @property
     def is_on_device(self) -> bool:
-        """Whether all tokens of a step are drawn at once, on the device of the logits."""
+        """Whether all tokens of a step are sampled at once, on the device of the logits."""
         return self._device is not None
 
     def add(
         self, slot: int, row: SamplerRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> None:
-        """Assigns `slot` to a sample.
+        """Assigns `slot`, which must be free, to a sample.
 
         Args:
-            slot: Must be free.
-            row: How it draws.
+            row: Parameters of the sample.
             prompt_ids: Its prompt.
-            output_ids: Tokens it has generated already (before a pre-emption or elsewhere).
+            output_ids: Tokens that it has already generated (before a preemption or elsewhere).
 
         Raises:
             InvalidRequest: logit_bias names a token that is not in the vocabulary.
@@ -214,7 +212,7 @@ class Sampler:
                 self._send_mask(slot)
 
     def remove(self, slot: int) -> None:
-        """Frees `slot`, also one that could not be added."""
+        """Frees `slot`, even if `add` failed for it."""
         self._rows.pop(slot, None)
         self._columns.is_masked[slot] = False
         self._edits.pop(slot, None)
@@ -224,12 +222,11 @@ class Sampler:
             self._device.remove(slot)
 
     def set_mask(self, slot: int, mask: npt.NDArray[np.uint32] | None) -> None:
-        """Sets the tokens that the slot may draw, until the next call.
+        """Sets the tokens that the slot may get, until the next call.
 
         Args:
-            slot: Slot of a sample.
-            mask: [ceil(vocab_size / 32)], bit i % 32 of word i / 32 allows token i, and bits from
-                vocab_size on are 0; None = all tokens.
+            mask: [ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i, and bits from
+                vocab_size on are 0. None: all tokens.
         """
         self._columns.is_masked[slot] = mask is not None
         if mask is not None:
@@ -245,7 +242,7 @@ class Sampler:
         return self._columns.masks if self._device is None else self._device.mask_memory()
 
     def set_masks(self, slots: Int64Array, num_generated: Sequence[int]) -> None:
-        """Like `set_mask` with what lies in the rows of these slots of `mask_memory`.
+        """Like `set_mask` for each of these slots, with the mask in its row of `mask_memory`.
 
         Args:
             slots: [M], distinct.
@@ -272,7 +269,7 @@ class Sampler:
         masks: Sequence[npt.NDArray[np.uint32] | None],
         num_generated: Sequence[int],
     ) -> Int64Array:
-        """Gives rows behind drafts masks of their own, until the next call; on a device only.
+        """Gives rows that follow drafts masks of their own, until the next call. On a device only.
 
         Args:
             slots: [M], of the rows.
@@ -280,7 +277,7 @@ class Sampler:
             num_generated: Number of tokens that the sample has generated before the row's.
 
         Returns:
-            [M]: slots for `begin` to draw these rows with.
+            [M]: slots for `begin` to sample these rows with.
         """
         assert self._device is not None, "tokens are drawn on the host"
         rows = zip(slots.tolist(), masks, num_generated, strict=True)
@@ -289,7 +286,7 @@ class Sampler:
     def _later_mask(
         self, slot: int, mask: npt.NDArray[np.uint32] | None, num_generated: int
     ) -> npt.NDArray[np.uint32] | None:
-        """The mask of a slot's sample after so many tokens. Stop tokens are excluded while
+        """The mask of a slot's sample after `num_generated` tokens. It excludes stop tokens while
         `min_tokens` is not reached and the mask allows other tokens.
         """
         if slot not in self._edits or num_generated >= self._rows[slot].stop.min_tokens:
@@ -302,7 +299,6 @@ class Sampler:
         return not self._counting.isdisjoint(slots.tolist())
 
     def draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> DrawnRows:
-        """Calls `begin` and waits for the tokens."""
         return self.begin(logits, slots, positions).wait()
 
     def begin(
@@ -314,17 +310,17 @@ class Sampler:
         drafted: RowsBehindDrafts | None = None,
         slot_override: Int64Array | None = None,
     ) -> RowsUnderWay:
-        """Draws one token per row and counts it; does not wait for a device.
+        """Samples one token per row and counts it. Does not wait for a device.
 
         Args:
             logits: [L, vocab_size] float32; unchanged once the tokens are there.
-            slots: [L], distinct but for `null_slot`, and those whose tokens do not depend on the
-                ones before (no mask, penalties only where `drafted`).
-            positions: [L], absolute position of the token to be drawn (prompt length + number of
+            slots: [L]. A slot may occur twice only if it is `null_slot` or its tokens do not depend
+                on the ones before (no mask, penalties only with `drafted`).
+            positions: [L], absolute position of the token to be sampled (prompt length + number of
                 tokens generated before it).
-            on_device: Gives the same on the device of the logits, as far as it is there, and
-                positions that only the device knows; a sampler on the host cannot use it.
-            drafted: Of a step with drafts, if `counts_tokens`; like `on_device`.
+            on_device: Returns the parts of these arguments that are on the device of the logits,
+                and positions that only the device knows. A sampler on the host cannot use it.
+            drafted: Rows of a step with drafts, if `counts_tokens`; like `on_device`.
             slot_override: [L], slots by row with those of `mask_rows`; None: there are none.
 
         Raises:
@@ -344,9 +340,9 @@ class Sampler:
         return RowsUnderWay(tokens, output, positions)
 
     def common_way(self, slots: Int64Array) -> Way | None:
-        """How rows of these slots can be drawn by a graph; None: not at all.
+        """How a graph can sample rows of these slots; None: no graph can.
 
-        Slots that became free since the step began still draw in their way.
+        A slot that became free since the step began counts with its last sample's parameters.
         """
         if self._is_special[slots].any():
             return None
@@ -367,9 +363,9 @@ class Sampler:
         Args:
             draw: Launches the graph.
             way: Result of `common_way` for these slots.
-            slots: See `begin`; the device has the same ones.
-            positions: See `begin`.
-            slot_override: See `begin`.
+            slots: As for `begin`; the device has the same ones.
+            positions: As for `begin`.
+            slot_override: As for `begin`.
         """
         if slot_override is not None:
             way = "any"
@@ -428,8 +424,8 @@ class Sampler:
         return draw.tokens, output
 
     def _send_mask(self, slot: int) -> None:
-        """Copies the slot's mask to the device: the constraint's mask without stop tokens. Where
-        there is no constraint, the device knows up to which position these are masked.
+        """Copies the slot's mask, without stop tokens, to the device. Without a constraint, the
+        device knows up to which position stop tokens are masked.
         """
         assert self._device is not None
         has_stops = slot in self._edits and len(self._edits[slot].stop_ids) > 0
@@ -467,7 +463,7 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, slots: Int64Array, tokens: Int64Array
     ) -> list[TokenLogprob | None]:
-        """Log-probabilities of the rows that want them, from unchanged logits."""
+        """Log-probabilities come from unchanged logits."""
         logprobs: list[TokenLogprob | None] = [None] * len(slots)
         wanted = {r: top for r, top in self._num_tops(slots).items() if tokens[r] >= 0}
         if not wanted:
@@ -511,7 +507,6 @@ class Sampler:
         return bool(self._without_stops(slot).any())
 
     def _without_stops(self, slot: int) -> npt.NDArray[np.uint32]:
-        """The slot's mask (all tokens if it has none) without its stop tokens."""
         columns = self._columns
         mask = columns.masks[slot] if columns.is_masked[slot] else None
         return _without(mask, self._edits[slot].stop_ids, columns.masks.shape[1])
@@ -520,7 +515,7 @@ class Sampler:
 def _without(
     mask: npt.NDArray[np.uint32] | None, stop_ids: Int64Array, num_words: int
 ) -> npt.NDArray[np.uint32]:
-    """A mask (None: of all tokens) without these tokens."""
+    """`mask` None: all tokens are allowed."""
     words = np.full(num_words, 0xFFFFFFFF, np.uint32) if mask is None else mask.copy()
     bits = np.uint32(1) << (stop_ids & 31).astype(np.uint32)
     np.bitwise_and.at(words, stop_ids >> 5, ~bits)
@@ -528,7 +523,6 @@ def _without(
 
 
 def _explain(output: DrawnRows, positions: Int64Array) -> None:
-    """Converts negative tokens to errors."""
     for r in np.flatnonzero(output.token_ids < 0).tolist():
         where = f"at position {int(positions[r])}"
         if output.token_ids[r] == ERROR_NOT_FINITE:

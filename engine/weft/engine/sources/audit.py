@@ -14,14 +14,11 @@ from weft.engine.memory.page_memory import PageMemory
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Result of an audit."""
-
     published_pages: int
-    """Pages checked."""
     changed_pages: int
     """Pages whose content has changed since they were published."""
     corrupt_pages: int
-    """Accepted pages that differed from what their filler had sent, since start."""
+    """Accepted pages that differed from those that their filler had sent, since start."""
 
 
 class PageAudit:
@@ -29,7 +26,7 @@ class PageAudit:
 
     Args:
         digest_pages: Computes digests of pages in the pool.
-        memory: Owner of the pages, which publishes them.
+        memory: The owner of the pages.
     """
 
     def __init__(
@@ -42,11 +39,8 @@ class PageAudit:
         memory.on_published.append(self._published)
 
     def accepted(self, pages: Sequence[int], sent: Sequence[int]) -> None:
-        """Records pages that an owner accepts from a filler.
-
-        Args:
-            pages: Pages of the pool.
-            sent: Digests of these pages that the filler sent.
+        """Records pages that an owner accepts from a filler, and the digests that the
+        filler sent.
         """
         found = self._digest_pages(pages)
         self._num_corrupt += sum(a != b for a, b in zip(found, sent, strict=True))

@@ -1,4 +1,6 @@
-"""Decides whether another worker should fill a remainder, by costs from measured rates."""
+"""Decides whether another worker should fill a remainder (the part of a prompt that is not cached
+here), by costs from measured rates.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,32 @@ from weft.engine.scheduler.state import Request
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""
 MIN_MEASURED_TOKENS = 32
-"""Prompt tokens below which a step's time does not predict longer steps; a step may always have
+"""Prompt tokens below which a step's time does not predict longer steps. A step may always have
 this many.
 """
 
 FAR = 4
-"""Factor of the longest measured step's tokens beyond which a rate says little: what a step takes
-in any case weighs less in longer ones.
+"""Factor of the longest measured step's tokens beyond which a rate says little, since a step's
+fixed time weighs less in longer ones.
 """
 STAND_IN = 0.5
-"""Share of the filler's rate that this engine is thought to reach in steps of such lengths."""
+"""Share of the filler's rate that this engine is assumed to reach in steps of such lengths."""
 MAX_TRIED_TOKENS = 512
-"""Largest remainder that is run locally to measure the local side."""
+"""Largest remainder that is computed locally to measure the local side."""
 MAX_TRIES = 8
-"""Most remainders that run locally to measure; if the rate is unknown then, prompts are too short.
+"""Most remainders that are computed locally to measure. If the rate is unknown after them, prompts
+are too short.
 """
 TRY_AGAIN = 32
 """Number of remainders in a row for which a side loses before one goes there all the same, so that
-what was slow for a while or has just started is measured again.
+a side that was slow for a while or has just started is measured again.
 """
 TRIED_SHARE = 0.02
-"""Share of the time of the better side that these trials of the other one may cost."""
+"""Share of the better side's time that these trials of the other side may cost."""
 MAX_TRIED_FACTOR = 8
-"""Factor of the better side's time that a trial is thought to cost at most; more is hardly true."""
+"""Most that a trial is assumed to cost, as a factor of the better side's time. Higher forecasts are
+hardly true.
+"""
 MAX_WASTED = 2
 """Factor by which the filler's tokens to compute may exceed the owner's in such a trial."""
 
@@ -59,18 +64,20 @@ decodes took before.
 
 
 class FillDecision(NamedTuple):
-    """The choice, and the time to the first token on each side; None if a rate is not known yet."""
+    """The choice, and the seconds to the first token on each side; None if a rate is not
+    known yet.
+    """
 
     is_remote: bool
     remote_s: float | None
     local_s: float | None
-    """Forecast of the first token alone; the choice also weighs the delay of running requests."""
+    """Forecast of the first token alone. The choice also weighs the delay of running requests."""
     is_overflow: bool = False
     """Whether the choice is local and would be remote if the filler had no other work."""
 
 
 class LocalLoad(NamedTuple):
-    """The work that this engine has already when a remainder comes."""
+    """The work that this engine already has when a remainder comes."""
 
     queued_tokens: int = 0
     """Prompt tokens that are computed before those of the remainder, queued or in steps that have
@@ -79,20 +86,20 @@ class LocalLoad(NamedTuple):
     num_running: int = 0
     """Requests that get their next token in each step."""
     step_tokens: int = 1
-    """Prompt tokens of a step beside these."""
+    """Prompt tokens of a step that also has these requests."""
     chunk_tokens: int = sys.maxsize
     """Most tokens of one prompt in a step."""
 
 
 class _Trials:
-    """When a remainder goes to the slower side, to measure that one."""
+    """Decides when a remainder goes to the slower side, to measure it."""
 
     def __init__(self) -> None:
         self._num_lost = 0
         self._spared_s = 0.0
 
     def is_due(self, best_s: float, cost_s: float) -> bool:
-        """Whether a trial is due that costs so much more than the better side takes."""
+        """Whether a trial is due whose cost exceeds the better side's time by `cost_s`."""
         self._num_lost += 1
         self._spared_s += TRIED_SHARE * best_s
         cost_s = min(cost_s, MAX_TRIED_FACTOR * best_s)
@@ -107,19 +114,20 @@ class _Rate:
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
-        """Average; 0: unknown."""
         self._longest = 0
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
-        """Takes in a step's prompt tokens; one that is far longer than all before counts alone."""
+        """Takes a step's prompt tokens into the average. A step that is far longer than all before
+        replaces the average.
+        """
         is_far = num_tokens > FAR * self._longest
         new = num_tokens / duration_s
         self.tokens_per_s = new if is_far else _smooth(self.tokens_per_s, new)
         self._longest = max(self._longest, num_tokens)
 
     def of(self, num_tokens: int, other: float) -> float:
-        """The rate of steps of so many tokens; `other` for far more than were measured, if it is
-        larger.
+        """The rate of steps of `num_tokens` tokens. For far longer steps than were measured, it is
+        at least `other`.
         """
         if not self.tokens_per_s or num_tokens > FAR * self._longest:
             return max(self.tokens_per_s, other)
@@ -127,30 +135,31 @@ class _Rate:
 
 
 class FillCosts:
-    """Ships if `(queue + end - filler's match) / rate + exposed bytes / bandwidth + rest + tail <
-    (local queue + remainder) / local rate + steps * time of the decodes beside + local rest +
-    delay of the running requests / (first_token_weight * NUM_BEHIND)`.
+    """Ships a remainder if `(queue + end - filler's match) / rate + exposed bytes / bandwidth +
+    rest + tail < (local queue + remainder) / local rate + steps * time of the decodes beside +
+    local rest + delay of the running requests / (first_token_weight * NUM_BEHIND)`.
 
     The candidate states the filler's queue, match and rate. A filler ships the pages of each step
     while it computes the next one, so only the bytes of the last step are exposed. Bandwidth and
     rates are averages of this engine's latest measurements. So are the rest (messages, digests,
     waiting for steps), the tail (from the last accepted page to the first token, and waiting for
-    room before) and the local rest (what local first tokens took beyond the forecast). While a rate
-    is unknown, the engine tries that side to measure it: the remote side first, the local side only
-    with remainders that are not too long. For longer ones a share of the filler's rate stands in,
-    until a step about as long as theirs has been measured here. Until a step with both prompts and
-    decodes has been measured, one is tried now and then, whatever its length.
+    room before) and the local rest (what local first tokens took beyond the forecast).
+
+    While a rate is unknown, the engine tries that side to measure it: the remote side first, the
+    local side only with remainders that are not too long. For longer ones a share of the filler's
+    rate is assumed, until a step about as long as theirs has been measured here. Until a step with
+    both prompts and decodes has been measured, one is tried now and then, whatever its length.
 
     A local prompt delays the next token of every running request by the time that it adds to their
     steps. This is weighed against the first tokens that wait if it ships: its own, and those of the
-    prompts behind it.
+    prompts queued after it.
 
     Args:
-        local_prefill_max_tokens: With N the rule is off: remainders of at most N tokens run
-            locally, longer ones ship. None: the rule decides.
+        local_prefill_max_tokens: With N, the rule is off: remainders of at most N tokens are
+            computed locally, longer ones ship. None: the rule decides.
         page_size: Token positions per page.
-        first_token_weight: Worth of a second of delay of a first token, in seconds of delay of
-            next tokens. 0: what delays running requests always ships.
+        first_token_weight: Worth of a second of delay of a first token, in seconds of delay of next
+            tokens. 0: a remainder that would delay running requests always ships.
     """
 
     def __init__(
@@ -163,7 +172,7 @@ class FillCosts:
         self._page_size = page_size
         self._worth = first_token_weight * NUM_BEHIND
         self.local_load: Callable[[], LocalLoad] = LocalLoad
-        """Returns the work that comes before and beside a new remainder."""
+        """Returns the work that comes before a new remainder and beside it."""
         self._bytes_per_s = 0.0
         self._step_bytes = 0
         """Most bytes that a filler shipped at once, from one step or from its cache."""
@@ -183,8 +192,8 @@ class FillCosts:
         page_bytes: int,
         companion_pages: int = 0,
     ) -> FillDecision:
-        """Decides for a fill of [start_token, end_token), which begins behind the request's pages.
-        More pages than these are written behind its last step.
+        """Decides for a fill of [start_token, end_token), which begins after the request's pages.
+        `companion_pages` more pages are written after its last step.
         """
         num_local = request.num_tokens - 1 - request.num_computed - request.num_partial_tokens
         if self._local_max is not None:
@@ -213,7 +222,7 @@ class FillCosts:
         is_measurable = load.num_running > 0 and num_local >= MIN_MEASURED_TOKENS
         is_unknown = is_measurable and not self._beside.tokens_per_s
         if is_remote and is_unknown and local_s <= MAX_TRIED_FACTOR * remote_s:
-            may_try, cost_s = may_delay, 0.0  # The rate may be so wrong that the cost is, too.
+            may_try, cost_s = may_delay, 0.0  # With so wrong a rate, the cost would be wrong too.
         elif is_remote:
             may_try = may_delay and (num_local <= MAX_TRIED_TOKENS or not load.num_running)
         else:
@@ -226,7 +235,9 @@ class FillCosts:
         return FillDecision(is_remote, remote_s, local_s, is_overflow)
 
     def _rate_beside(self, load: LocalLoad, num_tokens: int, filler_rate: float) -> float:
-        """Prompt tokens per second of this engine for a remainder, beside its running requests."""
+        """Prompt tokens per second of this engine for a remainder, in steps with its running
+        requests.
+        """
         step_tokens = min(num_tokens, load.chunk_tokens)
         if load.num_running:
             step_tokens = min(step_tokens, load.step_tokens)
@@ -234,7 +245,9 @@ class FillCosts:
         return self._beside.of(step_tokens, alone) if load.num_running else alone
 
     def _computing_s(self, num_tokens: int, load: LocalLoad, rate: float) -> float:
-        """Seconds until this engine has computed a remainder, beside its running requests."""
+        """Seconds until this engine has computed a remainder, in steps with its running
+        requests.
+        """
         num_tokens += load.queued_tokens
         num_steps = math.ceil(num_tokens / load.step_tokens) if load.num_running else 0
         return num_tokens / rate + num_steps * self._decode_s
@@ -250,8 +263,8 @@ class FillCosts:
         return min(num_bytes, self._step_bytes) if to_compute and self._step_bytes else num_bytes
 
     def observe(self, record: FillRecord, duration_s: float) -> None:
-        """Updates, from a finished fill, the bandwidth (bytes over their time in transit) and the
-        rest of the time.
+        """Updates the bandwidth (bytes over their time in transit) and the rest of the time from a
+        finished fill.
 
         Args:
             record: Record of the fill, with the filler's own measurements.
@@ -289,7 +302,6 @@ class FillCosts:
             self._tails.append(max(0.0, took_s - (fill.end_s - fill.start_s)))
 
     def observe_local(self, num_tokens: int, duration_s: float) -> None:
-        """Updates the local rate from a local prefill step."""
         if num_tokens and duration_s > 0:
             self._alone.observe(num_tokens, duration_s)
 
@@ -298,18 +310,15 @@ class FillCosts:
         self._decode_s = _smooth(self._decode_s, duration_s)
 
     def observe_beside(self, num_tokens: int, duration_s: float) -> None:
-        """Updates the time that prompts add from a step with both prompts and decodes.
-
-        Args:
-            num_tokens: Number of tokens of the prompts.
-            duration_s: Duration of the step; the known time of decodes is subtracted.
+        """Updates the time that prompts add from a step with both prompts and decodes. The known
+        time of decodes is subtracted from `duration_s`.
         """
         added_s = max(duration_s - self._decode_s, MIN_ADDED_SHARE * duration_s)
         if num_tokens and added_s > 0:
             self._beside.observe(num_tokens, added_s)
 
     def tokens_within(self, duration_s: float) -> int:
-        """Prompt tokens that add at most this time to a step of decodes, in whole pages; a minimum
+        """Prompt tokens that add at most this time to a step of decodes, in whole pages. A minimum
         is always allowed.
         """
         least = -(-MIN_MEASURED_TOKENS // self._page_size)
@@ -319,22 +328,22 @@ class FillCosts:
 
     @property
     def tokens_per_s_beside(self) -> float:
-        """Prompt tokens a second that a step with decodes takes in addition; 0 = unknown."""
+        """Prompt tokens per second of the time that they add to a step with decodes; 0: unknown."""
         return self._beside.tokens_per_s
 
     @property
     def decode_s(self) -> float:
-        """Duration of a step of decodes alone, seconds; 0 = unknown."""
+        """Duration of a step of decodes alone, seconds; 0: unknown."""
         return self._decode_s
 
     @property
     def local_tokens_per_s(self) -> float:
-        """Measured local prefill rate; 0 = unknown."""
+        """Measured local prefill rate; 0: unknown."""
         return self._alone.tokens_per_s
 
 
 def _known(seconds: deque[float]) -> float:
-    """Median of some measurements; 0 if there are too few."""
+    """Median of the measurements; 0 if there are too few."""
     return median(seconds) if len(seconds) >= MIN_RESTS else 0.0
 
 

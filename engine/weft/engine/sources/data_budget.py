@@ -10,7 +10,7 @@ class DataBudget:
     """Bytes of pages sent as messages, by stream. Streams that must wait take turns."""
 
     def __init__(self, most: int = MAX_BYTES) -> None:
-        """Sets the bound, in bytes; a chunk that exceeds it goes alone."""
+        """A chunk of more than `most` bytes goes alone."""
         self._most = most
         self._total = 0
         self._given: dict[int, int] = {}
@@ -18,7 +18,7 @@ class DataBudget:
 
     @property
     def first_waiting(self) -> int | None:
-        """The stream that may ask next; None: none waits."""
+        """The stream whose turn it is to ask; None: none waits."""
         return next(iter(self._waiting), None)
 
     def ask(self, stream: int, num_bytes: int) -> bool:

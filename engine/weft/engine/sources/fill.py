@@ -40,27 +40,25 @@ class OwnerTransport(Protocol):
         ...
 
     @property
-    def port(self) -> PagePort:
-        """Access to the pool."""
-        ...
+    def port(self) -> PagePort: ...
 
     def fence(self) -> None:
-        """Cuts every connection into the pool: nothing sent before can arrive."""
+        """Cuts every connection into the pool, so that nothing sent before can arrive."""
         ...
 
 
 class BlockPages(Protocol):
-    """Carries in pages what a request needs beside those of the first group to go on: blocks of
-    recurrent layers, or pages of a window group. Such pages of a lease follow its pages of KV.
+    """Carries in pages what a request needs in addition to pages of the first group: blocks of
+    recurrent layers, or pages of a window group. In a lease such pages follow its pages of KV.
     """
 
     @property
     def num_pages(self) -> int:
-        """Most pages that a lease has for it."""
+        """Most such pages of a lease."""
         ...
 
     def num_pages_of(self, request: Request, end_token: int, *, is_stored: bool) -> int:
-        """Pages that a lease of a request up to `end_token` has for it; a KV store has them as they
+        """Such pages of a request's lease up to `end_token`. A KV store has them as they
         were put.
         """
         ...
@@ -71,7 +69,7 @@ class BlockPages(Protocol):
     def unpack(
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
     ) -> None:
-        """Gives a request what these pages carry, which has its tokens up to `end_token`."""
+        """Gives a request, which has its tokens up to `end_token`, the content of these pages."""
         ...
 
 
@@ -87,13 +85,13 @@ class Chunk:
     bytes_arrived: int = 0
     is_notified: bool = False
     is_told: bool = False
-    """Whether the filler's event has come; the notification may have brought the same before."""
+    """Whether the filler's event has come. The notification may have brought the same before."""
     is_verifying: bool = False
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Fill:
-    """One lease; it outlives its request while writes or a last event can still arrive."""
+    """One lease. It outlives its request while writes or a last event can still arrive."""
 
     lease_id: bytes
     request: Request | None
@@ -109,9 +107,9 @@ class Fill:
     accepted_token: int
     """End of the accepted range [start_token, accepted_token)."""
     num_block_pages: int = 0
-    """Pages behind `end_token` for `BlockPages`; protocol and chunks count them as positions."""
+    """Pages after `end_token` for `BlockPages`; protocol and chunks count them as positions."""
     block_pages: list[int] = field(default_factory=list)
-    """The accepted ones among these pages."""
+    """The accepted ones of these pages."""
     state: FillState = FillState.STARTING
     chunks: dict[int, Chunk] = field(default_factory=dict)
     next_chunk: int = 0
@@ -122,13 +120,12 @@ class Fill:
     silent_since: float = 0.0
     """While STOPPING: time by which the filler should have answered."""
     is_proven: bool = False
-    """Whether the filler has stopped; bytes that its network has taken may still arrive."""
+    """Whether the filler has stopped. Bytes that its network has taken may still arrive."""
     is_done: bool = False
     after: WorkMark | None = None
     """Mark after which earlier uses of the pages are over; taken when the fill is accepted."""
 
     def chunk(self, index: int) -> Chunk:
-        """The state of a chunk, created on first use."""
         return self.chunks.setdefault(index, Chunk())
 
     def last_token(self, page_size: int) -> int:
@@ -144,7 +141,9 @@ class Fill:
         return chunk is not None and chunk.digests is not None and not chunk.is_notified
 
     def note_repeat(self, event: FillEvent) -> bool:
-        """Notes an event that repeats what a notification has brought; False: it is another one."""
+        """Notes an event that repeats what a notification has brought; False: it is
+        another event.
+        """
         chunk = self.chunks.get(event.chunk)
         if event.kind != "written" or chunk is None or chunk.is_told or chunk.digests is None:
             return False
@@ -153,7 +152,9 @@ class Fill:
         return chunk.is_told
 
     def is_owed_by(self, candidate: FillCandidate, since: float) -> bool:
-        """Whether this filler incarnation's answer about the stopped lease is overdue by then."""
+        """Whether this filler incarnation's answer about the stopped lease was due
+        before `since`.
+        """
         who = (self.candidate.worker_id, self.candidate.epoch)
         return (
             self.state is FillState.STOPPING
@@ -193,7 +194,7 @@ class FillListener(Protocol):
         ...
 
     def fill_failed(self, request: Request) -> None:
-        """Called when a filler has failed; `request.candidates` holds the rest."""
+        """Called when a filler has failed; `request.candidates` holds the remaining ones."""
         ...
 
     def publish(self, request: Request) -> None:
@@ -203,17 +204,15 @@ class FillListener(Protocol):
 
 @dataclass(slots=True)
 class FillCounters:
-    """Counters since start, part of the worker's counters."""
-
     fills_started: int = 0
     fills_done: int = 0
     fills_declined: int = 0
     fills_failed: int = 0
     fills_avoided: int = 0
-    """Candidates passed over because they did not answer about earlier fills."""
+    """Candidates that were skipped because they did not answer about earlier fills."""
     accepted_pages: int = 0
     accepted_bytes: int = 0
     digest_mismatches: int = 0
     stale_events: int = 0
     local_decisions: int = 0
-    """Remainders that ran here although candidates existed."""
+    """Remainders that were computed here although candidates existed."""

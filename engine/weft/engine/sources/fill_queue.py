@@ -32,7 +32,8 @@ class FillQueue:
         return first is None or first is request or not self._is_patient
 
     def enough_pages(self, request: Request, wanted: int, most: int, least: int) -> int:
-        """Number of pages with which a request's fill may start; it waits while fewer are free.
+        """Number of pages with which a request's fill may start. The request waits while fewer are
+        free.
 
         The number is all pages that it wants, or half of the room: then the filler computes the
         next lease while it writes this one. After `patience_s` it is at most `least`.

@@ -44,13 +44,15 @@ logger = logging.getLogger(__name__)
 MAX_REMEMBERED_LEASES = 65536
 SIGN_OF_LIFE_S = 1.0
 MAX_CHUNK_BYTES = 64 << 20
-"""Largest WRITE, bytes."""
+"""Largest write over NIXL, bytes."""
 MAX_DEVICE_CHUNK_BYTES = 256 << 20
-"""The same between devices: over NVLink such a write takes a millisecond, and what the host does
-for each chunk as long.
+"""Largest write between devices, bytes. Over NVLink such a write takes a millisecond, about as long
+as the host's work for a chunk.
 """
 MAX_DATA_CHUNK_BYTES = 16 << 20
-"""Largest chunk copied into a stream. The next one is read once the stream has taken all of it."""
+"""Largest chunk copied into a stream, bytes. The next one is read once the stream has taken all of
+it.
+"""
 
 
 @dataclass(slots=True)
@@ -73,7 +75,7 @@ class Filler:
         page_size: Token positions per page; None: each handle states its own.
         epoch: Incarnation of this engine.
         page_bytes: Bytes of a page of the pool.
-        memory: Page owner.
+        memory: The owner of pages.
         jobs: Source of the pages.
         shipper: Moves chunks to owners.
         reply: Puts an event into the outbox.
@@ -81,7 +83,7 @@ class Filler:
         nixl_version: Version of NIXL; None: NIXL is not available.
         memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
             another kind of memory get `data` messages.
-        block_pages: Fills pages behind those of KV; None: there are none.
+        block_pages: Fills the pages that follow those of KV; None: there are none.
         max_chunk_bytes: Most bytes of one write.
         max_chunk_pages: Most pages of one write; None: no limit.
         early: Reads pages of steps under way; None: pages are read once they are computed.
@@ -119,7 +121,7 @@ class Filler:
         self._block_pages = block_pages
         self._early = early
         self.reads_early = early is not None
-        """Whether `on_launched` is of use."""
+        """Whether `on_launched` does anything."""
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
         max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)
@@ -133,7 +135,6 @@ class Filler:
     # -- from owners -----------------------------------------------------------------------------
 
     def on_start(self, start: FillStart) -> None:
-        """Accepts or declines a handle."""
         handle = start.handle
         reason, message = self._why_not(handle)
         if reason:
@@ -166,7 +167,7 @@ class Filler:
         self._say_accepted(lease)
 
     def on_renew(self, lease_id: bytes) -> None:
-        """Extends an active lease; ends the lease instead if it has expired meanwhile."""
+        """Extends an active lease, or ends it if it has expired meanwhile."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.state is not LeaseState.ACTIVE:
             return
@@ -176,7 +177,7 @@ class Filler:
             lease.term.renew()
 
     def on_stop(self, lease_id: bytes) -> None:
-        """Stops a lease; the event `stopped` follows when no write can still arrive."""
+        """Stops a lease. The event `stopped` follows when no write can still arrive."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             self._stop(lease, "stopped by the owner")
@@ -191,7 +192,7 @@ class Filler:
         self._ship_waiting()
 
     def on_taken(self, stream: int, num_events: int) -> None:
-        """Notes that a stream has passed on events: another chunk may be copied into it."""
+        """Notes that a stream has passed on events, so that another chunk may be copied into it."""
         lease = self._by_stream.get(stream)
         if lease is not None:
             lease.num_taken = max(lease.num_taken, num_events)
@@ -201,7 +202,9 @@ class Filler:
         self._ship_waiting()
 
     def on_query(self, query: LeaseQuery) -> str:
-        """State of a lease, stopped if active; an unknown one counts as used from now on."""
+        """State of a lease, which is stopped if active. An unknown lease counts as used from now
+        on.
+        """
         lease = self._leases.get(query.lease_id)
         if lease is None:
             known = self._used.get(query.lease_id)
@@ -215,12 +218,12 @@ class Filler:
     # -- from the engine -------------------------------------------------------------------------
 
     def on_launched(self, job: FillJob, end_token: int, after: WorkMark) -> None:
-        """Reads pages behind the step that computes them, so that they are ready when it ends.
+        """Reads pages right after the step that computes them, so that they are ready when it ends.
 
         Args:
             job: Has a part in the step.
-            end_token: Position before which its KV will exist behind the step.
-            after: Mark behind the step's work.
+            end_token: Position before which its KV will exist after the step.
+            after: Mark that follows the step's work.
         """
         lease = self._leases.get(job.lease_id)
         if lease is None or lease.job is not job or lease.handle.nixl is None:
@@ -283,7 +286,6 @@ class Filler:
             self._announce(lease, lease.shipping[posted.index], posted.digests)
 
     def on_shipped(self, result: ShipResult) -> None:
-        """Handles the result of shipping a chunk."""
         lease = self._leases.get(result.lease_id)
         assert lease is not None, "a lease is kept while a chunk of it ships"
         chunk = lease.shipping.pop(result.index)
@@ -325,16 +327,17 @@ class Filler:
 
     @property
     def num_active(self) -> int:
-        """Leases that are not stopped or done."""
+        """Number of leases that are not stopped or done."""
         return sum(1 for lease in self._leases.values() if not lease.is_stranded)
 
     @property
     def leases(self) -> Iterable[Lease]:
-        """Leases that are not closed, oldest first."""
         return self._leases.values()
 
     def num_leaving_tokens(self) -> int:
-        """Tokens whose pages are computed and have not all been written; a block counts none."""
+        """Tokens whose pages are computed and have not all been written. A block counts
+        no tokens.
+        """
         return sum(
             max(0, min(chunk.end_token, lease.end_token) - chunk.start_token)
             for lease in self._leases.values()
@@ -352,7 +355,7 @@ class Filler:
     # -- internals -------------------------------------------------------------------------------
 
     def _why_not(self, handle: KvHandle) -> tuple[str, str]:
-        """(reason, message) to decline, or two empty strings."""
+        """(reason, message) to decline the handle, or two empty strings."""
         if handle.filler_epoch != self._epoch:
             return "epoch", f"this incarnation is {self._epoch:016x}"
         if self.is_draining:
@@ -395,7 +398,7 @@ class Filler:
             self._used.popitem(last=False)
 
     def _is_computing(self, lease: Lease) -> bool:
-        """Whether the lease's job is queued or computing, with no write under way; during a write
+        """Whether the lease's job is queued or computing, with no write under way. During a write,
         only the end of the write is a sign of life.
         """
         return lease.job is not None and not lease.shipping
@@ -442,7 +445,7 @@ class Filler:
         )
 
     def _ship(self, lease: Lease, chunk: ShipChunk) -> None:
-        """Ships the next chunk of a lease, whose pages are retained."""
+        """The caller has retained the chunk's pages."""
         lease.shipping[chunk.index] = chunk
         lease.next_token, lease.next_chunk = chunk.end_token, chunk.index + 1
         lease.held.append(chunk)
@@ -472,7 +475,7 @@ class Filler:
                 return
 
     def _drop_early(self, lease: Lease) -> None:
-        """Gives up chunks of which no step is committed."""
+        """Gives up chunks whose step is not committed."""
         while lease.early:
             self._memory.release(lease.early.popleft().local_pages)
 

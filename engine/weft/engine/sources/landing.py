@@ -1,6 +1,6 @@
 """Memory in which fills arrive, and ownership of its pages until they are accepted.
 
-With a pool in host memory a fill's destinations are the pool's own pages. With a pool on a device
+With a pool in host memory, a fill's destinations are the pool's own pages. With a pool on a device,
 they are staging pages, one for each page of the pool to be filled. In that case only this process
 writes to the pool's pages, so only staging pages are ever quarantined.
 """
@@ -17,14 +17,14 @@ ChunkTag = tuple[bytes, int]
 
 
 class Landing:
-    """The pages that fills write to: reserved, then accepted, released or quarantined. Here they
-    are the pool's own.
+    """The pages that fills write to: reserved, then accepted, released or quarantined. In this
+    class they are the pool's own pages.
 
     In all methods `pages` are pages of the pool, and `landed` are the destinations that `reserve`
     returned for them.
 
     Args:
-        memory: Page owner of the pool.
+        memory: The owner of the pool's pages.
         max_fraction: Share of the pool that fills may hold.
     """
 
@@ -39,7 +39,7 @@ class Landing:
         """Most destinations that all fills may hold at once, including quarantined ones.
 
         Args:
-            num_beside: Room for pages behind those of KV, beside the share of the pool.
+            num_beside: Pages granted on top of the share, for those that follow pages of KV.
         """
         return self.max_pool_pages(num_beside)
 
@@ -50,11 +50,11 @@ class Landing:
 
     @property
     def num_usable_pages(self) -> int:
-        """Number of pages to which the limit of quarantine applies, as a share."""
+        """Number of pages of which the limit of quarantine is a share."""
         return self._memory.num_usable_pages
 
     def max_pool_pages(self, num_beside: int) -> int:
-        """Most pages of the pool that fills may hold at once, with so many beside its share."""
+        """Most pages of the pool that fills may hold at once: its share and `num_beside` more."""
         num_usable = self._memory.num_usable_pages
         return min(num_usable, max(1, int(num_usable * self._max_fraction)) + num_beside)
 
@@ -63,8 +63,8 @@ class Landing:
         return list(pages)
 
     def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
-        """Notes that the port got a chunk; until `verified` the port may write to its pages of the
-        pool.
+        """Notes that the port got a chunk. Until `verified` the port may write to the chunk's pages
+        of the pool.
         """
 
     def verified(self, tag: ChunkTag) -> None:
@@ -76,33 +76,33 @@ class Landing:
         return 0
 
     def accepted(self, landed: Sequence[int]) -> None:
-        """Transfers accepted pages to their request; nothing more can arrive for them."""
+        """Transfers accepted pages to their request. Nothing more can arrive for them."""
 
     def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """Releases pages of a fill that ended before they were accepted; nothing can arrive for
+        """Releases pages of a fill that ended before they were accepted. Nothing can arrive for
         them.
         """
         self._memory.release(pages)
 
     def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """Quarantines pages of a fill that ended before they were accepted; a write may still
+        """Quarantines pages of a fill that ended before they were accepted. A write may still
         arrive.
         """
         self._memory.quarantine(pages)
 
     def end_quarantine(self, landed: Sequence[int]) -> None:
-        """Releases landing pages once there is proof that no write can arrive any more."""
+        """Releases destinations once there is proof that no write can arrive any more."""
         self._memory.end_quarantine(landed)
 
 
 class StagedLanding(Landing):
     """`Landing` for peers that write into a staging area.
 
-    A chunk's pages of the pool keep a reference of their own while the copy into them is under
-    way: its fill may end meanwhile.
+    A chunk's pages of the pool keep a reference of their own while the copy into them is under way,
+    since its fill may end meanwhile.
 
     Args:
-        memory: Page owner of the pool.
+        memory: The owner of the pool's pages.
         area: The staging pages.
         max_fraction: Share of the pool that fills may hold.
     """

@@ -13,7 +13,7 @@ from weft.engine.transfer.chunks import LeaseTerm, ShipChunk
 
 
 class LeaseState(Enum):
-    """State of a lease at the filler; the answers to queries use the values."""
+    """State of a lease at the filler. Answers to queries use the values."""
 
     ACTIVE = "active"
     STOPPING = "stopping"
@@ -26,7 +26,7 @@ class FillJob(Protocol):
 
     lease_id: bytes
     pages: list[int]
-    """Page i holds positions from i * page_size on; pages before the lease's start are unused."""
+    """Page i holds positions from i * page_size on. Pages before the lease's start are unused."""
     num_computed: int
     """Position before which the KV exists in `pages`."""
     num_cached_tokens: int
@@ -47,32 +47,32 @@ class Jobs(Protocol):
         ...
 
     def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> FillJob:
-        """Creates a job; `Filler.on_progress` is to be called as its pages become ready."""
+        """Creates a job. `Filler.on_progress` is to be called as its pages become ready."""
         ...
 
     def waits_s(self, job: FillJob) -> tuple[float, float]:
-        """Seconds from its begin until a job was admitted, and until its first step was planned;
-        0 each: it did not wait.
+        """Seconds from its begin until a job was admitted, and until its first step was planned; 0
+        each: it did not wait.
         """
         ...
 
     def end(self, job: FillJob) -> None:
-        """Ends a job whose pages are no longer wanted; chunks under way keep references."""
+        """Ends a job whose pages are no longer wanted. Chunks under way keep references."""
         ...
 
 
 class BlockSource(Protocol):
-    """Source of what lies in a lease's pages behind those of KV: blocks of recurrent layers, or
-    pages of a window group.
+    """Source of the pages that follow a lease's pages of KV: blocks of recurrent layers, or pages
+    of a window group.
     """
 
     def num_pages_of(self, handle: KvHandle) -> int:
-        """Pages of a handle that are for it; 0: it asks for none."""
+        """Number of such pages of a handle; 0: it asks for none."""
         ...
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
-        """What belongs behind a job's tokens, in pages that the caller releases; None: there is no
-        room for it.
+        """The block or window pages that follow a job's tokens, in pages that the caller releases;
+        None: there is no room for them.
         """
         ...
 
@@ -95,10 +95,10 @@ class Lease:
     """End of the pages that are queued for shipping or shipped."""
     next_chunk: int = 0
     block_pages: list[int] = field(default_factory=list)
-    """Pages from `BlockSource.pack`, shipped behind the others."""
+    """Pages from `BlockSource.pack`, shipped after the others."""
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
     early: deque[ShipChunk] = field(default_factory=deque)
-    """Chunks behind `next_token` that are read early: steps under way compute their pages."""
+    """Chunks after `next_token` that are read early: steps under way compute their pages."""
     held: deque[ShipChunk] = field(default_factory=deque)
     """Chunks of `shipping` that wait until the stream has taken the ones before."""
     num_announced: int = 0

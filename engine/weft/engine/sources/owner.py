@@ -9,12 +9,12 @@ filler into pages that were reserved before it was asked. Its life:
         v                    v
     (closed, clean)      STOPPING --stopped, or proof that the process is gone--> (closed)
 
-A chunk is accepted when its bytes have arrived (NIXL notification, or all `data`), its digests
-have arrived, and both agree. Accepted pages belong to the request and stay right whatever
-happens to the filler. If a fill ends uncleanly, its unaccepted pages are quarantined. They leave
-quarantine only by proof that no write can arrive, never after a time. A request continues as soon
-as all of its pages are accepted; the owner waits for the filler's `done`, which carries its
-measurements, in the meantime.
+A chunk is accepted when its bytes have arrived (NIXL notification, or all `data`), its digests have
+arrived, and both agree. Accepted pages belong to the request and stay valid whatever happens to the
+filler. If a fill ends uncleanly, its unaccepted pages are quarantined. They leave quarantine only
+by proof that no write can arrive, never after a time. A request continues as soon as all of its
+pages are accepted; the owner meanwhile waits for the filler's `done`, which carries its
+measurements.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from weft.engine.transfer.nixl_wire import Notification
 logger = logging.getLogger(__name__)
 
 QUERY_INTERVAL_S = 1.0
-"""Interval, seconds, at which the owner asks a filler about a lease in quarantine."""
+"""Interval in seconds at which the owner asks a filler about a lease in quarantine."""
 SILENCE_S = 1.0
 """Seconds after which a filler that owes an answer about a stopped lease is avoided."""
 
@@ -64,7 +64,7 @@ class OwnerFills:
         config: Settings of leases, caps and the cost rule.
         epoch: Incarnation of this engine.
         page_bytes: Bytes of a page of the pool.
-        memory: Page owner.
+        memory: The owner of pages.
         transport: Access of fillers to the pool.
         costs: Rule that decides between local and remote prefill.
         send: Puts a command into the outbox.
@@ -101,7 +101,9 @@ class OwnerFills:
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.listener: FillListener | None = None
         self.block_pages: BlockPages | None = None
-        """Carries what requests need beside pages of KV to go on; None: there is nothing."""
+        """Carries states or window pages that requests need besides KV to continue; None: KV is
+        enough.
+        """
         self.audit: PageAudit | None = None
         self.on_filled: Callable[[FillRecord], None] | None = None
         """Called with each fill that ended with all of its pages."""
@@ -125,7 +127,7 @@ class OwnerFills:
         return State.FILLING if self._is_remote(request) else State.PREFILLING
 
     def _is_remote(self, request: Request) -> bool:
-        """Applies the cost rule (docs/architecture.md); records both costs."""
+        """Applies the cost rule (docs/architecture.md) and records both costs."""
         end_token = self._end_token(request)
         num_more = self.num_more(request, end_token)
         begin = self._next_token(request)
@@ -141,14 +143,14 @@ class OwnerFills:
         return not self._is_blocked(request)
 
     def start(self, request: Request) -> bool:
-        """See `Fills.start`. Waits while too little of the cap is free (`fill_queue.py`)."""
+        """Waits while too little of the cap is free (`fill_queue.py`)."""
         if id(request) in self._by_request:
             return True
         if not self._has_filler(request) or self._is_blocked(request):
             self._line.leaves(request)
             return False
         if any(fill.is_proven for fill in self._fills.values()):
-            return True  # A fence is due; it waits for open fills to end, so none may begin.
+            return True  # A fence is due. It waits for open fills to end, so none may begin.
         size = self._config.page_size
         begin = self._next_token(request)
         wanted = (self._end_token(request) - begin) // size
@@ -200,7 +202,7 @@ class OwnerFills:
         return True
 
     def abandon(self, request: Request) -> None:
-        """Stops the fill of a request that ended; pages not accepted go to quarantine."""
+        """Stops the fill of a request that ended. Pages that were not accepted go to quarantine."""
         self._line.leaves(request)
         if (fill := self._by_request.get(id(request))) is not None:
             self._fail(fill, "the request ended", notify=False)
@@ -208,7 +210,7 @@ class OwnerFills:
     # -- events of fillers -----------------------------------------------------------------------
 
     def on_event(self, lease_id: bytes, event: FillEvent) -> None:
-        """Handles a filler's event; those of unknown or closed leases are counted and dropped."""
+        """Handles a filler's event. Events of unknown or closed leases are counted and dropped."""
         fill = self._fills.get(lease_id)
         if fill is None:
             self.counters.stale_events += 1
@@ -237,14 +239,14 @@ class OwnerFills:
         chunk = fill.chunk(arrived.chunk)
         chunk.is_notified = True
         fill.record.arrived_s = self._since_submit(fill)
-        # Before word of the lease, its own event is waited for.
+        # Until the filler has accepted the lease, the chunk's own event is awaited.
         if arrived.report is not None and fill.state is FillState.ACTIVE and chunk.digests is None:
             self._on_written(fill, arrived.report, is_told=False)
         else:
             self._progress(fill, arrived.chunk)
 
     def on_digested(self, lease_id: bytes, chunk: int, actual: list[int]) -> None:
-        """Handles digests of pages in the pool; accepts the chunk or fails the fill."""
+        """Handles digests of pages in the pool: accepts the chunk or fails the fill."""
         self._landing.verified((lease_id, chunk))
         fill = self._fills.get(lease_id)
         if fill is None or fill.state is not FillState.ACTIVE:
@@ -281,7 +283,9 @@ class OwnerFills:
             self._end_quarantine(fill)
 
     def on_process_exited(self, worker_id: str, epoch: int) -> int:
-        """Handles the proof that a process is gone; returns the pages that left quarantine."""
+        """Handles the proof that a process is gone. Returns the number of pages that left
+        quarantine.
+        """
         released = 0
         for fill in list(self._fills.values()):
             if (fill.candidate.worker_id, fill.candidate.epoch) == (worker_id, epoch):
@@ -328,7 +332,6 @@ class OwnerFills:
 
     @property
     def open_fills(self) -> Iterable[Fill]:
-        """Leases that are not closed, oldest first."""
         return self._fills.values()
 
     def sizes(self) -> dict[str, int]:
@@ -347,13 +350,13 @@ class OwnerFills:
     # -- internals -------------------------------------------------------------------------------
 
     def _end_token(self, request: Request) -> int:
-        """End of the range for the first candidate; the owner runs a prompt's last token.
+        """End of the range for the first candidate. The owner itself runs a prompt's last token.
 
         If a prefill worker fills pages of a prompt of whole pages, it ships the last one too, and
-        the owner runs one token instead of a page. Not so if the last page alone is missing: it is
-        computed here. Nor with recurrent layers, whose state behind the last token cannot be taken
-        back to run that token again, nor with window groups, whose last window begins behind what
-        that token reaches.
+        the owner runs one token instead of a page. This does not hold if only the last page is
+        missing: it is computed here. Nor does it hold with recurrent layers, whose state after the
+        last token cannot be taken back to run that token again, nor with window groups, whose last
+        window begins after what that token reaches.
         """
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size
@@ -371,18 +374,18 @@ class OwnerFills:
 
     @property
     def num_block_pages(self) -> int:
-        """Most pages of a fill behind those of KV."""
+        """Most pages of a fill that follow its pages of KV."""
         return 0 if self.block_pages is None else self.block_pages.num_pages
 
     def num_more(self, request: Request, end_token: int) -> int:
-        """Pages behind those of KV of a fill that ends there."""
+        """Pages that follow those of KV in a fill that ends at `end_token`."""
         if self.block_pages is None:
             return 0
         is_stored = bool(request.candidates) and request.candidates[0].kind == "kvstore"
         return self.block_pages.num_pages_of(request, end_token, is_stored=is_stored)
 
     def _room(self) -> tuple[int, int]:
-        """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
+        """Pages that a new fill may hold now, and at most. Quarantined ones do not count."""
         fills, (landing, in_pool) = self._fills.values(), self._most()
         free = min(
             landing - sum(len(fill.landed) for fill in fills),
@@ -391,9 +394,9 @@ class OwnerFills:
         return free, min(landing - self._num_quarantined_pages(), in_pool)
 
     def _most(self) -> tuple[int, int]:
-        """Destinations and pages of the pool that all fills may hold. What one fill has behind its
-        pages of KV has room beside their share: a window may be larger than all of these, and in
-        pieces shorter than it nothing of it would be saved.
+        """Destinations and pages of the pool that all fills may hold. The pages that follow a
+        fill's pages of KV are granted on top of this share: a window may be larger than the share,
+        and in pieces shorter than a window nothing of it would be saved.
         """
         beside = self.num_block_pages
         return self._landing.max_pages(beside), self._landing.max_pool_pages(beside)
@@ -404,8 +407,8 @@ class OwnerFills:
         )
 
     def _fitting(self, request: Request, count: int) -> int:
-        """The most pages of KV of a request's next fill that fit into `count` pages together with
-        those behind them, for which nothing is reserved.
+        """The most pages of KV of a request's next fill that fit into `count` pages, together with
+        the pages that follow them, for which nothing is reserved.
         """
         size, begin = self._config.page_size, self._next_token(request)
         available = max(0, self._memory.num_available_pages)
@@ -417,8 +420,8 @@ class OwnerFills:
         return bisect_left(range(count + 1), True, key=is_too_much) - 1
 
     def _is_blocked(self, request: Request) -> bool:
-        """Whether quarantine leaves too little room for any fill, or pages behind those of KV have
-        none.
+        """Whether quarantine leaves too little room for any fill, or for the pages that follow
+        those of KV.
         """
         landing, in_pool = self._most()
         size = self._config.page_size
@@ -429,15 +432,15 @@ class OwnerFills:
         return self._num_quarantined_pages() + num_more > landing - self._landing.least_pages
 
     def _has_filler(self, request: Request) -> bool:
-        """Whether the first candidate is one for which the request's state was chosen, and
-        answers. A load without room has dropped its store.
+        """Whether the first candidate answers and suits the request's state, which was chosen for
+        it. A load without room has dropped its store.
         """
         if not request.candidates or self._is_silent(request.candidates[0]):
             return False
         return request.state is not State.LOADING or request.candidates[0].kind == "kvstore"
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
-        """Whether its answer about a stopped lease is overdue."""
+        """Whether the candidate's answer about a stopped lease is overdue."""
         limit = self._clock() - SILENCE_S
         return any(fill.is_owed_by(candidate, limit) for fill in self._fills.values())
 
@@ -514,7 +517,9 @@ class OwnerFills:
         fill.last_progress_at = self._clock()
 
     def _shorten(self, fill: Fill, end_token: int) -> bool:
-        """Shortens a fill as its store accepted it; spare pages return to the reservation."""
+        """Shortens a fill to what its store accepted. Spare pages return to the reservation.
+        Returns False if the filler may not do that.
+        """
         size = self._config.page_size
         is_sound = fill.candidate.kind == "kvstore" and fill.state is FillState.STARTING
         if not is_sound or end_token % size or not fill.start_token < end_token < fill.end_token:
@@ -611,8 +616,8 @@ class OwnerFills:
         fill.accepted_token, fill.next_chunk = end_token, index + 1
         is_whole = end_token == fill.last_token(self._config.page_size)
         if self.block_pages is None or is_whole:
-            # Without what lies behind them, nothing can go on behind the pages before it.
-            # A page with a token that is still to be run is published behind that.
+            # Without the pages that follow the KV, the request cannot continue after a part of it.
+            # A page with a token that is still to be run is published after that token.
             num_known = min(end_token, fill.end_token, request.num_reusable_tokens)
             begin, request.num_computed = request.num_computed, num_known
             if fill.candidate.kind == "kvstore":
@@ -632,7 +637,7 @@ class OwnerFills:
             self._end_accepted(fill)
 
     def _go_on(self, fill: Fill) -> None:
-        """Lets the request of a completely accepted lease continue; no more bytes can arrive."""
+        """Lets the request of a completely accepted lease continue. No more bytes can arrive."""
         request, fill.request = fill.request, None
         assert request is not None
         assert not fill.pages
@@ -684,7 +689,9 @@ class OwnerFills:
                 self._prove(fill)
 
     def _fail(self, fill: Fill, why: str, *, is_clean: bool = False, notify: bool = True) -> None:
-        """Ends a fill early; without proof of silence its pages go to quarantine."""
+        """Ends a fill early. Without proof that the filler has stopped, its pages go to
+        quarantine.
+        """
         request = fill.request
         assert request is not None
         fill.record.failure = why
@@ -719,8 +726,9 @@ class OwnerFills:
         self.listener.fill_failed(request)
 
     def _prove(self, fill: Fill) -> None:
-        """Records the proof that a filler has stopped. Over NIXL bytes may still arrive until a
-        fence."""
+        """Records the proof that a filler has stopped. Over NIXL, bytes may still arrive until a
+        fence.
+        """
         if fill.state is FillState.ACCEPTED:
             self._end_accepted(fill)
             return

@@ -1,9 +1,9 @@
 """The engine's client of a KV store: lookups before admission, puts outside the steps.
 
-Puts are optional: the engine never waits for a put, and drops it if the queue is full or the store
-is away. The pages of a put keep a reference until the store has answered, so that they do not
-change while the store reads them. The client remembers the keys of dropped pages and offers these
-pages again when a request finds them in the pool.
+Puts are optional: the engine never waits for one, and drops it if the queue is full or the store
+cannot be reached. The pages of a put keep a reference until the store has answered, so that they do
+not change while the store reads them. The client remembers the keys of dropped pages and offers
+these pages again when a request finds them in the pool.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ LOOKUP_TIMEOUT_S = 0.1
 """Seconds after which a request is admitted without the store's answer."""
 MAX_OPEN_PUTS = 2
 HELD_SHARE = 4
-"""One page in so many of the pool may wait for the store, which must not make requests wait."""
+"""One part in this many of the pool's pages may wait for the store. More would make
+requests wait.
+"""
 GATHER_S = 0.25
-"""Seconds for which pages wait for others while steps run: a put costs milliseconds of processor
-time in three processes however few pages it has, and on a CPU it takes them from the steps.
+"""Seconds for which pages wait for others while steps run. A put costs milliseconds of processor
+time in three processes however few pages it has, and on a CPU the steps lose that time.
 """
 MAX_REMEMBERED_KEYS = 1 << 16
 RETRY_S = 2.0
@@ -45,7 +47,6 @@ class StoreCounters:
 
     store_lookups: int = 0
     store_lookup_pages: int = 0
-    """Pages asked for."""
     store_hit_pages: int = 0
     store_put_pages: int = 0
     store_stored_pages: int = 0
@@ -84,20 +85,20 @@ class StoredBlocks(Protocol):
     num_pages: int
     """Pages that a block takes."""
     window_pages: int
-    """See `StoreLookup.window_pages`."""
+    """Number of a prompt's last pages whose window pages a request needs to continue; 0: blocks are
+    states, of which it needs one.
+    """
 
     def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
         """Copies blocks into new pages, which the caller releases and does not read before
         `settle`.
 
         Returns:
-            The pages of each of the first blocks, as many as there is room for.
+            The pages of each of the first blocks, for as many as there is room.
         """
         ...
 
-    def settle(self) -> None:
-        """Waits until all copies are made."""
-        ...
+    def settle(self) -> None: ...
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]: ...
 
@@ -107,13 +108,13 @@ class StoreLink:
 
     Args:
         page_size: Token positions per page.
-        memory: Page owner.
+        memory: The owner of pages.
         num_cached_pages: Returns how many of a request's first n pages are cached here.
         transport: Digests, and the pool from which the store reads.
-        page_bytes: Returns the content of a page, for the `data` transport.
         send: Puts a lookup or a put into the outbox.
         clock: Monotonic seconds.
-        blocks: What the model needs beside pages of the first group; None: nothing.
+        blocks: States or window pages that the model needs in addition to pages of the first group;
+            None: it needs none.
     """
 
     def __init__(
@@ -137,14 +138,13 @@ class StoreLink:
         self._asked: dict[int, Request] = {}
         self._queue: deque[_Offer] = deque()
         self._put_at = 0.0
-        """When the queued pages are put at the latest, even if they do not fill a put."""
+        """Time at which the queued pages are put at the latest, even if they do not fill a put."""
         self._open: dict[int, _Put] = {}
         self._epochs: dict[str, int] = {}
         self._sends_data = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        """Keys of pages that were offered."""
         self._due: OrderedDict[bytes, None] = OrderedDict()
-        """Keys of pages that were offered, and that the store does not have."""
+        """Keys of pages that were offered and that the store does not have."""
         self._retry_at = 0.0
         self._max_held_pages = max(1, memory.num_usable_pages // HELD_SHARE)
         self.counters = StoreCounters()
@@ -152,7 +152,9 @@ class StoreLink:
     # -- lookups ---------------------------------------------------------------------------------
 
     def look_up(self, request: Request) -> None:
-        """Asks how much of a new request's prompt the store holds, unless it is cached here."""
+        """Asks how much of a new request's prompt the store holds, unless all of it is
+        cached here.
+        """
         num_pages = self._num_pages(request)
         if num_pages == 0 or self._num_cached_pages(request, num_pages) == num_pages:
             return
@@ -240,7 +242,8 @@ class StoreLink:
             first, root = root, root.parent
         if root is None:
             return
-        # A block is queued whole, or one that is longer than the queue would never be.
+        # A block is queued whole. Otherwise one that is longer than the queue would never be
+        # queued.
         most = -(-self._room // self._blocks.num_pages)
         copies = self._blocks.copy([block for _, block in new[:most]], root.tokens)
         for (node, _), pages in zip(new, copies, strict=False):
@@ -272,7 +275,7 @@ class StoreLink:
             self._note_known(key)
             self._memory.retain([request.pages[index]])
             parent = keys[index - 1] if index else b""
-            # With blocks all pages of a prompt are on one replica, as these are.
+            # With blocks, all pages of a prompt are on one replica, as the blocks are.
             shard = keys[shard_start(index) if self._blocks is None else 0]
             page = request.pages[index]
             self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
@@ -287,8 +290,8 @@ class StoreLink:
 
     @property
     def _max_queued_pages(self) -> int:
-        """Most pages that wait for puts. Where window pages lie beside them, pages are as much
-        smaller as a window page takes more of them.
+        """Most pages that wait for puts. In a model with window pages, pages of the first group are
+        smaller: a window page takes `num_pages` of them.
         """
         most = self._transport.port.max_queued_pages
         if self._blocks is None or not self._blocks.window_pages:
@@ -351,7 +354,7 @@ class StoreLink:
         self._send_put(number, put)
 
     def on_result(self, result: StorePutResult) -> None:
-        """Handles the store's answer, or its absence: the pages may change again."""
+        """Handles the store's answer, or its absence. The pages may change again."""
         put = self._open.get(result.put)
         if put is None:
             return
@@ -389,11 +392,10 @@ class StoreLink:
 
     @property
     def num_open_pages(self) -> int:
-        """Number of pages held for puts."""
         return len(self._queue) + sum(len(put.offers) for put in self._open.values())
 
     def report(self, load_bytes_per_s: float) -> TierReport:
-        """Report of the store as the tier below this engine's own; the store itself reports its
+        """Report of the store as the tier below this engine's own. The store itself reports its
         content.
 
         Args:
@@ -425,5 +427,5 @@ class StoreLink:
 
 
 def _block_key(node: Node) -> bytes:
-    """Key of the first page of the block at a page."""
+    """A block's pages have keys of their own; this is the first one's."""
     return block_keys(node.key, 1)[0]

@@ -1,1 +1,1 @@
-"""Moves the bytes of pages: NIXL agents, staging, digests. It knows no lease and no request."""
+"""Moves the bytes of pages: NIXL agents, staging, digests. Knows no leases and no requests."""

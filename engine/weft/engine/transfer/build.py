@@ -32,8 +32,8 @@ LANDING_SHARES = {
     ("prefill", False): 0.0,
     ("prefill", True): 1 / 4,
 }
-"""Share of a staging area in which fills are received, by role and whether there is a KV store;
-both parts have at least one page.
+"""Share of a staging area in which fills are received, by role and whether there is a KV store.
+Both parts have at least one page.
 """
 
 
@@ -63,7 +63,7 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
 
 
 def _device_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Default size of staging pages in the memory of the pool's device."""
+    """Default size, bytes."""
     if device.type != "cuda":
         return DEFAULT_STAGING_BYTES
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -78,7 +78,11 @@ def staged_exchange(
     lanes: Lanes,
     mark: Callable[[], WorkMark],
 ) -> StagedExchange:
-    """Creates the exchange of a pool that has a staging area; see `PageMover`."""
+    """Creates the exchange of a pool that has a staging area.
+
+    Raises:
+        ConfigError: In a trial copy, bytes or digests differed from those that the host computed.
+    """
     num_pages = len(memory.pages)
     share = LANDING_SHARES[config.role, config.has_store]
     area = StagingArea(memory.pages, min(num_pages - 1, max(1, int(share * num_pages))))

@@ -33,7 +33,7 @@ class LeaseTerm:
 
     @property
     def is_over(self) -> bool:
-        """Whether the term is over: nothing may be posted any more."""
+        """Whether the term is over, so that nothing may be posted any more."""
         return self._clock() >= self.expires_at
 
 
@@ -48,17 +48,16 @@ class ShipChunk:
     local_pages: list[int]
     remote_pages: list[int]
     digests: list[int] | None
-    """Digests of the pages, where known."""
     target: NixlTargetInfo | None
     owner_id: str
     owner_epoch: int
     term: LeaseTerm
-    """Term of the lease: nothing of the chunk is posted once it is over."""
+    """Term of the lease. Nothing of the chunk is posted once it is over."""
     computed_tokens: int | None = None
     """Prompt tokens that the filler computed, in all; None: this is not the last chunk."""
 
     def report(self, digests: list[int]) -> FillEvent:
-        """The event that tells the owner of the chunk."""
+        """The event that announces the chunk to the owner."""
         return FillEvent(
             kind="written",
             chunk=self.index,
@@ -71,7 +70,7 @@ class ShipChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPosted:
-    """A chunk's write was posted: its digests may travel beside its bytes."""
+    """A chunk's write was posted, so its digests may be sent now."""
 
     lease_id: bytes
     index: int
@@ -86,17 +85,18 @@ class ShipResult:
     index: int
     digests: list[int] = field(default_factory=list)
     digest_s: float = 0.0
-    """Duration of the digesting."""
     posted_at: float = 0.0
-    """When the post of the write began, right behind the digesting."""
+    """When the post of the write began, right after the digesting."""
     post_ended_at: float = 0.0
     completed_at: float = 0.0
     error: str = ""
     needs_fence: bool = False
     """Whether the write failed and its agent was destroyed, but bytes that the network took can
-    still arrive."""
+    still arrive.
+    """
     is_stranded: bool = False
-    """Whether the write failed and its agent could not be destroyed: NIXL may still read the pages.
+    """Whether the write failed and its agent could not be destroyed, so that NIXL may still read
+    the pages.
     """
 
 
@@ -118,12 +118,12 @@ class Shipper(Protocol):
         ...
 
     def ship(self, chunk: ShipChunk) -> None:
-        """Queues a chunk; its pages stay referenced until the result."""
+        """Queues a chunk. Its pages stay referenced until the result."""
         ...
 
     def stop(self, lease_id: bytes) -> None:
-        """Stops posting for a lease; queued chunks are returned with an error, and what was read
-        early is dropped.
+        """Stops posting for a lease. Queued chunks are returned with an error, and pages that were
+        read early are dropped.
         """
         ...
 

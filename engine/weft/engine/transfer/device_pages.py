@@ -1,7 +1,7 @@
 """The pages of a pool as bytes, also of a pool that is divided among the GPUs of several ranks.
 
-A rank has the same bytes of every page: those of its KV heads, which are one range. Where ranks
-have the same heads, their parts are copies of one another.
+A rank has the same range of bytes of every page: those of its KV heads. Ranks with the same heads
+have copies of one another's parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PagePart(NamedTuple):
     begin: int
     """First byte in the page; a multiple of 8."""
     is_copy: bool = False
-    """Whether another part has the same bytes: this one is only written."""
+    """Whether another part has the same bytes. This one is then only written."""
 
 
 class DevicePages:
@@ -52,18 +52,18 @@ class DevicePages:
         return [not part.is_copy for part in self.parts]
 
     def gather(self, pages: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies pages ([n] int64 on the device) to `out`; see `gather_pages`."""
+        """Copies pages ([n] int64 on the device) to the rows of `out`, [n, page_bytes]."""
         for part, rows in zip(self.parts, self._rows, strict=True):
             if not part.is_copy:
                 gather_pages(part.pool, pages, out[:, part.begin :][:, : rows.shape[1]])
 
     def scatter(self, source: torch.Tensor, pages: torch.Tensor) -> None:
-        """Copies the rows of `source` to pages ([n] int64 on the device); see `scatter_pages`."""
+        """Copies the rows of `source`, [n, page_bytes], to pages ([n] int64 on the device)."""
         for part, rows in zip(self.parts, self._rows, strict=True):
             scatter_pages(source[:, part.begin :][:, : rows.shape[1]], pages, part.pool)
 
     def digests(self, pages: torch.Tensor) -> torch.Tensor:
-        """Digests of pages ([n] int64 on the device); see `page_digests`."""
+        """Digests ([n] int64) of pages ([n] int64 on the device)."""
         found = [
             page_digests(part.pool, pages, part.begin // 8)
             for part in self.parts

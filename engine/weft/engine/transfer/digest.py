@@ -36,7 +36,7 @@ _NUMPY_CHUNK_WORDS = 1 << 16
 
 @functools.cache
 def native_digest() -> NativeLibrary:
-    """The C form, compiled on first use; the numpy form that replaces it is some 5 times slower."""
+    """The C form, compiled on first use. The numpy form that replaces it is some 5 times slower."""
     if sys.byteorder != "little":
         return NativeLibrary(None, None, "digest.c: this host is not little-endian")
     native = load_native(Path(__file__).with_name("digest.c"))
@@ -51,7 +51,7 @@ def native_digest() -> NativeLibrary:
 def digest_pages(
     pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]
 ) -> NDArray[np.uint64]:
-    """Computes the digests of pages of a pool in one thread; the C form releases the GIL.
+    """Computes the digests of pages of a pool in one thread. The C form releases the GIL.
 
     Args:
         pool: uint8 `[num_pages, page_bytes]`. The bytes of a page are contiguous; pages may be
@@ -111,7 +111,6 @@ def _check(pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]) -> NDAr
 
 
 def _numpy_digests(pool: NDArray[np.uint8], numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Computes digests with numpy; arguments were validated."""
     digests = np.zeros(len(numbers), np.uint64)
     num_words = pool.shape[1] // WORD_BYTES
     for start in range(0, num_words, _NUMPY_CHUNK_WORDS):

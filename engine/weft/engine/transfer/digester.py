@@ -23,7 +23,7 @@ Tag = tuple[bytes, int] | int
 
 
 class Digested(NamedTuple):
-    """Digests of some pages as they lie in the pool."""
+    """Digests of some pages as they are in the pool."""
 
     tag: Tag
     digests: list[int]
@@ -42,7 +42,7 @@ class DigestThread:
     max_put_pages = MAX_PUT_PAGES
     max_queued_pages = MAX_QUEUED_PAGES
     is_moving = False
-    """Whether `has_moved` is to be asked: nobody wakes the engine."""
+    """Whether the engine must ask `has_moved`, since no thread wakes it."""
 
     def __init__(self, pool: np.ndarray, wake: Callable[[], None]) -> None:
         self._pool = pool
@@ -60,8 +60,7 @@ class DigestThread:
     def write(self, page: int, offset: int, data: bytes) -> None:
         self._pool[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    def mark(self) -> None:
-        """See `PagePort.mark`."""
+    def mark(self) -> None: ...
 
     def verify(
         self, tag: tuple[bytes, int], landed: Sequence[int], pages: Sequence[int], after: object
@@ -72,11 +71,12 @@ class DigestThread:
         self._jobs.put((number, list(pages)))
         return True
 
-    def conceal(self, exposed: Sequence[int]) -> None:
-        """See `PagePort.conceal`."""
+    def conceal(self, exposed: Sequence[int]) -> None: ...
 
     def has_moved(self) -> bool:
-        """Whether `take` has something of which nobody has woken the engine. Takes microseconds."""
+        """Whether `take` has results for which no thread has woken the engine. Takes
+        microseconds.
+        """
         return False
 
     def take(self) -> list[Digested]:

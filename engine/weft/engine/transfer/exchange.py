@@ -29,7 +29,7 @@ class DirectExchange:
     """
 
     staging = None
-    """The staging area: the exchange is the pool."""
+    """None: the exchange is the pool itself."""
 
     def __init__(self, pool: NDArray[np.uint8]) -> None:
         self.pages: StagingPages = pool
@@ -40,7 +40,6 @@ class DirectExchange:
         return PoolRegion.of_array(self._pool)
 
     def source(self, *, has_digests: bool) -> PageSource:
-        """The page source for the shipping thread."""
         return PageSource(self._pool, has_digests=has_digests)
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> DigestThread:
@@ -48,7 +47,7 @@ class DirectExchange:
         return DigestThread(self._pool, wake)
 
     def describe(self) -> str:
-        """Describes the memory that the exchange takes, for people; empty: none."""
+        """Describes the memory that the exchange takes, for people; empty: it takes none."""
         return ""
 
     def close(self) -> None:
@@ -56,7 +55,7 @@ class DirectExchange:
 
 
 class StagedExchange:
-    """A staging area in front of a pool that peers cannot reach.
+    """A staging area for a pool that peers cannot reach.
 
     Args:
         area: The staging pages that peers reach instead.
@@ -86,7 +85,7 @@ class StagedExchange:
         )
 
     def close(self) -> None:
-        """Releases the memory, once source and port are closed."""
+        """Releases the memory. Source and port must be closed before."""
         self._mover.close()
 
 

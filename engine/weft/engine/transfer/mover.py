@@ -8,12 +8,13 @@ pieces:
 
 Copies to and from the host run on the device's copy engines; gathering and scattering take a small
 share of the device's bandwidth. If staging pages are memory of the device, pages are gathered into
-them and scattered from them, without the buffer. Pages go out after the step that computed them is
-committed, when the device has finished with them, or behind that step while it is under way: a
-third stream then waits for its mark. Copies of incoming pages wait on the device for a
-mark, which the engine thread took after the last use of the destination (a wipe, or poison). The
-engine's own stream never waits: a page counts as present once the host has seen the event after its
-copy.
+them and scattered from them, without the buffer.
+
+Pages go out after the step that computed them is committed, when the device has finished with them.
+They may also go out while that step is under way: a third stream then waits for the step's mark.
+Copies of incoming pages wait on the device for a mark, which the engine thread took after the last
+use of the destination (a wipe, or poison). The engine's own stream never waits: a page counts as
+present once the host has seen the event after its copy.
 
 On a CPU, for tests, the same calls do everything at once.
 """
@@ -51,13 +52,13 @@ class Lanes:
         piece_pages = max(1, MAX_PIECE_BYTES // page_bytes)
         self.out = _Lane(device, piece_pages, page_bytes)
         self.early = _Lane(device, 1, page_bytes)
-        """Copies pages that a step under way computes. Others must not wait behind it."""
+        """Copies pages that a step under way computes. Other copies must not wait for that step."""
         self.into = _Lane(device, piece_pages, page_bytes)
 
 
 class DeviceMove:
     """A `StagingMove`: the events after the copies and after the digests, and the host memory that
-    will hold these.
+    will hold the digests.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class DeviceMove:
 
 
 class PageMover:
-    """Implements `StagingMover`. Thread-safe; every call may take some tens of microseconds.
+    """Implements `StagingMover`. Thread-safe. Every call may take some tens of microseconds.
 
     Args:
         pool: `[num_pages, ...]`, contiguous, or its pages.
@@ -224,8 +225,6 @@ class PageMover:
 
 
 class _Lane:
-    """The stream and buffer of one direction."""
-
     def __init__(self, device: torch.device, piece_pages: int, page_bytes: int) -> None:
         self._piece_pages = piece_pages
         self._stream: torch.cuda.Stream | None = None

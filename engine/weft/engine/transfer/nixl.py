@@ -5,7 +5,7 @@ of scattered pages. Its limits shape this module:
 
 - No cancel. Releasing the handle of an incomplete transfer does not stop the transfer. Destroying
   the agent does, so there is one agent per peer, and `close_peer` destroys it.
-- No fence behind the network. Over TCP the kernel delivers the bytes that it has taken even after
+- No fence past the network. Over TCP the kernel delivers the bytes that it has taken even after
   the agent is destroyed or its process killed (2 to 42 MB to a receiver that was stopped and runs
   again). `close_peer` tells whether that can happen. Only closing the connection on the *owner's*
   side ends it for certain: by `ReceiveAgent.reopen`, or by the owner's exit. (The sender's process
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReceiveAgent:
-    """The owner's agent: registers the pool and describes it to fillers; it never posts transfers.
+    """The owner's agent: registers the pool and describes it to fillers. It never posts transfers.
 
     One thread at a time may use it.
     """
@@ -86,7 +86,7 @@ class ReceiveAgent:
         self._target = self._open()
 
     def target(self) -> NixlTargetInfo:
-        """The description that fillers need to write into the pool; `reopen` changes it."""
+        """The description that fillers need to write into the pool. `reopen` changes it."""
         return self._target
 
     def poll(self) -> list[Notification]:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("nixl", "nixl-cu13", "nixl-cu12")
 """Distributions that bring NIXL: the meta package, which needs one of the others, and these. NIXL
-calls CUDA through the driver alone, so either of them works beside any PyTorch.
+calls CUDA through the driver alone, so either of them works with any PyTorch.
 """
 
 PROGRESS_DELAY_US = 50_000
@@ -32,7 +32,7 @@ choice, the thread spins and takes a core. Each time it wakes, it takes a core f
 step for which the step's other threads wait.
 """
 DEVICE_PROGRESS_DELAY_US = 1000
-"""The longest sleep where a device computes beside this process, so that cores are free."""
+"""The longest sleep if a device computes beside this process, so that cores are free."""
 
 _LANE_LINE = re.compile(r"UCX\s+INFO\s+(\S+) (intra-node|inter-node) cfg#\d+ (.*)$")
 _TRANSPORT = re.compile(r"[\w.]+/[\w.:]+")
@@ -47,7 +47,6 @@ def nixl_version() -> str:
 
 
 def _installed() -> Iterator[tuple[str, str]]:
-    """Import names and versions of the installed packages of NIXL."""
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield package.replace("-", "_"), importlib.metadata.version(package)
@@ -67,7 +66,7 @@ def load_binding() -> Binding:
     """Imports NIXL on first use.
 
     Raises:
-        TransportMismatch: It is not installed or does not load.
+        TransportMismatch: NIXL is not installed or does not load.
     """
     problem = f"none of the packages {', '.join(PACKAGES)} is installed"
     for module, version in _installed():
@@ -119,9 +118,9 @@ class Binding:
         Args:
             name: Unique, without spaces.
             has_device: Whether a device of this process computes and copies.
-            has_thread: Whether it has a progress thread; one without makes progress only while its
-                transfers are polled. While a post copies bytes, a thread that wakes spins for the
-                lock on the agent that the post holds.
+            has_thread: Whether it has a progress thread. An agent without one makes progress only
+                while its transfers are polled. While a post copies bytes, a thread that wakes spins
+                for the lock on the agent that the post holds.
         """
         config = self._api.nixl_agent_config(
             enable_prog_thread=has_thread,

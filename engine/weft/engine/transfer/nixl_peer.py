@@ -1,4 +1,4 @@
-"""One peer: the agent towards it, created on first use, and the transfers posted through it.
+"""One peer: its agent, created on first use, and the transfers posted through it.
 
 A filler writes to its peers, and a store reads from them. An agent does only one of the two.
 """
@@ -45,12 +45,12 @@ error: Endpoint timeout", UCX 1.23 over tcp) when the reader goes away in the mi
 
 
 def new_agent_name(name: str) -> str:
-    """Creates a unique agent name; the unique part comes first, since UCX's log truncates names."""
+    """Creates a unique agent name. The unique part comes first, since UCX's log truncates names."""
     return f"{uuid.uuid4().hex[:16]}-{name}"
 
 
 class _PeerAgent:
-    """A NIXL agent connected to one target, with both pools described once."""
+    """A NIXL agent connected to one target. It describes both pools to NIXL once."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _PeerAgent:
         self.target = target
         self.region = region
         self.reads_one_sided = False
-        """Whether reads are known to be one-sided; see ONE_SIDED_READ_LANES."""
+        """Whether reads are known to use ONE_SIDED_READ_LANES alone."""
         self.name = new_agent_name(name)
         # Reads go over one-sided lanes and are polled to their end, so they need no thread.
         self.agent: Any = binding.create_agent(
@@ -89,7 +89,9 @@ class _PeerAgent:
         )
 
     def drop(self) -> None:
-        """Drops the agent; an exception may still hold a frame that refers to this object."""
+        """Drops the agent here, since an exception may still hold a frame that refers to this
+        object.
+        """
         self.agent = self.local_pages = self.remote_pages = None
 
 
@@ -129,10 +131,10 @@ class TransferHandle:
 
 
 class Peer:
-    """The agent towards one peer. All NIXL calls of an agent are made under one lock.
+    """The agent of one peer. All NIXL calls of an agent are made under one lock.
 
     Two threads that post through one agent gain nothing. A poll must not wait for a post that
-    copies bytes; it says "pending" instead.
+    copies bytes; it returns "pending" instead.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class Peer:
         unset.
         """
         self.is_fenced = False
-        """Whether `close` closed the peer, rather than a lack of use."""
+        """Whether `close` closed the peer. A peer that is closed because it is unused may be
+        replaced.
+        """
         self.last_used_s = 0.0
         self._operation = operation
         self._doing = f"{_DOING[operation]} {key[0]}"
@@ -222,11 +226,11 @@ class Peer:
             self._lock.release()
 
     def close(self, timeout_s: float) -> bool:
-        """Destroys the agent; returns whether transfers were unfinished or had failed.
+        """Destroys the agent. Returns whether transfers were unfinished or had failed.
 
         Raises:
-            TransferError: The agent may still exist, since a post is running or an object refers
-                to it. Call again.
+            TransferError: The agent may still exist, since a post is running or an object refers to
+                it. Call again.
         """
         self.is_closed = self.is_fenced = True
         if not self._lock.acquire(timeout=timeout_s):
@@ -254,7 +258,7 @@ class Peer:
             self._lock.release()
 
     def num_pending(self) -> int:
-        """Number of incomplete transfers; waits for a running post."""
+        """Number of incomplete transfers. Waits for a running post."""
         with self._lock:
             return self._num_pending()
 

@@ -1,4 +1,4 @@
-"""Agents towards many peers: created on first use, limited in number, closed when idle."""
+"""Agents of many peers: created on first use, limited in number, closed when idle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.engine.transfer.nixl_wire import PoolRegion, TransferError, check_targ
 class PeerPool:
     """One agent per peer, created on first use and closed when idle. Thread-safe.
 
-    Calls may take milliseconds and copy megabytes; do not make them in an event loop.
+    Calls may take milliseconds and copy megabytes, so they must not be made in an event loop.
     """
 
     operation: ClassVar[Operation]
@@ -32,7 +32,7 @@ class PeerPool:
         idle_s: float = 300.0,
         clock: Clock = monotonic,
     ) -> None:
-        """Stores the settings; agents are created on first use.
+        """Agents are created on first use.
 
         Args:
             name: Role and worker, for logs; without spaces.
@@ -80,7 +80,7 @@ class PeerPool:
         notification: bytes,
         check: Callable[[], None] | None = None,
     ) -> TransferHandle:
-        """Posts a transfer of (local, remote) pages, which were checked."""
+        """Posts a transfer of (local, remote) pages, which the caller has checked."""
         self.check(target)
         while True:
             transfer = self._peer(peer_key).post(target, pages, notification, check)
@@ -94,12 +94,13 @@ class PeerPool:
         return peer.num_pending() if peer else 0
 
     def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
-        """Destroys the agent towards a peer, which ends all transfers with it.
+        """Destroys the agent of a peer, which ends all transfers with it.
 
         Returns:
             Whether a transfer was unfinished or had failed. After such a write, bytes that the
-            kernel or the network has taken can still arrive until the owner reopens its receive
-            agent, and pages must stay in quarantine. After reads nothing arrives in either case.
+                kernel or the network has taken can still arrive until the owner reopens its receive
+                agent, and pages must stay in quarantine. After reads nothing arrives in either
+                case.
 
         Raises:
             TransferError: A post did not return within `timeout_s`, or the agent could not be
@@ -114,11 +115,13 @@ class PeerPool:
         return had_unfinished
 
     def close_idle(self) -> int:
-        """Closes agents unused for `idle_s` without pending transfers; returns how many."""
+        """Closes agents without pending transfers that were unused for `idle_s`. Returns their
+        number.
+        """
         return self._close_unused(self._clock() - self._idle_s, most=self._max_peers)
 
     def close(self) -> bool:
-        """Closes all peers; returns whether closing any of them returned True."""
+        """Closes all peers. Returns whether closing any of them returned True."""
         with self._lock:
             keys = list(self._peers)
         outcomes = [self.close_peer(key) for key in keys]  # Close all, even if one fails.
@@ -133,7 +136,7 @@ class PeerPool:
         return f"NIXL {self._binding.version} over UCX, {lanes or 'no peer connected'}"
 
     def _peer(self, key: PeerKey) -> Peer:
-        """The peer's entry, created if necessary; its agent is created later, without the lock."""
+        """The peer's entry, created if necessary. Its agent is created later, without the lock."""
         while True:
             with self._lock:
                 peer = self._peers.get(key)
@@ -157,8 +160,8 @@ class PeerPool:
                 raise TransferError(f"all {self._max_peers} agents are busy")
 
     def _close_earlier(self, key: PeerKey) -> None:
-        """Closes agents towards earlier processes of the same worker; agents with pending transfers
-        stay until they are idle.
+        """Closes agents of earlier processes of the same worker. Agents with pending transfers stay
+        until they are idle.
         """
         with self._lock:
             others = [p for p in self._peers.values() if p.key[0] == key[0] and p.key != key]

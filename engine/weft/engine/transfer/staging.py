@@ -60,7 +60,7 @@ class StagingArea:
             self._landing.give(pages)
 
     def quarantine(self, pages: Iterable[int]) -> None:
-        """Quarantines landing pages in use: a write to them may still arrive."""
+        """Quarantines landing pages in use, since a write to them may still arrive."""
         with self._lock:
             for page in pages:
                 assert page < self.num_landing, f"page {page} is no landing page"
@@ -69,7 +69,7 @@ class StagingArea:
                 self._quarantined.add(page)
 
     def end_quarantine(self, pages: Iterable[int]) -> None:
-        """Frees quarantined pages; the caller has proof that no write can arrive."""
+        """Frees quarantined pages. The caller has proof that no write can arrive."""
         pages = list(pages)
         with self._lock:
             for page in pages:
@@ -87,7 +87,6 @@ class StagingArea:
             self._sending.give(pages)
 
     def counts(self) -> StagingCounts:
-        """Current number of pages by state."""
         with self._lock:
             free, quarantined = len(self._landing) + len(self._sending), len(self._quarantined)
         total = len(self.pages)
@@ -95,7 +94,7 @@ class StagingArea:
 
 
 class _FreePages:
-    """Free page numbers, lowest first, so that pages taken together tend to be contiguous."""
+    """Lowest page numbers first, so that pages taken together tend to be contiguous."""
 
     def __init__(self, pages: range) -> None:
         self._range = pages

@@ -36,7 +36,7 @@ class StagingMemory(Protocol):
     tensor: torch.Tensor
     """The same memory as a tensor, uint8 `[num_pages, page_bytes]`, for the device's copies."""
     is_of_device: bool
-    """Whether it is memory of the pool's device, so that its kernels reach it."""
+    """Whether it is memory of the pool's device, so that the device's kernels reach it."""
 
     def region(self) -> PoolRegion:
         """The region registered with NIXL."""
@@ -47,7 +47,7 @@ class StagingMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases the memory; no copy may be under way."""
+        """Releases the memory. No copy may be under way."""
         ...
 
 
@@ -60,8 +60,6 @@ class PinnedStagingPages:
     before it is released.
 
     Args:
-        num_pages: How many.
-        page_bytes: Bytes of a page.
         device: Device of the pool; on a CPU nothing is pinned.
 
     Raises:
@@ -91,7 +89,6 @@ class PinnedStagingPages:
         return "host memory"
 
     def close(self) -> None:
-        """Unpins the memory; no copy may be under way."""
         self._release()
 
 
@@ -110,14 +107,13 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def register(memory: torch.Tensor) -> int:
-    """Asks CUDA to pin host memory for all devices; returns its status, 0 on success."""
+    """Asks CUDA to pin host memory for all devices. Returns CUDA's status, 0 on success."""
     portable = 1
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
 
 
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Reverses `pin`."""
     if device.type == "cuda":
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostUnregister(memory.data_ptr()))
@@ -129,8 +125,6 @@ class DeviceStagingPages:
     """Implements `StagingMemory` over memory of the pool's device.
 
     Args:
-        num_pages: How many.
-        page_bytes: Bytes of a page.
         device: Device of the pool; on a CPU, for tests, it is ordinary memory.
 
     Raises:
@@ -168,7 +162,9 @@ class DeviceStagingPages:
         return f"memory of {self.tensor.device}"
 
     def close(self) -> None:
-        """Releases the memory, once the agents that registered it are gone too."""
+        """Does nothing: the memory is released with the last reference. The agents that registered
+        it must be gone before.
+        """
 
     def _settle(self) -> None:
         """Waits until the device has finished its enqueued work.
@@ -189,7 +185,7 @@ class DeviceStagingPages:
 
 
 class _DeviceBytes:
-    """Implements `StagingPages` over device memory; every access is a separate copy.
+    """Implements `StagingPages` over device memory. Every access is a separate copy.
 
     It serves rare or slow uses only: pages sent as `data`, and injected faults.
     """

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 HOST_LAST_TOKENS = 512
 """Tokens of the last step of a long prompt whose pages leave a device through host memory. A step
-of fewer takes hardly less time.
+with fewer tokens takes hardly less time.
 """
 
 
 class Transport:
-    """Owns the agents and threads around one pool's exchange.
+    """Owns the agents and threads of one pool's exchange.
 
     Args:
         config: Role and transport. `auto` uses NIXL if it works, and logs why if it does not.
@@ -58,8 +58,9 @@ class Transport:
 
     @property
     def target(self) -> NixlTargetInfo | None:
-        """Describes to fillers the memory to write to; None: they send `data`. `fence` changes
-        it."""
+        """Describes to fillers the memory to write to; None: they send `data`. `fence`
+        changes it.
+        """
         return self._receiver.target() if self._receiver else None
 
     @property
@@ -69,15 +70,15 @@ class Transport:
 
     @property
     def last_piece_tokens(self) -> int:
-        """Default of the setting of this name. Between devices the pages of a whole step are there
-        in less time than one more step takes; through host memory they take tens of times longer.
+        """Default of the setting of this name. Between devices the pages of a whole step arrive in
+        less time than one more step takes; through host memory they take tens of times longer.
         """
         is_through_host = self.staging is not None and self.memory_type == "DRAM"
         return HOST_LAST_TOKENS if is_through_host else 0
 
     @property
     def nixl_version(self) -> str | None:
-        """Version of NIXL if this process can send over it."""
+        """Version of NIXL; None: this process cannot send over it."""
         return load_binding().version if self._senders else None
 
     @property
@@ -86,7 +87,7 @@ class Transport:
         return ["nixl", "data"] if self._receiver else ["data"]
 
     def has_arrived(self) -> bool:
-        """Whether `notifications` has some, or pages have moved into the pool; takes
+        """Whether `notifications` has some, or pages have moved into the pool. Takes
         microseconds.
         """
         if self._receiver is not None:
@@ -100,7 +101,7 @@ class Transport:
         return arrived
 
     def fence(self) -> None:
-        """Cuts every connection into the pool: nothing sent before can arrive."""
+        """Cuts every connection into the pool, so that nothing sent before can arrive."""
         if self._receiver is not None:
             self._receiver.reopen()
 

@@ -1,11 +1,11 @@
-"""What lies in tiers beside pages of the first group: blocks of recurrent layers, window pages.
+"""Blocks of recurrent layers and window pages in tiers, which accompany pages of the first group.
 
 A block lies in a tier next to the page that it follows: in as many pages as it needs, each under a
-key of its own (`weft.contract.keys.block_keys`) and with its own digest. Pages count for a
-request only up to a border whose whole block tiers hold.
+key of its own (`weft.contract.keys.block_keys`) and with its own digest. Pages count for a request
+only up to a border whose whole block tiers hold.
 
 A page of a window group lies next to the page of the first group with the same tokens, in the same
-way. Pages count up to a border before which tiers hold the window as far as the request lacks it.
+way. Pages count up to a border before which tiers hold all window pages that the request lacks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from weft.engine.transfer.page_pool import PagePool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion(ABC):
-    """What a model needs of tiers beside pages of the first group. Its pieces, blocks or pages of a
-    window group, have numbers.
+    """A model's blocks or window pages, as tiers use them in addition to pages of the first group.
+    Each is a piece, and pieces have numbers.
     """
 
     owner: StateBlocks | WindowPages
-    """Owner of the pool's pieces."""
+    """The owner of the pool's pieces."""
     num_pages: int
     """Pages of a tier that a piece takes."""
     make_pool: Callable[[], PagePool]
-    """Makes access to pieces for one thread; page i of piece p is number p * num_pages + i."""
+    """Creates access to pieces for one thread. Page i of piece p is number p * num_pages + i."""
     num_continuable_pages: Callable[[Request, int], int]
     """Returns how many of a request's first n pages are in the pool and can be continued."""
 
@@ -48,18 +48,18 @@ class Companion(ABC):
         on_given_up: Callable[[Evicted], None],
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
-        """Has the first called with each piece that the pool gives up, and the second, if any, with
-        what is kept at other times than pages are published.
+        """Has `on_given_up` called with each piece that the pool evicts. Has `on_kept`, if given,
+        called with pieces that are kept at other times than pages are published.
         """
 
     @abstractmethod
     def find(
         self, runs: list[TierRun], keys: Sequence[bytes], first: int, tiers: Sequence[Tier]
     ) -> tuple[list[TierRun], FoundBlock | None]:
-        """Cuts pages that tiers hold to those behind which a request can go on.
+        """Cuts pages that tiers hold to those after which a request can continue.
 
         Args:
-            runs: The pages, behind the pool's.
+            runs: The pages, which follow the pool's.
             keys: Page keys of the prompt, as far as pool and tiers hold it.
             first: The border that the request has reached, in pages; nothing before it helps.
             tiers: The nearest one first.
@@ -70,12 +70,12 @@ class Companion(ABC):
         return self.owner.kept_of(request, first, end)
 
     def hold(self, piece: int) -> bool:
-        """Keeps a piece from being given up until `give_back`; False: there is no room for that."""
+        """Keeps a piece from being evicted until `give_back`; False: there is no room for that."""
         return self.owner.hold(piece)
 
     @abstractmethod
     def lend(self, request: Request, border: int) -> list[int] | None:
-        """New pieces, with which a request can go on at a border; None: there is no room."""
+        """New pieces, with which a request can continue at a border; None: there is no room."""
 
     @abstractmethod
     def give_back(self, pieces: Sequence[int]) -> None:
@@ -83,17 +83,18 @@ class Companion(ABC):
 
     @abstractmethod
     def adopt(self, request: Request, border: int, pieces: Sequence[int]) -> None:
-        """Gives a request, which has published its pages up to a border, what `lend` gave."""
+        """Gives a request, which has published its pages up to a border, the pieces that `lend`
+        returned.
+        """
 
 
 def pages_of(beside: Companion, piece: int) -> range:
-    """Numbers of a piece's pages."""
     return range(piece * beside.num_pages, (piece + 1) * beside.num_pages)
 
 
 def names_of(beside: Companion, key: bytes) -> list[PageName]:
     """Names of the pages that hold the piece at page `key`, in order. The parent of the first one
-    is that page, of each other one the page before it.
+    is that page; the parent of each other one is the one before it.
     """
     keys = block_keys(key, beside.num_pages)
     return [PageName(*pair) for pair in zip(keys, [key, *keys[:-1]], strict=True)]
@@ -101,8 +102,6 @@ def names_of(beside: Companion, key: bytes) -> list[PageName]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAccess(Companion):
-    """`Companion` for the blocks of a model with recurrent layers."""
-
     owner: StateBlocks
 
     def watch(
@@ -138,7 +137,7 @@ class BlockAccess(Companion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowAccess(Companion):
-    """`Companion` for a model whose pages are freed behind windows."""
+    """`Companion` for a model with a window group."""
 
     owner: WindowPages
 
@@ -197,17 +196,15 @@ def _cut(runs: list[TierRun], border: int) -> list[TierRun]:
 
 
 class FoundBlock(NamedTuple):
-    """The pieces that tiers hold and with which a request can go on at a border."""
+    """The pieces that tiers hold and with which a request can continue at a border."""
 
     border: int
     """The border, in pages from the beginning of the prompt."""
     keys: list[bytes]
-    """Keys of its pages."""
     tiers: list[Tier]
-    """The tier of each."""
 
     def runs(self) -> list[TierRun]:
-        """Its pages, counted from 0, by tier."""
+        """The pieces' pages, counted from 0, by tier."""
         runs: list[TierRun] = []
         for index, tier in enumerate(self.tiers):
             if runs and runs[-1].tier is tier:

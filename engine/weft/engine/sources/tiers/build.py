@@ -19,7 +19,7 @@ from weft.engine.transfer.page_pool import PagePool
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
-"""Host memory used as a buffer where only a disk tier is configured."""
+"""Host memory used as a buffer if only a disk tier is configured, bytes."""
 MIN_SLOTS = 16
 MIN_BLOCKS = 2
 """Least number of blocks of recurrent layers, or window pages, for which host memory has room."""
@@ -27,12 +27,9 @@ MIN_BLOCKS = 2
 
 @dataclass(slots=True, kw_only=True)
 class TierComponents:
-    """The components of `Tiers`."""
-
     host: Tier
     disk: Tier | None
     files: PageFiles | None
-    """Page files of the disk tier."""
     make_pool: Callable[[], PagePool]
     """Creates access to the pool for one thread."""
     wake: Callable[[], None]
@@ -48,7 +45,7 @@ def load_tiers(
     pin: Callable[[NDArray[np.uint8]], Pinned | None],
     wake: Callable[[], None],
 ) -> TierComponents | None:
-    """Creates the tiers, with what the disk holds; None: none are configured.
+    """Creates the tiers, with the pages that the disk holds; None: none are configured.
 
     A tier that is not available now is left out, with a log message.
 
@@ -57,10 +54,10 @@ def load_tiers(
         page_bytes: Bytes of a page of the pool.
         block_pages: Pages that a block of recurrent layers, or a page of the window group, takes;
             0: there are none.
-        make_pool: See `TierComponents`.
+        make_pool: Creates access to the pool for one thread.
         pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
             to it; raises ConfigError if that fails. None: the pool is in host memory.
-        wake: See `TierComponents`.
+        wake: Called by other threads when the engine should take a turn.
 
     Raises:
         ConfigError: The settings do not fit this machine, or another process uses the folder.

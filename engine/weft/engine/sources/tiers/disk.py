@@ -37,7 +37,7 @@ _FOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 class PageFile(NamedTuple):
-    """A page file found on disk."""
+    """A page file on disk."""
 
     name: PageName
     digest: int
@@ -89,7 +89,6 @@ class PageFiles:
                         yield _stored(found, entry)
 
     def discard(self, page: PageFile) -> None:
-        """Removes a file that `scan` found."""
         self.remove(PagePlace(0, page.name, page.digest))
 
     def read(self, place: PagePlace, into: Page) -> bool:
@@ -168,15 +167,11 @@ def disk_tier(
     *,
     is_sure: bool = True,
 ) -> Tier:
-    """Creates a tier of at most this many bytes in a folder, with the pages found there.
+    """Creates a tier of at most `num_bytes` bytes in a folder, with the pages found there.
 
     Files with pages of another size are removed, and so are the oldest files if there are too many.
 
     Args:
-        files: Page files of the folder.
-        num_bytes: Most bytes of all pages.
-        page_bytes: Bytes of one page.
-        policy: Key function of the order of eviction.
         is_sure: Whether `page_bytes` is certain. If not, files of other sizes are kept until
             `discard_others`.
 

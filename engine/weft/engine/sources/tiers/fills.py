@@ -1,4 +1,4 @@
-"""Decides how an admitted request continues if there are tiers, which precede other fillers."""
+"""Decides how an admitted request continues if there are tiers, which come before other fillers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weft.engine.sources.tiers.tiers import Tiers
 
 
 class TieredFills:
-    """Implements the scheduler's `Fills`: own tiers, then KV store, then prefill workers.
+    """Implements the scheduler's `Fills`: own tiers first, then KV store, then prefill workers.
 
     Args:
         tiers: Tiers of this engine; None: there are none.
         owner: Requests fills from KV store and prefill workers.
         policy: Decides whether a load from the store pays.
         page_bytes: Bytes of a page.
-        page_size: Token positions a page.
+        page_size: Token positions per page.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
     """
 

@@ -17,9 +17,7 @@ from weft.engine.sources.tiers.tier import Tier
 class Pinned(Protocol):
     """Memory that a device copies from and to directly, until `close`."""
 
-    def close(self) -> None:
-        """Unpins the memory."""
-        ...
+    def close(self) -> None: ...
 
 
 class HostMemory:
@@ -27,10 +25,6 @@ class HostMemory:
 
     The system provides the memory only when it is written to or pinned, in huge pages if it has
     some.
-
-    Args:
-        num_slots: Pages that fit.
-        page_bytes: Bytes of a page.
 
     Raises:
         OSError: There is not so much memory.
@@ -44,10 +38,11 @@ class HostMemory:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self.rows = np.frombuffer(mapping, np.uint8).reshape(num_slots, page_bytes)
         self.pinned: Pinned | None = None
-        """Whether the pool's device copies from and to this memory directly."""
+        """Pins the memory for the pool's device, which then copies from and to it directly; None:
+        not pinned.
+        """
 
     def row(self, place: PagePlace) -> Page:
-        """The bytes of a slot."""
         row: Page = self.rows[place.slot - 1]
         return row
 
@@ -60,7 +55,7 @@ class HostMemory:
         np.copyto(self.row(place), content)
 
     def remove(self, place: PagePlace) -> None:
-        """See `Medium.remove`; does nothing, since the next page overwrites the slot."""
+        """Does nothing: the next page overwrites the slot."""
 
     def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
         if self.pinned is None:
@@ -70,7 +65,7 @@ class HostMemory:
         return self.row(place)
 
     def close(self) -> None:
-        """Releases the memory; no copy may be under way."""
+        """Releases the memory. No copy may be under way."""
         if self.pinned is not None:
             self.pinned.close()
             self.pinned = None
@@ -81,7 +76,7 @@ class HostMemory:
 
 
 def host_tier(num_slots: int, page_bytes: int, policy: EvictionPolicy) -> tuple[Tier, HostMemory]:
-    """Creates a tier of this many pages in host memory, and that memory.
+    """Creates a tier of `num_slots` pages in host memory, and that memory.
 
     Raises:
         OSError: There is not so much memory.

@@ -11,14 +11,12 @@ from weft.engine.memory.prefix_cache import Evicted, PageKeyCache
 
 
 class PageName(NamedTuple):
-    """Identity of a page."""
-
     key: bytes
     """Page key, 32 bytes."""
     parent: bytes
     """Key of the page before it in its prompt; empty: unknown."""
     group: bytes = b""
-    """Group in which the page is counted."""
+    """Group in which the page is counted; tiers evict by group."""
 
 
 class PagePlace(NamedTuple):
@@ -40,7 +38,7 @@ class KeyedPages:
 
     Args:
         num_slots: Pages that fit.
-        policy: Key function of the order of eviction.
+        policy: Order of eviction.
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
@@ -53,11 +51,10 @@ class KeyedPages:
         """Called with each page that was evicted to make room."""
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are held; changes nothing."""
+        """Number of leading keys that are held. Changes nothing."""
         return len(self.cache.match(keys))
 
     def has(self, key: bytes) -> bool:
-        """Whether the page is held."""
         return self.cache.get(key) is not None
 
     def knows(self, key: bytes) -> bool:
@@ -68,8 +65,7 @@ class KeyedPages:
         """Pins a page in its place until `unpin`; None: it is not held.
 
         Args:
-            key: Key of the page.
-            is_reader: A request reads the page, so its age is renewed.
+            is_reader: Whether a request reads the page, which renews the page's age.
         """
         entry = self.cache.get(key)
         if entry is None:
@@ -83,14 +79,11 @@ class KeyedPages:
         return self._places[entry.page]
 
     def unpin(self, place: PagePlace) -> None:
-        """Releases a pin."""
         self._release(place.slot)
 
     def reserve(self, key: bytes) -> int | None:
         """Reserves a slot for an incoming page, evicting as needed; `publish` or `abandon` must
-        follow.
-
-        None: the page is held or being written already, or every slot is pinned.
+        follow. None: the page is already held or being written, or every slot is pinned.
         """
         if self.knows(key) or self.memory.num_available_pages < 1:
             return None
@@ -99,7 +92,6 @@ class KeyedPages:
         return slot
 
     def publish(self, place: PagePlace, priority: int = 0) -> None:
-        """Publishes the page in a reserved slot."""
         name = place.name
         self._incoming.discard(name.key)
         self._places[place.slot] = place
@@ -109,17 +101,16 @@ class KeyedPages:
         self.memory.release([place.slot])
 
     def abandon(self, key: bytes, slot: int) -> None:
-        """Releases a reserved slot."""
         self._incoming.discard(key)
         self.memory.release([slot])
 
     def reclaim(self) -> PagePlace | None:
-        """Evicts the least valuable page; its slot stays reserved until `free`."""
+        """Evicts the least valuable page. Its slot stays reserved until `free`."""
         evicted = self.memory.reclaim()
         return None if evicted is None else self._places.pop(evicted.page)
 
     def evict_of(self, group: bytes) -> PagePlace | None:
-        """Evicts the least valuable page of a group; its slot is free."""
+        """Evicts the least valuable page of a group. Its slot is then free."""
         evicted = self.cache.evict_of(group)
         if evicted is None:
             return None

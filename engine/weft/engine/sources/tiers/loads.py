@@ -23,7 +23,6 @@ class TierRun(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Number of pages."""
         return self.end_page - self.first_page
 
     @property
@@ -34,16 +33,16 @@ class TierRun(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class BlockLoad:
-    """What is loaded for a request beside pages of the first group."""
+    """The pieces (block or window pages) that are loaded for a request with its pages."""
 
     pieces: list[int]
-    """The pool's block or window pages, which are lent for the load."""
+    """The pool's pieces, lent for the load."""
     border: int
-    """Where the request goes on, in pages."""
+    """Where the request continues, in pages."""
     num_missing: int
-    """Pages of them that have still to come."""
+    """Number of the pieces' pages that have still to come."""
     pages: list[int] = field(default_factory=list)
-    """Loaded pages of the first group; they are the request's once all pieces are there."""
+    """Loaded pages of the first group. The request gets them once all pieces are there."""
     num_fenced: int = 0
     """Chunks of the pieces that were under way when the load was abandoned."""
 
@@ -53,7 +52,6 @@ class TierLoad:
     """The pages that tiers load for one request. It outlives the request while bytes move."""
 
     request: Request | None
-    """The request; None: it has ended."""
     pages: list[int]
     """Destinations not yet accepted, in order."""
     last_progress_at: float
@@ -63,12 +61,12 @@ class TierLoad:
     is_stopped: bool = False
     """Whether to skip chunks that have not begun. Either thread sets it."""
     block: BlockLoad | None = None
-    """What is needed beside the pages; None: nothing is."""
+    """Pieces that the request also needs; None: it needs none."""
 
 
 @dataclass(eq=False, slots=True)
 class LoadChunk:
-    """Implements `BackgroundJob`: some pages of a load, of one tier."""
+    """Implements `BackgroundJob`: some pages of a load, from one tier."""
 
     load: TierLoad
     tier: Tier
@@ -79,13 +77,13 @@ class LoadChunk:
     pool: PagePool
     ended: Callable[[LoadChunk], None]
     is_of_block: bool = False
-    """Whether these are pages of the load's `block`, not of the first group."""
+    """Whether these are pages of the load's `block` instead of the first group."""
     is_begun: bool = False
     """Whether the thread may write to the chunk's pages. The thread sets it before it checks
     whether the load is stopped.
     """
     is_fenced: bool = False
-    """Whether the load was abandoned while the chunk was under way: the chunk's pages are in
+    """Whether the load was abandoned while the chunk was under way. The chunk's pages are then in
     quarantine until it ends.
     """
     num_good: int = 0
@@ -107,7 +105,6 @@ class LoadChunk:
             self.duration_s = time.monotonic() - started_at
 
     def _load(self) -> int:
-        """Loads the pages; returns how many are in the pool."""
         rows = [row for load in self.loads if (row := load.direct()) is not None]
         if len(rows) == len(self.loads):
             return self._copy_in(rows)
@@ -124,7 +121,7 @@ class LoadChunk:
         return num_good
 
     def _copy_in(self, rows: Sequence[Page]) -> int:
-        """Lets the device copy the pages; returns the number of correct leading pages."""
+        """Returns the number of correct leading pages."""
         if self.load.is_stopped:
             return 0
         digests = self.pool.copy_in(rows, self.pages)
@@ -163,7 +160,6 @@ class FetchMove:
 
 
 def chunked(run: TierRun, chunk_pages: int) -> list[TierRun]:
-    """Splits a run into pieces of at most this many pages."""
     return [
         TierRun(run.tier, first, min(first + chunk_pages, run.end_page))
         for first in range(run.first_page, run.end_page, chunk_pages)

@@ -24,8 +24,8 @@ class LoadCost(NamedTuple):
 class TierPolicy:
     """Rules that host memory, disk and KV store share.
 
-    A page is copied to lower tiers once requests have found it `write_through_threshold` times
-    (0: when it is computed). Pages are loaded if that is faster than computing them again:
+    A page is copied to lower tiers once requests have found it `write_through_threshold` times (0:
+    when it is computed). Pages are loaded if that is faster than computing them again:
 
         bytes / the tier's measured bytes a second  <  tokens / measured prefill tokens a second
 

@@ -9,7 +9,7 @@ from weft.engine.sources.tiers.tier import Tier
 
 
 class Removal:
-    """A `BackgroundJob` that deletes pages.
+    """Implements `BackgroundJob`: deletes pages.
 
     Args:
         tier: Tier that has dropped the pages.

@@ -19,7 +19,7 @@ class HostSave:
     save: PageSave
     pool: PagePool
     page: int
-    """The page; the save holds a reference to it until `end`."""
+    """The save holds a reference to the page until `end`."""
     tier: Tier
     ended: Callable[[HostSave], None]
     duration_s: float = 0.0
@@ -64,7 +64,7 @@ class DiskSave:
     place: PagePlace
     """Place in host memory, reserved until `end`."""
     was_given_up: bool
-    """Whether host memory has evicted the page; else it is pinned there."""
+    """Whether host memory has evicted the page. Otherwise the page is pinned there."""
     disk: Tier
     ended: Callable[[DiskSave], None]
     duration_s: float = 0.0

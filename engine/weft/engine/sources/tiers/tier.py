@@ -29,7 +29,7 @@ Outcome = Literal["", "done", "corrupt", "failed"]
 
 
 class Medium(Protocol):
-    """Storage of a tier. Any thread calls it, but never reads and writes one place at once."""
+    """Storage of a tier. Any thread may call it. No two calls use one place at the same time."""
 
     def read(self, place: PagePlace, into: Page) -> bool:
         """Copies a page; False: the page is missing or incomplete.
@@ -47,9 +47,7 @@ class Medium(Protocol):
         """
         ...
 
-    def remove(self, place: PagePlace) -> None:
-        """Removes a page, if it is there."""
-        ...
+    def remove(self, place: PagePlace) -> None: ...
 
     def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
         """The page's bytes in memory that the pool's device can copy from and to directly; None:
@@ -60,36 +58,29 @@ class Medium(Protocol):
 
 @dataclass(slots=True)
 class TierCounters:
-    """Counters since start."""
-
     queried_pages: int = 0
     """Pages that requests looked up here."""
     hit_pages: int = 0
-    """Pages of these that were found."""
     loaded_pages: int = 0
     loaded_bytes: int = 0
     load_us: int = 0
-    """Time that loads took, in microseconds."""
     saved_pages: int = 0
     saved_bytes: int = 0
     save_us: int = 0
-    """Time that saves took, in microseconds."""
     evicted_pages: int = 0
-    """Pages evicted to make room."""
     dropped_pages: int = 0
     """Pages not taken, or lost on the way to the next tier, for lack of room or time."""
     corrupt_pages: int = 0
     """Pages whose digest at loading differed from that at saving."""
     failed_loads: int = 0
-    """Pages that could not be read."""
     failed_saves: int = 0
-    """Pages that could not be written (a full disk)."""
+    """Pages that could not be written, such as on a full disk."""
     stalls: int = 0
-    """Times that the tier stalled and was not used until it continued."""
+    """Number of times that the tier stalled. A stalled tier is not used until it continues."""
 
 
 class PageLoad:
-    """A pinned page being copied out of a tier."""
+    """A pinned page that is copied out of a tier."""
 
     __slots__ = ("_tier", "outcome", "place")
 
@@ -117,23 +108,20 @@ class PageLoad:
         return self._tier.medium.direct(self.place, is_read=True)
 
     def arrived(self, digest: int) -> bool:
-        """Reports, in place of `run` and in any thread, that the page was copied and the copy has
-        this digest.
-
-        Returns:
-            False: the digest is not that of the page.
+        """Reports, instead of `run` and in any thread, that the page was copied and the copy has
+        this digest. False: the digest is not that of the page.
         """
         is_right = digest == self.place.digest
         self.outcome = "done" if is_right else "corrupt"
         return is_right
 
     def end(self) -> None:
-        """Unpins the page, on the owner's thread, once; removes a corrupt one."""
+        """Unpins the page and removes it if it is corrupt. Called once, on the owner's thread."""
         self._tier.ended(self)
 
 
 class PageSave:
-    """A page being copied into a tier."""
+    """A page that is copied into a tier."""
 
     __slots__ = ("_tier", "gone", "name", "outcome", "place", "priority")
 
@@ -174,12 +162,12 @@ class PageSave:
         return self._tier.medium.direct(self.place, is_read=False)
 
     def arrived(self, digest: int) -> None:
-        """Reports, in place of `run` and in any thread, that the bytes are in their place."""
+        """Reports, instead of `run` and in any thread, that the bytes are in their place."""
         self.place = self.place._replace(digest=digest)
         self.outcome = "done"
 
     def end(self) -> None:
-        """Publishes the page if it was written; on the owner's thread, once."""
+        """Publishes the page if it was written. Called once, on the owner's thread."""
         if not self.outcome and self.gone:
             self._tier.remove(self.gone)
         self._tier.saved(self)
@@ -208,7 +196,7 @@ class Tier:
         self.on_evicted: Callable[[PagePlace], None] | None = None
         """Called with each page that was evicted to make room."""
         self.remove: Callable[[Sequence[PagePlace]], None] = self.remove_now
-        """Removes the bytes of dropped pages; for slow media, owners set a function that does it in
+        """Removes the bytes of dropped pages. For slow media, owners set a function that does it in
         a thread, in the order of saves.
         """
         self._gone: list[PagePlace] = []
@@ -218,7 +206,7 @@ class Tier:
     # -- the interface ---------------------------------------------------------------------------
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are held; changes nothing."""
+        """Number of leading keys that are held. Changes nothing."""
         return self.pages.match(keys)
 
     def load(self, key: bytes) -> PageLoad | None:
@@ -227,9 +215,8 @@ class Tier:
         return None if place is None else PageLoad(self, place)
 
     def save(self, name: PageName, priority: int = 0) -> PageSave | None:
-        """Makes room for a page; None: it is held or on its way, or every slot is in use.
-
-        The caller must call `end` of the returned save.
+        """Makes room for a page; None: it is held or on its way, or every slot is in use. The
+        caller must call `end` of the returned save.
         """
         slot = self.pages.reserve(name.key)
         if slot is None:
@@ -238,9 +225,8 @@ class Tier:
         return PageSave(self, name, slot, priority, gone)
 
     def evict(self) -> PagePlace | None:
-        """Evicts the least valuable page; None: there is none.
-
-        The slot stays taken and keeps the page's bytes until `free`.
+        """Evicts the least valuable page; None: there is none. The slot stays taken and keeps the
+        page's bytes until `free`.
         """
         place = self.pages.reclaim()
         if place is not None:
@@ -250,7 +236,7 @@ class Tier:
     # -- the rest --------------------------------------------------------------------------------
 
     def free(self, place: PagePlace) -> None:
-        """Completes `evict`; media that need it call `remove` first."""
+        """Completes `evict`. Media that need it call `remove` first."""
         self.pages.free(place.slot)
 
     def evict_of(self, group: bytes) -> bool:
@@ -268,7 +254,6 @@ class Tier:
             self.remove([place])
 
     def remove_now(self, places: Sequence[PagePlace]) -> None:
-        """Removes the bytes of dropped pages."""
         for place in places:
             self.medium.remove(place)
 
@@ -277,7 +262,7 @@ class Tier:
         self._gone += places
 
     def flush(self) -> list[PagePlace]:
-        """Drops every page that is not being read; their bytes are still to be removed."""
+        """Drops every page that is not being read. Their bytes are still to be removed."""
         return self.pages.flush()
 
     def counts(self) -> PageCounts:
@@ -329,5 +314,4 @@ class Tier:
 
 
 def digest_of(content: Page) -> int:
-    """Computes the digest of one page's bytes."""
     return int(digest_pages(content.reshape(1, -1), [0])[0])

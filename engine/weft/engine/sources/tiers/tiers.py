@@ -7,8 +7,8 @@
                   given up, or written through: disk ─┘ a request waits: `tick`
 
 Four threads move bytes (loads, fetches, saves to host memory, saves to disk); the engine thread
-does everything else. Pages that the pool evicts before they were saved are the only ones copied
-within a step, since their places are reused at once.
+does everything else. Only pages that the pool evicts before they were saved are copied within a
+step, since their places are reused at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20
 """Bytes of a chunk, the part of a load that becomes usable at a time."""
 DIRECT_CHUNK_BYTES = 64 << 20
-"""The same for memory that the pool's device copies from directly, where the fixed cost of a chunk
+"""The same for memory that the pool's device copies from directly, where a chunk's fixed cost
 exceeds that of its bytes.
 """
 MIN_CHUNKS = 32
@@ -57,8 +57,8 @@ MIN_CHUNKS = 32
 chunk keeps if it never ends.
 """
 MAX_WRITE_BACK_BYTES = 64 << 20
-"""Most bytes of pages copied within one step, and of blocks of recurrent layers, the last of which
-may exceed them; what is evicted further is lost.
+"""Most bytes of pages copied within one step, and separately of blocks of recurrent layers, of
+which the last may exceed it. Content that is evicted beyond this is lost.
 """
 MAX_OPEN_SAVES = 512
 """Most pages on their way to host memory, and to disk."""
@@ -69,16 +69,13 @@ DISK_REST_S = 5.0
 
 
 class _Planned(NamedTuple):
-    """A load that was decided."""
-
     runs: list[TierRun]
-    """Pages of KV."""
     loads: list[PageLoad]
-    """Pins on them, and on the pages of the block."""
+    """Pins on these pages, and on the pages of the block."""
     block: BlockLoad | None = None
-    """What is needed beside them; None: nothing is."""
+    """States or window pages that the request also needs; None: it needs none."""
     block_runs: Sequence[TierRun] = ()
-    """Pages of that, counted from 0."""
+    """Pages of the block, counted from 0."""
 
 
 class Tiers:
@@ -86,14 +83,14 @@ class Tiers:
 
     Args:
         parts: The tiers and the way to the pool.
-        page_size: Token positions a page.
-        memory: Owner of the pool's pages.
+        page_size: Token positions per page.
+        memory: The owner of the pool's pages.
         policy: Decides what is copied down, and when loading pays.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
         num_cached_pages: Returns how many of a request's first n pages are in the pool.
         clock: Monotonic seconds.
         progress_timeout_s: Seconds without progress after which a load is abandoned.
-        blocks: What the model needs beside pages of the first group; None: nothing.
+        blocks: Access to states or window pages, if the model has them; None: it has neither.
     """
 
     def __init__(
@@ -136,7 +133,7 @@ class Tiers:
         """Number of slots evicted from host memory that are being written to disk."""
         self._disk_rests_until = 0.0
         self._stuck: list[tuple[BackgroundThread, Tier]] = []
-        """Threads that are stalled in a tier, which is not used until they continue."""
+        """Threads that are stalled in a tier. The tier is not used until they continue."""
         self.num_written_back_pages = 0
         """Pages copied within a step when the pool evicted them, since start."""
         self._block_room = self._most_written_back
@@ -145,7 +142,9 @@ class Tiers:
         memory.on_reclaimed = self._reclaimed.append
         self._blocks = blocks
         self._saving: dict[int, int] = {}
-        """Number of pages on their way to host memory, of each block that is held for that."""
+        """For each block that is held for its copy, the number of its pages on their way to host
+        memory.
+        """
         if blocks is not None:
             self._load_blocks, self._save_blocks, self._step_blocks = (
                 blocks.make_pool() for _ in range(3)
@@ -158,12 +157,10 @@ class Tiers:
 
     @property
     def _most_written_back(self) -> int:
-        """Most pages copied within one step."""
         return MAX_WRITE_BACK_BYTES // self._page_bytes
 
     @property
     def _tiers(self) -> list[Tier]:
-        """The tiers, nearest first."""
         return [self.host] if self.disk is None else [self.host, self.disk]
 
     # -- down ------------------------------------------------------------------------------------
@@ -229,15 +226,15 @@ class Tiers:
             self._write_through(move.save.name.key)
 
     def _write_block_back(self, evicted: Evicted) -> None:
-        """Copies a block or window page that the pool gives up to host memory, at once: all of it,
-        if there is room, or nothing.
+        """Copies a block or window page that the pool evicts to host memory, at once: all of it, if
+        there is room, or nothing.
         """
         blocks, host = self._blocks, self.host
         assert blocks is not None
         names = names_of(blocks, evicted.key)
         pages = zip(names, pages_of(blocks, evicted.page), strict=True)
         missing = [(name, page) for name, page in pages if not host.pages.knows(name.key)]
-        # One block may be larger than what is copied within a turn, and would always be lost.
+        # One block may be larger than a turn's limit on copies, which would then always lose it.
         has_room = len(missing) <= host.pages.memory.num_available_pages
         if not has_room or self._block_room <= 0:
             host.counters.dropped_pages += len(missing)
@@ -278,7 +275,7 @@ class Tiers:
             self._write_through(move.save.name.key)
 
     def _write_through(self, key: bytes) -> None:
-        """Copies a page from host memory to disk, which lacks it."""
+        """Copies a page from host memory to disk, unless the disk has it."""
         if self.disk is None or self.disk.pages.knows(key) or not self._may_write:
             return
         place = self.host.pages.pin(key, is_reader=False)
@@ -309,7 +306,7 @@ class Tiers:
         return has_room and self._clock() >= self._disk_rests_until
 
     def _make_room(self) -> None:
-        """Keeps a few slots of host memory free; their pages are first saved to disk."""
+        """Keeps a few slots of host memory free. Their pages are first saved to disk."""
         if self.disk is None:
             return
         memory = self.host.pages.memory
@@ -345,7 +342,7 @@ class Tiers:
         return continuable if found is None else found.border
 
     def look_up(self, request: Request) -> None:
-        """Registers a new request; while it waits, its pages move from disk to host memory."""
+        """Registers a new request. While it waits, its pages move from disk to host memory."""
         if self.disk is not None:
             self._waiting.append(request)
 
@@ -362,7 +359,7 @@ class Tiers:
         if end <= first:
             return False
         if self._blocks is not None:
-            first = len(request.pages)  # The pool may have pages behind its last block.
+            first = len(request.pages)  # The pool may have pages after its last block.
         runs, found = self._find(request, first, end), None
         if self._blocks is not None:
             held = runs[-1].end_page if runs else min(first, end)
@@ -378,7 +375,7 @@ class Tiers:
         return bool(runs)
 
     def _plan_block(self, request: Request, runs: list[TierRun], found: FoundBlock) -> bool:
-        """Decides about pages and what is needed beside them, which are of use only together."""
+        """Decides about pages and their block together, since one is useless without the other."""
         assert self._blocks is not None
         tier = max((*(run.tier for run in runs), *found.tiers), key=self._tiers.index)
         num_pages = sum(run.num_pages for run in runs) + len(found.keys)
@@ -386,7 +383,8 @@ class Tiers:
         cost = LoadCost(tier.name, num_tokens, num_pages * self._page_bytes)
         if not self._policy.num_loaded([cost], self._prefill_rate()):
             return False
-        # Before a block is lent, for which another may be written over them.
+        # Before a block is lent: making room for it may evict another one, which could overwrite
+        # these.
         of_block = [_pinned(*pair) for pair in zip(found.tiers, found.keys, strict=True)]
         loads = [*self._pin(request, runs), *of_block]
         pieces = self._blocks.lend(request, found.border)
@@ -399,7 +397,9 @@ class Tiers:
         return True
 
     def _pin(self, request: Request, runs: list[TierRun]) -> list[PageLoad]:
-        """Pins pages at once, since what the pool evicts for their load could displace them."""
+        """Pins pages at once, since the pages that the pool evicts for their load could displace
+        them.
+        """
         keys = request.keys.upto(request.tokens, runs[-1].end_page if runs else 0)
         return [_pinned(run.tier, keys[index]) for run in runs for index in run.indices]
 
@@ -469,7 +469,7 @@ class Tiers:
         """Stops the load of a request that has ended; False: it had none.
 
         Pages of the chunk that a thread is loading stay in quarantine until the thread has finished
-        it; the other pages become free at once.
+        it. The other pages become free at once.
         """
         planned = self._planned.pop(id(request), None)
         if planned is not None:
@@ -507,7 +507,9 @@ class Tiers:
         self._blocks.give_back(load.pieces)
 
     def _find(self, request: Request, first: int, end: int) -> list[TierRun]:
-        """The pages [first, end) that tiers hold, up to the first gap; the nearest tier first."""
+        """The pages [first, end) that tiers hold, up to the first gap. Of several tiers, the
+        nearest counts.
+        """
         runs: list[TierRun] = []
         tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
         keys = request.keys.upto(request.tokens, end)
@@ -605,7 +607,7 @@ class Tiers:
         self.listener.fill_completed(request)
 
     def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
-        """Gives a request the pages that were loaded, if what is needed beside them has come."""
+        """Gives a request the pages that were loaded, if their block has come too."""
         if load.pages or block.num_missing:
             load.pages = block.pages + load.pages
             self._give_back(block)
@@ -662,7 +664,7 @@ class Tiers:
                     self._fetch(request)
 
     def _give_up_late(self) -> None:
-        """Abandons loads without progress, which may be queued behind long ones, so that their
+        """Abandons loads without progress, which may be queued after long ones, so that their
         requests continue without them.
         """
         limit = self._clock() - self._progress_timeout_s
@@ -763,7 +765,7 @@ class Tiers:
     # -- for operators ---------------------------------------------------------------------------
 
     def flush(self) -> int:
-        """Drops every page that is not being read; returns how many."""
+        """Drops every page that is not being read, and returns their number."""
         self._reclaimed.clear()
         num_pages = len(self.host.flush())
         if self.disk is not None:
@@ -792,7 +794,7 @@ class Tiers:
 
     @property
     def num_open(self) -> int:
-        """Number of unfinished jobs, except stalled ones: some of them hold pages."""
+        """Number of unfinished jobs, except stalled ones. Some of them hold pages."""
         movers = (self._loader, self._fetcher, self._saver, self._writer)
         return len(self._due) + sum(mover.num_open for mover in movers)
 
@@ -805,7 +807,7 @@ class Tiers:
         }
 
     def close(self) -> None:
-        """Stops the threads, within limits; unsaved pages are lost."""
+        """Stops the threads, within limits. Unsaved pages are lost."""
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.close()
         self._rows.close()

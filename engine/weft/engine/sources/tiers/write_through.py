@@ -10,7 +10,7 @@ from weft.engine.sources.tiers.policy import TierPolicy
 
 
 class PageSink(Protocol):
-    """A receiver of pages, such as the engine's own tiers."""
+    """Receives pages, such as the engine's own tiers."""
 
     def offer(self, request: Request, first: int, end: int) -> None:
         """Offers a request's full pages [first, end), which the receiver may ignore."""
@@ -18,7 +18,7 @@ class PageSink(Protocol):
 
 
 class StoreSink(PageSink, Protocol):
-    """The KV store, for which offered pages may be dropped before they arrive."""
+    """The KV store, which may drop offered pages before they arrive."""
 
     def offer_again(self, request: Request, end: int) -> None:
         """Offers those of a request's full pages [0, end) that were offered and dropped."""
@@ -55,7 +55,7 @@ class WriteThrough:
             self._store.offer(request, first, end)
 
     def on_matched(self, request: Request) -> None:
-        """Called when a request found pages here; those found often enough are offered."""
+        """Called when a request found pages here. Those found often enough are offered."""
         end, node = request.num_published_pages, request.cache_leaf
         if self._policy.is_written_through(0):
             # The tiers were offered these pages when they entered the pool.
