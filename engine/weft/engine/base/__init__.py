@@ -1,4 +1,3 @@
-"""What every package of the engine may use: settings, errors, clock, requests, faults.
-
-It imports no other package of the engine.
+"""Settings, threads, GPUs, drafts and copies that every package of the engine may use. Imports no
+other package of the engine.
 """

@@ -17,10 +17,10 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class BackgroundJob(Protocol):
-    """A copy job, which runs in the background thread and ends on the owner's thread."""
+    """A job that runs in the background thread and ends on the owner's thread."""
 
     def run(self) -> None:
-        """Copies the bytes."""
+        """Does the work, such as copying bytes."""
         ...
 
     def end(self) -> None:
@@ -34,8 +34,8 @@ class BackgroundThread:
     Args:
         name: Name of the thread.
         wake: Called by any thread after a job has run.
-        host: Priority of the engine thread, to which jobs that call `give_way` yield; None: jobs
-            do not yield.
+        host: Priority of the engine thread, to which jobs that call `give_way` yield; None: jobs do
+            not yield.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ class BackgroundThread:
         self._thread.start()
 
     def give(self, move: BackgroundJob) -> None:
-        """Queues a job."""
         self.num_open += 1
         self._jobs.put(move)
 
     def take(self) -> bool:
-        """Ends the jobs that have run; returns whether there were any."""
+        """Ends the jobs that have run. Returns whether there were any."""
         has_any = bool(self._done)
         while self._done:
             move = self._done.popleft()
@@ -74,7 +73,7 @@ class BackgroundThread:
         """Seconds that the current job has been running, as observed by calls of this method.
 
         Args:
-            now: Monotonic seconds, of one clock.
+            now: Monotonic seconds, always of the same clock.
         """
         begun = self._num_begun
         if begun == self._num_run or begun != self._seen:

@@ -19,7 +19,7 @@ PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority",
 EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 """Eviction policies (`weft.engine.memory.eviction`)."""
 HEAD_DRAFTERS = ("mtp", "eagle", "eagle3")
-"""Drafters that use a draft head: mtp the checkpoint's own, the others that in `draft_dir`; eagle
+"""Drafters that use a draft head: mtp that of the checkpoint, the others that in `draft_dir`; eagle
 covers EAGLE-1 and EAGLE-2 heads.
 """
 _NEED_NO_DIR = ("none", "ngram", "mtp")
@@ -27,9 +27,9 @@ _NEED_NO_DIR = ("none", "ngram", "mtp")
 MAX_TREE_NODES = 31
 """Most drafts in the draft tree of one request in one step."""
 MAX_TREE_REQUESTS = 4
-"""Most requests in a step that verifies trees; in larger steps extra rows are no longer cheap."""
+"""Most requests in a step that verifies trees. In larger steps, extra rows are no longer cheap."""
 MAX_DECODES_BESIDE = 64
-"""Rows of running requests that a step takes in addition to `max_step_tokens` on a GPU; this many
+"""Rows of running requests that a step takes in addition to `max_step_tokens` on a GPU. This many
 rows hardly slow a large step down.
 """
 NEVER_SHIP_TOKENS = 1 << 40
@@ -38,7 +38,7 @@ NEVER_SHIP_TOKENS = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine's settings. Services declare theirs from the fields and build it from them;
+    """One engine's settings. Services declare theirs from these fields and build this from them;
     libraries use it as is.
     """
 
@@ -464,7 +464,9 @@ class EngineConfig:
             raise ConfigError("; ".join(wrong))
 
     def _relations(self) -> list[tuple[str, bool, str]]:
-        """Constraints between fields: name, whether it holds, and what must hold, in words."""
+        """Constraints between fields: name, whether the constraint holds, and the constraint in
+        words.
+        """
         chains = self.draft_width == 1
         return [
             *self._relations_of_ranks(),
@@ -593,7 +595,7 @@ class EngineConfig:
 
     @property
     def keeps_windows(self) -> str:
-        """The reason why the engine keeps pages behind sliding windows; empty: it frees them."""
+        """Why the engine keeps pages that sliding windows have passed; empty: it frees them."""
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
             (self.tp > 1, "ranks divide one page group"),
@@ -614,7 +616,7 @@ class EngineConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there are tiers of the engine's own."""
+        """Whether the engine has tiers of its own."""
         return bool(self.host_cache_bytes) or self.disk_cache_dir is not None
 
     @property
@@ -632,4 +634,4 @@ class EngineConfig:
 SETTINGS: Mapping[str, Setting] = {
     one.name: one.metadata["setting"] for one in fields(EngineConfig) if one.metadata
 }
-"""The settings by name, but for the model's folder; services declare theirs from these."""
+"""The settings by name, except the model's folder. Services declare theirs from these."""

@@ -15,8 +15,9 @@ from weft.engine.base.marks import MAX_WAITING
 
 _ALIGNMENT_BYTES = 16
 _GROUP = 4
-"""Number of buffers that share one event, recorded after the last of their copies. The host needs
-more time to record an event than to enqueue a copy."""
+"""Number of buffers that share one event, recorded after the last of their copies. Recording an
+event takes the host longer than enqueueing a copy.
+"""
 _NUM_BUFFERS = MAX_WAITING + _GROUP
 """Number of pinned buffers: enough for the copies of two steps, of up to five each, since a copy
 waits for the step before its own. With fewer buffers the host would wait in the middle of a step.
@@ -38,7 +39,8 @@ class PinnedBuffer(NamedTuple):
 
 
 class PinnedBuffers:
-    """Pinned host buffers that copies start from, used in turn, since copies may still be running.
+    """Pinned host buffers for copies to a device. They are used in turn, since earlier copies may
+    still be running.
 
     Args:
         device: Destination of the copies; the memory is pinned for a CUDA device.
@@ -83,7 +85,7 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.pinned = PinnedBuffers(device)
-        """Pinned buffers that copies start from; other senders may use them too."""
+        """Pinned buffers of the copies. Other senders may use them too."""
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
         """Sends int64, int32 and float32 arrays in one transfer, without waiting.
@@ -167,7 +169,7 @@ class Marks:
 
 
 class Fetched:
-    """A tensor being copied to the host, through pinned memory if it is on a GPU.
+    """A tensor that is copied to the host, through pinned memory if it is on a GPU.
 
     Args:
         values: Tensor on any device; later work may free it or write to it.
@@ -202,7 +204,7 @@ class HostCopies:
         self._next = 0
 
     def begin(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts to copy a contiguous tensor, which later work may write to; returns a function
+        """Starts to copy a contiguous tensor, which later work may overwrite. Returns a function
         that waits for the copy.
         """
         host = self._hosts[self._next][: values.numel()].view(values.shape)

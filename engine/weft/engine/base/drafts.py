@@ -15,9 +15,9 @@ class DraftShape(NamedTuple):
     num_drafts: int
     """Drafts per request."""
     depth: int
-    """Most drafts that one step can accept; for a chain all of them."""
+    """Most drafts that one step can accept; of a chain, all of them."""
     width: int = 1
-    """Width of a tree: this many nodes of a level get as many children each. 1: a chain."""
+    """Number of nodes of each level that get this many children each; 1: a chain."""
 
     @classmethod
     def chain(cls, num_drafts: int) -> DraftShape:
@@ -31,7 +31,7 @@ class DraftShape(NamedTuple):
 
     @property
     def num_grown(self) -> int:
-        """Number of nodes that the drafter grows; it chooses the nodes of the tree from them."""
+        """Number of nodes that the drafter grows. It chooses the nodes of the tree from them."""
         return self.width + self.width * self.width * (self.depth - 1)
 
     @property
@@ -64,11 +64,11 @@ def tree_shapes(width: int) -> list[DraftShape]:
 
 
 Fetch = Callable[[], list[list[int]]]
-"""A function that waits for the drafts and returns those of each request."""
+"""Waits for the drafts and returns those of each request."""
 
 
 class LaterDrafts(Sequence[list[int]]):
-    """Drafts of requests that are on the device, which may still be computing them.
+    """Drafts that are on the device, which may still be computing them.
 
     Args:
         counts: Number of drafts of each request.
@@ -91,13 +91,14 @@ class LaterDrafts(Sequence[list[int]]):
 
         Args:
             num_requests: Number of requests to which the step is padded.
-            adapter_slots: Adapter slots of the step's requests, [R]; None: none has an adapter.
+            adapter_slots: Adapter slots of the step's requests, [R]; None: no request has an
+                adapter.
             num_before: Number of requests that precede these in the step.
         """
 
     def come_with(self, fetch: Fetch) -> None:
         """Notes that the drafts are being copied to the host, for example with the tokens of the
-        step that verifies them; `fetch` waits for the copy.
+        step that verifies them. `fetch` waits for the copy.
         """
         self._fetch = fetch
 
@@ -117,7 +118,7 @@ class LaterDrafts(Sequence[list[int]]):
     def __getitem__(self, index: slice) -> list[list[int]]: ...
 
     def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
-        """The drafts of a request; waits for all of them."""
+        """The drafts of a request. Waits for all of them."""
         if self._fetched is None:
             assert self._fetch is not None, "the drafts are not on their way to the host"
             self._fetched = self._fetch()

@@ -12,7 +12,7 @@ from weft.contract.errors import ConfigError
 
 _DRIVER = "libcuda.so.1"
 _CUDA_BUILD = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]", re.MULTILINE)
-"""Line of torch/version.py that names the CUDA version; other builds say None there."""
+"""Line of torch/version.py that names the CUDA version. In other builds the value is None."""
 
 
 @cache
@@ -45,7 +45,7 @@ def torch_has_cuda() -> bool:
 
 
 def check_device(device: str, num_gpus: int) -> None:
-    """Checks that a device is the CPU or one of so many GPUs.
+    """Checks that a device is the CPU or one of `num_gpus` GPUs.
 
     Raises:
         ConfigError: It is neither.
@@ -63,7 +63,7 @@ def check_device(device: str, num_gpus: int) -> None:
 
 
 def resolve_device(device: str) -> str:
-    """Resolves `auto`: the first GPU where one is usable, else the CPU."""
+    """Resolves `auto`: the first GPU if one is usable, else the CPU."""
     if device != "auto":
         return device
     return "cuda" if num_usable_gpus() else "cpu"

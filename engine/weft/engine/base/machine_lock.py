@@ -16,7 +16,7 @@ _ANY_USER = 0o666
 
 @contextmanager
 def machine_lock(name: str, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock of this name while a block runs; one process of the machine holds it at a time.
+    """Holds a lock of this name while a block runs. One process of the machine holds it at a time.
 
     A process that ends, even by a signal, releases the lock.
 

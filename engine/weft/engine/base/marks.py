@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 MAX_WAITING = 8
-"""Most copies to a device that may wait in its queue without the host having to wait for one, to
-enqueue another (`weft.engine.base.device_copies.PinnedBuffers`).
+"""Most copies to a device that may wait in its queue before the host has to wait for one to enqueue
+another (`weft.engine.base.device_copies.PinnedBuffers`).
 """
 
 
@@ -18,5 +18,5 @@ class WorkMark(Protocol):
         ...
 
     def hold(self, stream: Any) -> None:
-        """Makes later work of a stream wait for the mark; without a stream, blocks the caller."""
+        """Makes later work of a stream wait for the mark. Without a stream, blocks the caller."""
         ...

@@ -1,4 +1,6 @@
-"""Processes that live no longer than the one that started them, and what they ask of the kernel."""
+"""Ties a process's life to its parent's, and asks the kernel for scheduling that suits
+an engine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LONG_SLICE_NS = 10_000_000
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the parent dies; exits if it is already dead."""
+    """Asks the kernel for SIGKILL when the parent dies. Exits if it is already dead."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -30,8 +32,8 @@ def give_way_at_once() -> bool:
     """Lets other processes of the machine run as soon as they wake, without giving up any share.
 
     Linux lets a waking thread preempt one that asked for a longer time slice (EEVDF; 6.12 and
-    later). A process that computes on all cores would otherwise delay each message between the
-    others by what is left of its slice. Threads started later inherit it.
+    later). A process that computes on all cores would otherwise delay each message between other
+    processes by the rest of its slice. Threads started later inherit it.
 
     Returns:
         Whether the kernel took the request; older ones ignore the length.

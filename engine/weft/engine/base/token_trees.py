@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class TokenTree(list[int]):
     """Tokens that may follow the last one of a request, as a tree: parents before children.
 
-    Row 0 of the request is its last token, row i + 1 token i of these.
+    Row 0 of the request is its last token, row i + 1 is token i of this list.
 
     Args:
         tokens: The tokens.

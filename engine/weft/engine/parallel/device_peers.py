@@ -1,4 +1,4 @@
-"""Ranks that have a GPU each, all in one host."""
+"""Ranks that have a GPU each, all on one host."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from weft.kernels.gpu.peer_sum import (
 from weft.kernels.norm import Norm
 
 _ONCE_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
-"""Bytes of the largest sum with one exchange, by number of ranks. With two ranks both ways send the
-same."""
+"""Bytes of the largest sum with one exchange, by number of ranks. With two ranks, one exchange and
+two send the same bytes.
+"""
 _TWICE_BYTES = 16 << 20
-"""Bytes that one launch adds up at most."""
+"""Most bytes that one launch adds up."""
 _LOGITS_ROWS, _LOGITS_BYTES = 1024, 128 << 20
-"""Most logits that ranks compute together; for more rows the first computes all."""
+"""Most logits that ranks compute together. For more rows the first rank computes all."""
 _PORTABLE_AND_MAPPED = 3
 
 
@@ -37,12 +38,12 @@ class DevicePeers:
 
     Args:
         group: The ranks' processes.
-        device: GPU of this rank; ranks that share one, as in tests, use it in turns.
-        ranks: The process group that torch knows the ranks by; see `join`.
-        width: Numbers of a row of the residual stream.
-        dtype: Their dtype.
+        device: GPU of this rank. Ranks that share one, as in tests, use it in turns.
+        ranks: The process group by which torch knows the ranks, from `join`.
+        width: Entries of a row of the residual stream.
+        dtype: Dtype of these entries.
         columns: Size of the vocabulary.
-        agree: Waits until all ranks have come to a phase, and raises what another one raises.
+        agree: Waits until all ranks have come to a phase, and raises the error of another rank.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -80,7 +81,7 @@ class DevicePeers:
                 "that are linked, or tp = 1",
                 param="tp",
             ) from error
-        # Kernels look at the group's words on the host when they have waited for long.
+        # Kernels that have waited for long look at the group's counters in host memory.
         address, num_bytes = group.words
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
@@ -114,8 +115,8 @@ class DevicePeers:
     def _mapped(
         self, num_bytes: int, device: torch.device, ranks: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Memory of zeros on this rank, the addresses at which this process has all ranks', and
-        torch's handle.
+        """Memory of zeros on this rank, the addresses at which this process has all ranks' memory,
+        and torch's handle.
         """
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         memory.zero_()
@@ -128,13 +129,13 @@ class DevicePeers:
         return memory, torch.tensor(pointers, dtype=torch.int64, device=device), handle
 
     def memory(self, num_bytes: int) -> list[torch.Tensor]:
-        """Makes zeros of [num_bytes] uint8 on each rank; all ranks call it together.
+        """Makes zeros of [num_bytes] uint8 on each rank. All ranks call it together.
 
         Returns:
-            The memory of every rank, at which kernels and copies of this one can read and write.
+            The memory of every rank, which kernels and copies of this rank can read and write.
 
         Raises:
-            RuntimeError: It does not fit on this rank.
+            RuntimeError: The memory does not fit on this rank.
             WeftError: Another rank has failed.
         """
         _, _, handle = self._mapped(num_bytes, self._device, self._ranks)
@@ -142,7 +143,7 @@ class DevicePeers:
         return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in sizes]
 
     def close(self) -> None:
-        """Lets go of the host's memory; no kernel may wait any more."""
+        """Unmaps the host's memory. No kernel may wait any more."""
         torch.cuda.synchronize()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(self._group.words[0])
@@ -173,28 +174,26 @@ class DevicePeers:
         return gather_logits(self._logits, part)
 
     def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of rank 0, on all ranks; see `weft.kernels.gpu.peer_sum.share_tokens`."""
+        """Copies the tokens of rank 0 to all ranks."""
         return share_tokens(self._memory, tokens)
 
 
 def join(rank: int, size: int, store_path: str) -> dist.ProcessGroup:
-    """Makes the process group by which ranks exchange the handles of their memory: one in the life
-    of a process, since torch numbers its exchanges by process.
+    """Makes the process group by which ranks exchange the handles of their memory. A process can
+    have only one in its life, since torch numbers its exchanges by process.
 
     Args:
-        rank: Of this process.
-        size: Number of ranks.
         store_path: A file that all ranks use to find one another, new for each group.
 
     Raises:
-        ConfigError: This process has had a group before.
+        ConfigError: This process has already had a group.
     """
     if dist.is_initialized():
         raise ConfigError(
             f"tp = {size}: a process can have one engine with ranks on GPUs; start another process",
             param="tp",
         )
-    # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
+    # Symmetric memory must not use multicast: a program that multicasts can stop a whole host.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
@@ -205,7 +204,6 @@ def join(rank: int, size: int, store_path: str) -> dist.ProcessGroup:
 
 
 def _devices_of(device: torch.device, ranks: dist.ProcessGroup) -> list[int]:
-    """The numbers of all ranks' GPUs."""
     own = torch.tensor([device.index or 0])
     found = [torch.empty_like(own) for _ in range(ranks.size())]
     dist.all_gather(found, own, group=ranks)
@@ -233,8 +231,8 @@ def link_of(devices: Sequence[int]) -> str:
 
 
 def rows_of(size: int, row_bytes: int) -> tuple[int, int]:
-    """Most rows of a sum with one exchange, and of a sum with two, which is not made where the
-    former is no smaller.
+    """Most rows of a sum with one exchange, and of a sum with two. The two are equal if two
+    exchanges take no more rows.
     """
     most_bytes = next(most for ranks, most in _ONCE_BYTES.items() if size <= ranks or ranks == 8)
     once = max(1, most_bytes // row_bytes)

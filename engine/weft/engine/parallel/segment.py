@@ -13,7 +13,7 @@ from weft.contract.errors import ConfigError
 
 
 class Segment:
-    """An anonymous memory file, mapped into this process; it lives as long as some process has it.
+    """An anonymous memory file, mapped into this process. It lives as long as some process has it.
 
     Args:
         number: File descriptor, which is closed when this object is destroyed.
@@ -29,7 +29,7 @@ class Segment:
 
     @classmethod
     def create(cls, size: int, name: str) -> Segment:
-        """Creates a segment of zeros; the system provides memory only as it is first written.
+        """Creates a segment of zeros. The system provides memory only when it is first written.
 
         Raises:
             ConfigError: The system refuses the memory.

@@ -112,15 +112,13 @@ def check_ranks(
     """Checks that ranks can serve a model.
 
     Args:
-        model_dir: The model's directory.
-        config: Its configuration.
         task: As in `load_pooling`.
         quantization: As in `resolve_quantization`.
         size: Number of ranks.
         ep: As in `check_divides`.
 
     Raises:
-        ModelError, ConfigError: They cannot; the message says what to take instead.
+        ModelError, ConfigError: They cannot; the message says which setting to use instead.
     """
     if size == 1:
         return
@@ -144,7 +142,6 @@ def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
     """Refuses a number of ranks among which a model cannot be divided.
 
     Args:
-        config: The model's.
         size: Number of ranks.
         ep: Number of ranks among which whole experts are divided; 1: each expert is divided.
 
@@ -177,7 +174,7 @@ def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
 
 
 def _counts(config: ModelConfig, *, is_ep: bool) -> dict[str, int]:
-    """Numbers, by name, that the ranks divide equally; KV heads are not among them."""
+    """Numbers, by name, that the ranks divide equally. KV heads are not among them."""
     counts = {"query heads": config.num_heads, "columns of the MLPs": config.intermediate_size}
     moe = config.moe
     if moe is not None and is_ep:
@@ -220,7 +217,7 @@ def _recurrent_counts(config: ModelConfig) -> dict[str, int]:
 
 
 def kv_heads_of(heads: int, rank: int, size: int) -> slice:
-    """The KV heads of a rank; several ranks share a head if there are fewer heads than ranks."""
+    """The KV heads of a rank. Several ranks share a head if there are fewer heads than ranks."""
     if heads >= size:
         share = heads // size
         return slice(rank * share, (rank + 1) * share)
@@ -245,7 +242,6 @@ def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, sums: str
     """The ranks and their shares in one line, for logs and status.
 
     Args:
-        config: The model's.
         pids: Process ids of the ranks.
         ep: As in `check_divides`.
         sums: How partial sums are added up, in words.

@@ -31,17 +31,18 @@ _COUNTER_BYTES = 64
 _RING_SLOTS = 8
 _SLOT_BYTES = 1 << 18
 _SLOT_HEADER = 2
-"""Numbers before those of the frame in a slot of the ring: how many of the frame are in this slot,
-and how many in later ones.
+"""Numbers that precede the frame's in a slot of the ring: how many of the frame's numbers are in
+this slot, and how many in later ones.
 """
 _SLOT_NUMBERS = _SLOT_BYTES // 8 - _SLOT_HEADER
 """Most numbers of a frame in one slot."""
 _SUM_FLOATS = 1 << 18
-"""Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
+"""Most numbers that one exchange adds up. Longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
 _AWAKE_NS = 25_000_000
-"""Nanoseconds that a rank spins for a frame before it sleeps, if it may: longer than most steps of
-a GPU, so that rank 0, which sends a frame or two for each step, wakes no rank between steps.
+"""Nanoseconds that a rank spins for a frame before it sleeps, if it may. This is longer than most
+steps of a GPU, so that rank 0, which sends a frame or two for each step, wakes no rank between
+steps.
 """
 _STOPPED, _LATE, _DIFFER = 1, 2, 1 << 20
 """Results of native waits; a rank's number is added to the last two (csrc/peers.h)."""
@@ -77,8 +78,6 @@ class SharedGroup:
 
         Args:
             segment: Segment of `segment_bytes(size)` bytes.
-            rank: Number of this rank.
-            size: Number of ranks.
             limit_s: Longest wait for another rank in a step.
             is_checked: Whether ranks compare a hash of each sum at the next one.
 
@@ -125,14 +124,13 @@ class SharedGroup:
         self.limit(limit_s)
 
     def limit(self, seconds: float) -> None:
-        """Sets the longest wait for another rank in a step."""
         self.limit_s = seconds
         self._struct.limit_ns = int(seconds * 1e9)
         ctypes.c_int64.from_address(self.limit_address).value = int(seconds * 1e9)
 
     @property
     def words(self) -> tuple[int, int]:
-        """Address and bytes of the counters, whole pages."""
+        """Address and number of bytes of the counters, whole pages."""
         return self._segment.address, _ring_at(self.size)
 
     @property
@@ -154,7 +152,7 @@ class SharedGroup:
         return f"rank {late} has not come to a sum by {self._step} within {self.limit_s:g} s"
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """See `Peers.add_sum`; adds in float32, in the order of the ranks, and rounds once.
+        """Adds in float32, in the order of the ranks, and rounds once.
 
         Raises:
             RanksLost: A rank is gone, or has not come in time.
@@ -176,7 +174,7 @@ class SharedGroup:
         return self._struct
 
     def check(self, lost: int) -> None:
-        """See `CpuPeers.check`.
+        """Raises the error that the native code's status `lost` stands for.
 
         Raises:
             RanksLost: A rank is gone, has not come in time, or has had other sums.
@@ -211,7 +209,7 @@ class SharedGroup:
     def _fill_slot(
         self, parts: Sequence[Int64Array | Int32Array], count: int, num_later: int
     ) -> None:
-        """Fills the next slot of the ring, once all other ranks have read what was there."""
+        """Waits until all other ranks have read the slot's earlier content."""
         if not self._num_free:
             self._num_free = self._await_room()
         slot = self._ring[self._num_slots % _RING_SLOTS]
@@ -222,7 +220,7 @@ class SharedGroup:
         self._native.announce(self._posted, self._num_slots & 0xFFFFFFFF)
 
     def _await_room(self) -> int:
-        """Waits for a slot of the ring to fill; returns how many there are by then."""
+        """Waits for a slot of the ring to fill, and returns the number of such slots."""
         free = _RING_SLOTS
         for rank in range(1, self.size):
             least = self._num_slots + 1 - _RING_SLOTS
@@ -232,11 +230,11 @@ class SharedGroup:
         return free
 
     def take(self, *, spins: bool = False) -> Int64Array:
-        """The next frame of rank 0; waits for it without a limit.
+        """The next frame of rank 0. Waits for it without a limit.
 
         Args:
             spins: Whether the rank spins for some time before it sleeps, so that rank 0 need not
-                wake it. It takes a core meanwhile, and yields it to whoever else needs it.
+                wake it. Spinning takes a core, and yields it to any thread that needs it.
 
         Raises:
             RanksLost: The group ends.
@@ -256,14 +254,14 @@ class SharedGroup:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def end(self) -> None:
-        """Announces that this rank has done all frames that it has taken."""
+        """Announces that this rank has finished all frames that it has taken."""
         self._native.announce(self._ended[self.rank], self.num_frames & 0xFFFFFFFF)
 
     def await_ended(self) -> None:
-        """Waits until all other ranks have done all frames.
+        """Waits until all other ranks have finished all frames.
 
         Raises:
-            RanksLost: A rank is gone, or has not done them in time.
+            RanksLost: A rank is gone, or has not finished them in time.
         """
         for rank in range(1, self.size):
             self._await(self._ended[rank], self.num_frames, rank, f"the end of {self._step}")
@@ -274,7 +272,6 @@ class SharedGroup:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the group has ended."""
         return bool(ctypes.c_uint32.from_address(self._stop).value)
 
     @property

@@ -1,4 +1,6 @@
-"""Notifications and targets, which travel beside the pages; their checks; errors of transfers."""
+"""Notifications and targets that accompany transfers, the checks of both, and errors of
+transfers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MAX_PAGES = 2**31 - 1
 MEMORY_TYPES = ("DRAM", "VRAM")
 
 MAX_NOTIFIED_DIGESTS = 512
-"""Most digests in a notification: UCX sends small messages at once, and NIXL no others."""
+"""Most digests in a notification. UCX sends only small messages at once, and NIXL sends
+no others.
+"""
 
 _NOTIFICATION = struct.Struct("<4sQ16sI")
 _MAGIC = b"WFN1"
@@ -68,11 +72,10 @@ class Notification:
 
     owner_epoch: int
     lease_id: bytes
-    """Lease id, 16 bytes."""
     chunk: int
     """Number of the chunk in the fill, from 0."""
     report: FillEvent | None = None
-    """The chunk's `written` event, where the notification carries it."""
+    """The chunk's `written` event, if the notification carries it."""
 
     @classmethod
     def parse(cls, message: bytes) -> Notification | None:
@@ -180,12 +183,10 @@ def check_pages(
     Args:
         sources: Page numbers in the pool that is read.
         destinations: Page numbers in the pool that is written.
-        num_sources: Number of pages of the pool that is read.
-        num_destinations: Number of pages of the pool that is written.
 
     Raises:
-        TransportMismatch: Counts differ or are 0, a number is out of range, or a destination
-            is named twice.
+        TransportMismatch: Counts differ or are 0, a number is out of range, or a destination is
+            named twice.
     """
     source, destination = np.asarray(sources), np.asarray(destinations)
     if source.shape != destination.shape or source.ndim != 1 or source.size == 0:
@@ -254,7 +255,6 @@ class PoolRegion:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
         return self.page_bytes * self.num_pages
 
 

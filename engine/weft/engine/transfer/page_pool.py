@@ -1,4 +1,4 @@
-"""Access of tiers to the pool: pages are read and written outside the steps."""
+"""Access of tiers to the pool, whose pages they read and write outside the steps."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ class PagePool(Protocol):
         ...
 
     def commit(self, pages: Sequence[int]) -> None:
-        """Moves the targets of a batch into these pages; returns when the pool has the bytes."""
+        """Moves the targets of a batch into these pages. Returns when the pool has the bytes."""
         ...
 
     def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
-        """Copies rows of pinned memory into pages directly.
-
-        Returns:
-            Digests of the pages' new content.
+        """Copies rows of pinned memory into pages directly. Returns digests of the pages' new
+        content.
         """
         ...
 
     def copy_out(self, page: int, row: Page) -> int:
-        """Copies a published page into a row of pinned memory; returns its digest."""
+        """Copies a published page into a row of pinned memory. Returns its digest."""
         ...
 
 
@@ -58,7 +56,7 @@ class HostPool:
         return row
 
     def commit(self, pages: Sequence[int]) -> None:
-        """See `PagePool.commit`."""
+        """Does nothing: targets are the pool's own rows."""
 
     def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
         for row, page in zip(rows, pages, strict=True):

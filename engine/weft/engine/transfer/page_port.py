@@ -9,9 +9,8 @@ from weft.engine.base.marks import WorkMark
 
 
 class PagePort(Protocol):
-    """The pages that peers write to and read from, and the transfer between them and the pool
-    (`weft.engine.transfer.digester`, `weft.engine.transfer.staged`). The engine thread calls it,
-    and no call blocks.
+    """The pages that peers write to and read from, and the transfer between them and the pool. The
+    engine thread calls it, and no call blocks.
     """
 
     @property
@@ -21,7 +20,9 @@ class PagePort(Protocol):
 
     @property
     def max_queued_pages(self) -> int:
-        """Pages queued for puts at which no more are queued; they keep their place in the pool."""
+        """Number of pages queued for puts from which on no more are queued. Queued pages stay in
+        the pool.
+        """
         ...
 
     def read(self, page: int) -> bytes:
@@ -33,7 +34,7 @@ class PagePort(Protocol):
         ...
 
     def mark(self) -> WorkMark | None:
-        """A mark of the device's work enqueued so far; None: the pool is not on a device."""
+        """A mark after the device's work enqueued so far; None: the pool is not on a device."""
         ...
 
     def verify(
@@ -54,7 +55,7 @@ class PagePort(Protocol):
         ...
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """Starts making pages readable for the store and computing their digests; False: there is
+        """Starts making pages readable for the store and computing their digests. False: there is
         no room now.
         """
         ...

@@ -26,13 +26,13 @@ from weft.engine.transfer.source import PageSource, Reading
 logger = logging.getLogger(__name__)
 
 STOP_BUDGET_S = 5.0
-"""Seconds that a stopped lease's posted writes may take to end before their agent is destroyed."""
+"""Seconds that a stopped lease's posted writes may take to end. Then their agent is destroyed."""
 MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3
 POLLED_SHARE = 1 / 8
 """Time between two polls, as a share of the time waited so far."""
 STOPPED = "the lease was stopped"
 MAX_EARLY = MAX_WAITING
-"""How many chunks may be read early at once. Each keeps a pinned buffer of page numbers until the
+"""Most chunks that are read early at once. Each keeps a pinned buffer of page numbers until the
 step before it has ended; with more chunks this thread would have to wait for a free buffer.
 """
 
@@ -81,9 +81,9 @@ class ShipThread:
         self._early_orders: deque[tuple[ShipChunk, WorkMark] | bytes] = deque()
         """Chunks to read early, and leases whose early readings are to be dropped, in order."""
         self._early: dict[tuple[bytes, int], Reading] = {}
-        """Readings by lease and chunk, whose step is not known to be committed."""
+        """Readings whose step is not known to be committed, by lease and chunk."""
         self._dropped: list[Reading] = []
-        """Early readings that nobody wants any more; the device may still be copying."""
+        """Early readings that are not needed any more. The device may still be copying."""
         self._reading: deque[_Read] = deque()
         self._connects: deque[tuple[PeerKey, NixlTargetInfo]] = deque()
         self._stopped: set[bytes] = set()
@@ -101,7 +101,7 @@ class ShipThread:
 
     @property
     def reads_early(self) -> bool:
-        """Whether `read_early` is of use."""
+        """Whether `read_early` does anything."""
         return self._source.reads_early
 
     def read_early(self, chunk: ShipChunk, after: WorkMark) -> None:
@@ -122,7 +122,6 @@ class ShipThread:
         self._signal.set()
 
     def forget(self, lease_id: bytes) -> None:
-        """Drops the records of a closed lease."""
         self._stopped.discard(lease_id)
 
     def take(self) -> list[Shipped]:
@@ -143,7 +142,7 @@ class ShipThread:
         }
 
     def close(self) -> None:
-        """Stops the thread; posted writes are abandoned with the process."""
+        """Stops the thread. Posted writes are abandoned with the process."""
         self._is_closing = True
         self._signal.set()
         self._thread.join(timeout=STOP_BUDGET_S)
@@ -198,7 +197,7 @@ class ShipThread:
                 if self.before_digest is not None:
                     self.before_digest(chunk)
                 reading = self._source.begin(chunk.local_pages, chunk.digests, after)
-            except Exception:  # the chunk is read again, after its step
+            except Exception:  # The chunk is read again, after its step.
                 logger.exception("reading pages early failed")
                 continue
             if reading is not None:
@@ -209,13 +208,13 @@ class ShipThread:
         try:
             if not reading.is_done():
                 return False
-        except Exception:  # the device is lost, and the engine notices it with its next step
+        except Exception:  # The device is lost. The engine's next step notices.
             logger.exception("reading pages early failed")
         self._source.end(reading)
         return True
 
     def _begin(self, chunk: ShipChunk) -> bool:
-        """Starts reading the queue's first chunk, unless that has begun early; False: there is no
+        """Starts reading the queue's first chunk, unless that has begun early. False: there is no
         room for it now.
         """
         self._take_early_orders()  # The order to read a chunk precedes that to ship it.
@@ -285,7 +284,7 @@ class ShipThread:
         return None
 
     def _is_faulty(self, read: _Read) -> bool:
-        """Passes the fault point; returns whether the chunk is dropped."""
+        """Passes the fault point. Returns whether the chunk is dropped."""
         kind = faults.SHIP_POST.fire()
         if kind == "drop":
             read.result.completed_at = time.monotonic()
@@ -331,7 +330,7 @@ class ShipThread:
                 self._emit((chunk.lease_id, event))
 
     def _poll(self) -> bool:
-        """Polls every posted write once; returns whether one ended."""
+        """Polls every posted write once. Returns whether one ended."""
         before = len(self._posted)
         self._posted = [posted for posted in self._posted if not self._ended(posted)]
         return len(self._posted) < before
@@ -375,6 +374,6 @@ class ShipThread:
 
 
 def _check_term(chunk: ShipChunk) -> None:
-    """Raises TransferError if the lease has expired: then nothing more may be posted for it."""
+    """Raises TransferError if the lease has expired, so that nothing more may be posted for it."""
     if chunk.term.is_over:
         raise TransferError(RAN_OUT, worker_id=chunk.owner_id)

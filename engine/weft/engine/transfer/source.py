@@ -1,7 +1,7 @@
 """Sources that pages are shipped from: the pool itself, or copies in a staging area.
 
-Pages are shipped after the step that computed them is committed, so the pool has their content.
-Copies of them may be enqueued on the device behind that step while it is still under way.
+Pages are shipped after the step that computed them is committed, so the pool has their content. The
+device may copy them earlier: copies are then enqueued after the step while it is still under way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from weft.engine.transfer.digest import digest_pages
 
 
 class Reading:
-    """Pages of a pool that are being made ready for shipping. These are shipped from the pool
-    itself.
+    """Pages of a pool that are being made ready for shipping, in this class from the pool itself.
 
     Args:
         pages: Pages to ship from, in order.
-        digests: Digests of the pages as they lie in the pool; 0 each if none are computed.
+        digests: Digests of the pages as they are in the pool; 0 each if none are computed.
         digest_s: Seconds that digesting took.
     """
 
@@ -33,7 +32,7 @@ class Reading:
         self._digest_s = digest_s
 
     def is_done(self) -> bool:
-        """Whether they are ready. Raises the error that made them fail."""
+        """Whether the pages are ready. Raises the error that made them fail."""
         return True
 
     def digests(self) -> list[int]:
@@ -46,8 +45,8 @@ class Reading:
 
 
 class PageSource:
-    """Source of pages for the shipping thread, the only caller of `begin` and `end`: here a pool in
-    host memory.
+    """Source of pages for the shipping thread, the only caller of `begin` and `end`. In this class
+    the pages are those of a pool in host memory.
 
     Args:
         exchanged: uint8 `[num_pages, page_bytes]`: the registered memory that is shipped from.
@@ -55,7 +54,7 @@ class PageSource:
     """
 
     reads_early = False
-    """Whether pages can be read behind a step that is under way."""
+    """Whether pages can be read while the step that computes them is under way."""
 
     def __init__(self, exchanged: StagingPages, *, has_digests: bool = True) -> None:
         self.exchanged = exchanged
@@ -72,16 +71,16 @@ class PageSource:
         digests: Sequence[int] | None,
         after: WorkMark | None = None,
     ) -> Reading | None:
-        """Starts making pages ready; here it computes the digests at once.
+        """Starts making pages ready. This class computes the digests at once.
 
         Args:
             pages: Pages of the pool; they do not change until the reading has ended.
-            digests: Digests of these pages, where they are known.
-            after: Mark behind the step that computes the pages, if `reads_early`; None: the pages
+            digests: Digests of these pages, if they are known.
+            after: Mark after the step that computes the pages, if `reads_early`; None: the pages
                 have their content.
 
         Returns:
-            None: There is no room now; ending other readings makes room.
+            None: There is no room now. Ending other readings makes room.
         """
         assert after is None, "the step that computes the pages is under way"
         if not self._has_digests:
@@ -94,4 +93,4 @@ class PageSource:
         return Reading(pages, found, monotonic() - began_at)
 
     def end(self, reading: Reading) -> None:
-        """Releases the pages; no peer may read them any more."""
+        """Releases the pages. No peer may read them any more."""

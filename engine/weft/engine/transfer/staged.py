@@ -42,7 +42,7 @@ class StagingMove(Protocol):
         ...
 
     def digests(self) -> list[int]:
-        """Digests of the pages as they lie in the pool, once done; 0 each if not requested."""
+        """Digests of the pages as they are in the pool, once done; 0 each if not requested."""
         ...
 
     def digest_s(self) -> float:
@@ -51,15 +51,15 @@ class StagingMove(Protocol):
 
 
 class StagingMover(Protocol):
-    """Copies between pool and staging area (`weft.engine.transfer.mover`)."""
+    """Copies between pool and staging area."""
 
     def mark(self) -> WorkMark:
-        """Marks the work that the engine has enqueued so far. The engine thread calls it."""
+        """A mark after the work that the engine has enqueued so far. The engine thread calls it."""
         ...
 
     @property
     def is_direct(self) -> bool:
-        """Whether the staging pages are memory of the pool's GPU: copies then take some tens of
+        """Whether the staging pages are memory of the pool's GPU. Copies then take some tens of
         microseconds, and `move_out` takes a mark.
         """
         ...
@@ -72,8 +72,8 @@ class StagingMover(Protocol):
         with_digests: bool,
         after: WorkMark | None = None,
     ) -> StagingMove:
-        """Starts copying pages of the pool to staging pages, with digests: published pages, or
-        those that work before the mark writes.
+        """Starts copying pages of the pool to staging pages, and computing digests if wanted. The
+        pages are published, or written by work before the mark.
         """
         ...
 
@@ -91,13 +91,11 @@ class StagingMover(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases the mover; the caller must start no more copies."""
+        """Releases the mover. The caller must start no more copies."""
         ...
 
 
 class StagedReading(Reading):
-    """A reading of pages that are being copied to the staging area."""
-
     def __init__(self, pages: Sequence[int], move: StagingMove) -> None:
         super().__init__(pages)
         self._move = move
@@ -164,9 +162,9 @@ class _Job:
 class StagedPort:
     """Implements `PagePort`: moves landed pages into the pool, and pages for puts out of it.
 
-    A thread enqueues the copies and waits for them. The engine thread does neither, except where a
-    copy is a matter of microseconds: it then enqueues copies into the pool itself, as long as few
-    are under way, and looks whether they have ended. The ways to a thread and back take longer.
+    A thread enqueues the copies and waits for them. If a copy takes only microseconds, the engine
+    thread enqueues copies into the pool itself, as long as few are under way, and looks whether
+    they have ended: passing them to a thread and back would take longer.
 
     Args:
         area: The staging pages.
@@ -283,7 +281,7 @@ class StagedPort:
         return taken
 
     def sizes(self) -> dict[str, int]:
-        """Approximate numbers of copies wanted or not taken yet."""
+        """Approximate numbers of copies that were requested or not taken yet."""
         return {"digests": self._jobs.qsize() + len(self._out) + len(self._moving)}
 
     def close(self) -> None:
