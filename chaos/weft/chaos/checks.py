@@ -1,4 +1,4 @@
-"""Checks beyond the answers: pages, published content, hit rate after a restart."""
+"""Checks of more than the answers: pages, published content, and the hit rate after a restart."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NUM_PROBES, _MAX_PROBE_TOKENS = 6, 300
 
 
 def check_ends(absences: Sequence[Absence], injections: Sequence[Injection]) -> list[Violation]:
-    """Checks that no service has ended by itself: of a fault, or of a quarantine that faults have
-    filled.
+    """Checks that each service that ended did so because of a fault, or of a quarantine that faults
+    have filled.
     """
     return [
         Violation(invariant=1, what=f"{absence.name} {absence.how} without a fault of its own")
@@ -49,7 +49,7 @@ async def check_pages(mesh: ChaosMesh) -> list[Violation]:
 
 
 async def _idle_problem(mesh: ChaosMesh, name: str) -> str:
-    """Pages left in a service after a while, in words; empty if there are none."""
+    """Pages that a service still holds after a while, in words; empty: none."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + IDLE_TIMEOUT_S
     while True:
@@ -67,7 +67,7 @@ async def _idle_problem(mesh: ChaosMesh, name: str) -> str:
 
 
 async def _staging_problem(mesh: ChaosMesh, name: str) -> str:
-    """Staging pages that an idle worker holds; empty when there are none."""
+    """Staging pages that an idle worker holds, in words; empty: none."""
     try:
         staging = (await mesh.dump(name))["engine"]["staging_pages"]
     except MeshNotReady as error:
@@ -85,7 +85,7 @@ async def check_content(mesh: ChaosMesh) -> list[Violation]:
         try:
             engine = (await mesh.dump(name))["engine"]
             pages = await mesh.pages(name)
-        # The service is between two incarnations, and nothing is left of the first.
+        # The service is between two incarnations, and no page is left of the first.
         except MeshNotReady:
             continue
         if not pages.is_whole:
@@ -103,9 +103,8 @@ async def check_content(mesh: ChaosMesh) -> list[Violation]:
 async def check_hit_rate(
     mesh: ChaosMesh, model: str, asks: Sequence[ChaosRequest]
 ) -> list[Violation]:
-    """Checks invariant 6: a restarted gateway routes prompts to the workers that hold them.
-
-    Decode workers' caches are dropped before each round, so that only prefill workers' hits count.
+    """Checks invariant 6: a restarted gateway routes prompts to the workers that hold them. Decode
+    workers' caches are dropped before each round, so that only prefill workers' hits count.
     """
     gateway = mesh.named("gateway")[0]
     probes = [ask for ask in asks if 64 <= len(ask.prompt) <= _MAX_PROBE_TOKENS][:_NUM_PROBES]

@@ -39,7 +39,9 @@ _MOST = 100_000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft chaos`; returns 0 when all invariants held, 1 when not, 2 when it broke down."""
+    """Runs `weft chaos`; returns 0 when all invariants held, 1 when one did not, 2 when the run
+    itself failed.
+    """
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.only == "ranks" and arguments.tp == 1:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     # SIGTERM ends the mesh like Ctrl-C, so that nothing is left behind.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        if arguments.json is not None:  # An unwritable report is noticed before the run.
+        if arguments.json is not None:  # Fails before the run if the report cannot be written.
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.open("a").close()
         with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _sabotage_all(argv: Sequence[str], console: Console) -> int:
-    """Runs all sabotages, each on a mesh of its own; 0 when each turned its invariant red."""
+    """Runs all sabotages, each on a mesh of its own. Returns 0 if each turned its invariant red."""
     is_noticed: dict[str, bool] = {}
     for name, sabotage in SABOTAGES.items():
         arguments = _parser().parse_args([*argv, "--sabotage", name])
@@ -128,19 +130,15 @@ def mesh_settings(
     device: Sequence[str] = ("cpu",),
     tp: int = 1,
 ) -> UpSettings:
-    """Settings of a mesh in which faults have many effects: few pages, short leases, every prompt
-    shipped.
+    """Settings of a mesh in which faults have many effects: few pages, short leases, and every
+    prompt shipped.
 
     Args:
-        state: The mesh's state folder.
         is_tiny: Whether the mesh serves the tiny model; if not, one of the demo model's size.
-        transport: See `weft up`.
-        gateways: Number of gateways.
         workers: Number of prefill workers, and of decode workers.
         stores: Number of KV stores.
-        draft_dir: Directory of an EAGLE-3 head; without one drafts come from the text so far.
-        device: See `weft up`.
-        tp: Number of ranks of each worker.
+        draft_dir: Directory of an EAGLE-3 head; None: drafts come from the text so far.
+        tp: Ranks of each worker.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
     if tp > 1:

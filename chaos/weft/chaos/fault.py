@@ -25,7 +25,6 @@ _KIND_NAMES = {number: name for name, number in KIND_NUMBERS.items()}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft fault`; returns the exit status."""
     arguments = _parser().parse_args(argv)
     if arguments.action == "points":
         _show_points(Console())
@@ -49,11 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def call_operators(method: str, request: Any, address: str, operators: Operators) -> Any:
-    """Makes one call of AdminService.
-
-    Raises:
-        grpc.aio.AioRpcError: The service does not answer, or refuses.
-    """
+    """Makes one call of AdminService. Raises grpc.aio.AioRpcError."""
     async with operators.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         return await getattr(stub, method)(request, metadata=operators.metadata, timeout=_TIMEOUT_S)

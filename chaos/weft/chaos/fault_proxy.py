@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the proxy until SIGINT or SIGTERM; the exit status.
+    """Runs the proxy until SIGINT or SIGTERM; returns the exit status.
 
     Raises:
         ConfigError: An address is not valid, or the port is taken.
@@ -101,7 +101,7 @@ async def _serve(arguments: argparse.Namespace, host: str, port: int) -> int:
 
 
 def _read(loop: asyncio.AbstractEventLoop, orders: Orders) -> None:
-    """Hands lines of standard input to the loop; its end changes nothing."""
+    """Hands lines of standard input to the loop. The end of the input changes nothing."""
     for line in sys.stdin:
         with contextlib.suppress(RuntimeError):  # The event loop is closed.
             loop.call_soon_threadsafe(orders.obey, line)
@@ -111,9 +111,8 @@ class Orders:
     """Executes commands for a proxy and reports its mode.
 
     Args:
-        proxy: The proxy.
         out: Output for reports.
-        delay_s: Default length of a delay.
+        delay_s: Default delay.
     """
 
     def __init__(self, proxy: FaultProxy, out: TextIO, delay_s: float) -> None:
@@ -122,7 +121,6 @@ class Orders:
         self._delay_s = delay_s
 
     def obey(self, line: str) -> None:
-        """Executes one command."""
         words = line.split()
         if not words:
             return
@@ -138,7 +136,6 @@ class Orders:
             self._say(f"not an order: {line.strip()!r}; give {_ORDERS}")
 
     def _seconds(self, words: list[str]) -> float | None:
-        """Parses a delay in seconds; None: not a number."""
         if not words:
             return self._delay_s
         try:
@@ -161,11 +158,7 @@ class Orders:
 
 
 def _split(name: str, address: str) -> tuple[str, int]:
-    """Host and port of an address.
-
-    Raises:
-        ConfigError: The text is no address.
-    """
+    """Host and port of an address. Raises ConfigError."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or int(port) > 65535 or bracket(host) not in address:

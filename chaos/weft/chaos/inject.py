@@ -1,4 +1,4 @@
-"""Carries out planned faults, and remembers which services they affected and for how long."""
+"""Carries out planned faults. Remembers which services they affected, and for how long."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ _POLL_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Injection:
-    """One fault that was injected, with event loop times."""
+    """One injected fault, in times of the event loop."""
 
     planned: Planned
     names: frozenset[str]
-    """Services that were, or could have been, afflicted."""
+    """Services that the fault affected or could have affected."""
     started_s: float
     ended_s: float | None = None
-    """End of the fault; None: it lasts."""
+    """None: the fault lasts."""
     has_happened: bool = True
-    """Whether the fault took place; a fault point may never have been reached."""
+    """Whether the fault took place. A service may never reach a fault point."""
     num_deaths: int = 0
-    """Deaths of its target before it."""
+    """Deaths of the target before the fault."""
 
     def overlaps(self, names: Collection[str], start_s: float, end_s: float) -> bool:
-        """Whether it may have affected one of the services between the two times."""
+        """Whether the fault may have affected one of the services between the two times."""
         is_over_s = float("inf") if self.ended_s is None else self.ended_s + AFTERMATH_S
         return not self.names.isdisjoint(names) and self.started_s <= end_s and start_s <= is_over_s
 
 
 @dataclass(slots=True)
 class Injector:
-    """Makes faults happen in one mesh, one at a time."""
+    """Carries out faults in one mesh, one at a time."""
 
     mesh: ChaosMesh
     done: list[Injection] = field(default_factory=list)
     _recoveries: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def inject(self, planned: Planned) -> Injection:
-        """Waits until the target can be hit, and hits it; returns when the fault itself is over.
-
-        A killed service may still be starting then.
+        """Waits until the target can be hit, and hits it. Returns when the fault itself is over; a
+        killed service may still be starting then.
 
         Raises:
             MeshNotReady: The target has not recovered from an earlier fault.
@@ -88,22 +87,20 @@ class Injector:
         return injection
 
     async def settle(self) -> None:
-        """Waits until every killed service is back.
-
-        Raises:
-            MeshNotReady: One does not come back.
+        """Waits until every killed service is back. Raises MeshNotReady if one does not come
+        back.
         """
         await asyncio.gather(*self._recoveries)
 
     async def close(self) -> None:
-        """Stops waiting."""
+        """Stops waiting for recoveries."""
         for task in self._recoveries:
             task.cancel()
         await asyncio.gather(*self._recoveries, return_exceptions=True)
 
     def can_hit(self, planned: Planned) -> bool:
-        """Whether all services of the target's role are up, since only one at a time is
-        attacked.
+        """Whether all services of the target's role are up. Only one of them is attacked at a
+        time.
         """
         role = planned.target.partition("-")[0]
         return all(self.mesh.ready(name) is not None for name in self.mesh.named(role))
@@ -113,7 +110,8 @@ class Injector:
         old = mesh.ready(target)
         if not mesh.send(target, planned.part, signal.SIGKILL, planned.rank):
             return False
-        # Until its end is noticed, the service counts as running and could be killed again.
+        # Until the supervisor notices its end, the service counts as running and could be killed
+        # again.
         await mesh.until(
             lambda: mesh.ready(target) is not old, f"{target} does not end", RECOVERY_TIMEOUT_S
         )

@@ -1,4 +1,4 @@
-"""Clients that send requests all the time, and checks of their answers."""
+"""Clients that send requests without pause, and checks of the answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from weft.chaos.requests import ChaosRequest, Pace, Reply, send
 from weft.contract.errors import DeadlineExceeded, PeerUnavailable
 
 LATE_S = 4.0
-"""Seconds after its deadline from which a request counts as late; machines that run chaos are busy.
+"""A request counts as late this many seconds after its deadline. Machines that run chaos are
+busy.
 """
 AFFLICTED_LATE_S = 14.0
 """The same limit for requests whose gateway stood still meanwhile."""
@@ -40,7 +41,7 @@ class Known:
     model: str
     asks: Sequence[ChaosRequest]
     expected: Mapping[int, Reply]
-    """Answers by number of the ask."""
+    """Answers by number of the request."""
 
 
 @dataclass(slots=True)
@@ -48,12 +49,12 @@ class LoadResult:
     """Results of all clients."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """`ok`, `cancelled`, the failure's reason in lower case, or `cut off` by the transport."""
+    """`ok`, `cancelled`, the failure's reason in lower case, or `cut off` (by the transport)."""
     violations: list[Violation] = field(default_factory=list)
     num_resumed: int = 0
-    """Number of answers that more than one owner made."""
+    """Answers to which more than one owner contributed."""
     num_drafted: int = 0
-    """Number of answers with verified drafts, by their timelines."""
+    """Answers with verified drafts, according to their timelines."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Drafted tokens that were accepted."""
@@ -66,7 +67,7 @@ class ChaosLoad:
     Args:
         gateways: host:port by name.
         known: The catalogue.
-        injector: Knows the faults.
+        injector: Knows the current faults.
         seed: Seed of the draws.
     """
 
@@ -83,15 +84,14 @@ class ChaosLoad:
         self._seed = seed
         self._is_over = False
         self._unserved: list[tuple[str, Reply]] = []
-        """Requests that were given up or hung, with their names."""
+        """Requests that hung or ended with an error, with their names."""
         self.result = LoadResult()
 
     async def run(self, num_clients: int) -> None:
-        """Runs clients until `stop`; each ends its last request."""
+        """Runs clients until `stop`. Each completes its last request."""
         await asyncio.gather(*(self._client(number) for number in range(num_clients)))
 
     def stop(self) -> None:
-        """Stops clients from starting anything new."""
         self._is_over = True
 
     async def _client(self, number: int) -> None:
@@ -147,8 +147,8 @@ class ChaosLoad:
         return found
 
     def unserved(self) -> list[Violation]:
-        """What is wrong with requests that were given up or hung; to be called when the mesh is
-        whole again, since only then is it known which workers were on their way out.
+        """Violations by requests that hung or were given up. Call it when the mesh is whole again:
+        only then is it known which workers were about to end.
         """
         found = []
         for name, reply in self._unserved:
@@ -161,10 +161,9 @@ class ChaosLoad:
         return found
 
     def _well_since(self, reply: Reply, seconds: float) -> list[str]:
-        """Decode workers that were there and that no fault affected in the last seconds of a
-        request, so that it should have continued there.
-
-        A worker may end because others' faults have filled its quarantine.
+        """Decode workers that ran, and that no fault affected, in the last seconds of a request, so
+        that it should have continued there. A worker may also end because faults of others have
+        filled its quarantine.
         """
         since_s = reply.ended_s - seconds
         mesh = self._injector.mesh
@@ -187,9 +186,7 @@ class ChaosLoad:
 
 
 def draw_pace(draw: random.Random) -> Pace:
-    """Draws a pace: most clients read everything; some go away, are slow, or have short
-    deadlines.
-    """
+    """Most clients read everything; some go away, are slow, or have short deadlines."""
     salt = draw.choice(_SALTS) if draw.random() < 0.4 else f"{draw.randrange(1 << 62):x}"
     kind = draw.random()
     if kind < 0.1:
@@ -202,7 +199,7 @@ def draw_pace(draw: random.Random) -> Pace:
 
 
 def whole_problem(ask: ChaosRequest, reply: Reply) -> str | None:
-    """Why a finished answer is incomplete: each token index must come exactly once."""
+    """Why a finished answer is incomplete; None: each token index came exactly once."""
     num_tokens = sum(map(len, reply.tokens))
     if not all(reply.reasons):
         return "ended well without the end of every sample"
@@ -218,7 +215,9 @@ def whole_problem(ask: ChaosRequest, reply: Reply) -> str | None:
 
 
 def text_problem(expected: Reply, reply: Reply) -> str | None:
-    """Where an answer, or its received part, differs from the answer without faults."""
+    """Where an answer, or its received part, differs from the answer without faults; None: it is
+    equal.
+    """
     for sample, (wanted, found) in enumerate(zip(expected.tokens, reply.tokens, strict=True)):
         if wanted[: len(found)] != found:
             pairs = zip(wanted, found, strict=False)

@@ -1,4 +1,4 @@
-"""A mesh on this machine with a fault proxy on every link, whose processes can be signalled."""
+"""A mesh on this machine with a fault proxy on every link, whose processes can be sent signals."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ from weft.v1 import (
 )
 
 Part = Literal["whole", "server", "engine", "rank"]
-"""The processes of a service to attack; `rank` is one rank of its engine."""
+"""The processes of a service to attack. `rank` is one rank of its engine."""
 Link = tuple[str, str]
-"""A connection: the dialling role (gateway, decode or worker), and the service that it dials."""
+"""A connection: the dialling role (gateway, decode or worker), and the dialled service."""
 RECOVERY_TIMEOUT_S = 600.0
 """Limit of a recovery, which takes seconds on an idle machine."""
 AFTERMATH_S = 3.0
 """Time after a fault's end until Sessions and channels are open again."""
 FENCE_S = 5.0
-"""Longest time from when a worker refuses requests because of its quarantine until it is gone."""
+"""Longest time between a worker's refusal of requests, because of its quarantine, and its end."""
 _CALL_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 2.0
 
 
 class MeshNotReady(Exception):
-    """A service is not there, or does not answer in time."""
+    """A service does not run, or does not answer in time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Absence:
-    """An interval, in times of the event loop, in which a service did not run."""
+    """An interval in which a service did not run, in times of the event loop."""
 
     name: str
     how: str
-    """How it ended."""
+    """Description of its end."""
     since_s: float
     until_s: float | None = None
-    """When it was ready again; None: it is not."""
+    """When it was ready again; None: it is still away."""
 
     def overlaps(self, start_s: float, end_s: float) -> bool:
-        """Whether the service was away, on its way out or just back, between two times."""
+        """Whether the service was away, about to end or just back between two times."""
         is_over_s = float("inf") if self.until_s is None else self.until_s + AFTERMATH_S
         begins_s = self.since_s - FENCE_S if self.is_last_fence else self.since_s
         return begins_s <= end_s and start_s <= is_over_s
 
     @property
     def is_last_fence(self) -> bool:
-        """Whether it ended because of its quarantine, which faults of others may fill."""
+        """Whether the service ended because of its quarantine, which faults of others may fill."""
         return self.how == describe_status(QUARANTINE_STATUS)
 
 
@@ -94,24 +94,22 @@ class ChaosMesh:
         self._supervisor = supervisor
         self.proxies = proxies
         self.names = names
-        """Names of all services."""
         self.gateways = gateways
-        """host:port by name; clients dial them directly."""
+        """host:port by name. Clients dial them directly."""
         self.logs = logs
         self._metadata = (("authorization", f"Bearer {token}"),)
         self.absences: list[Absence] = []
-        """When services were away, whether that was intended or not."""
+        """When services were away, intended or not."""
 
     @classmethod
     @contextlib.asynccontextmanager
     async def running(
         cls, settings: UpSettings, model_dir: Path, model_name: str
     ) -> AsyncIterator[ChaosMesh]:
-        """A mesh that is ready; everything is gone when the block ends.
+        """A mesh that is ready. Everything is gone when the block ends.
 
         Args:
             settings: Settings of `weft up`, with a state folder and `enable_faults`.
-            model_dir: Directory of the model.
             model_name: Its name in requests.
 
         Raises:
@@ -169,27 +167,19 @@ class ChaosMesh:
         return [name for name in self.names if name.partition("-")[0] == role]
 
     def ready(self, name: str) -> ReadyFile | None:
-        """What a service reported when it became ready; None until then."""
+        """A service's report of its readiness; None while it is not ready."""
         process = self._supervisor.process(name)
         return None if process is None or process.is_gone else process.ready
 
     async def wait_ready(self, name: str, timeout_s: float = RECOVERY_TIMEOUT_S) -> ReadyFile:
-        """Waits until a service is ready and returns what it reported.
-
-        Raises:
-            MeshNotReady: Not in time.
-        """
+        """Raises MeshNotReady if the service is not ready in time."""
         await self.until(lambda: self.ready(name) is not None, f"{name} is not ready", timeout_s)
         found = self.ready(name)
         assert found is not None
         return found
 
     async def until(self, condition: Callable[[], bool], problem: str, timeout_s: float) -> None:
-        """Waits for a condition.
-
-        Raises:
-            MeshNotReady: The condition did not become true; the message says why.
-        """
+        """Waits for a condition. Raises MeshNotReady with `problem` if it does not become true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -197,17 +187,14 @@ class ChaosMesh:
             await asyncio.sleep(0.02)
 
     def num_deaths(self, name: str) -> int:
-        """Number of deaths of a service, intended or not."""
+        """Deaths of a service, intended or not."""
         return sum(absence.name == name for absence in self.absences)
 
     def send(self, name: str, part: Part, number: signal.Signals, rank: int = 0) -> bool:
-        """Sends a signal to processes of a service; False when they are not there.
+        """Sends a signal to processes of a service. False: they do not run.
 
         Args:
-            name: The service.
-            part: Its processes.
-            number: The signal.
-            rank: Which of the engine's ranks, if they are the part.
+            rank: The rank of the engine, if `part` is "rank".
         """
         ready = self.ready(name)
         if ready is None:
@@ -254,7 +241,7 @@ class ChaosMesh:
         )
 
     async def fired(self, name: str, point: str) -> int:
-        """Times that faults at a point of a service have happened. Raises MeshNotReady."""
+        """How often faults at a point of a service have happened. Raises MeshNotReady."""
         answer = await self.admin(name, "ListFaults", admin_pb2.ListFaultsRequest())
         return sum(state.fired for state in answer.faults if state.fault.point == point)
 
@@ -271,7 +258,7 @@ class ChaosMesh:
         return json.loads((await self.admin(name, "DumpState", admin_pb2.DumpStateRequest())).state)
 
     def standstills(self) -> list[str]:
-        """Reports of services that stood still, with time and service."""
+        """Log lines of services that stood still, each with its service."""
         return [
             f"{path.stem}: {line}"
             for path in sorted(self.logs.glob("*.log"))
@@ -301,10 +288,8 @@ class ChaosMesh:
         return all(worker.healthy for worker in fleet.workers)
 
     async def wait_healthy(self, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
-        """Returns once all services are ready and every gateway sees its workers healthy.
-
-        Raises:
-            MeshNotReady: Not in time.
+        """Returns once all services are ready and every gateway sees its workers healthy. Raises
+        MeshNotReady if this takes too long.
         """
         deadline = time.monotonic() + timeout_s
         for name in self.names:
@@ -317,7 +302,7 @@ class ChaosMesh:
 
 
 def _pid_of_rank(engine_pid: int | None, rank: int) -> int | None:
-    """Rank 0 is the engine's process; the others are its children, in their order."""
+    """Rank 0 is the engine's process. The others are its children, in order of rank."""
     if not rank or engine_pid is None:
         return engine_pid
     try:
@@ -328,8 +313,6 @@ def _pid_of_rank(engine_pid: int | None, rank: int) -> int | None:
 
 
 class _Listener(Reporter):
-    """Remembers when services were not there."""
-
     def __init__(self) -> None:
         self.absences: list[Absence] = []
 

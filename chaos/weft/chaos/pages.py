@@ -12,8 +12,6 @@ _CALL_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicePages:
-    """Pages of one worker or store."""
-
     free: int
     cached: int
     used: int
@@ -29,7 +27,7 @@ class ServicePages:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in progress and no page is held for anything."""
+        """Whether no work is in progress and no page is held."""
         return not self.in_work and self.free + self.cached == self.total
 
     def __str__(self) -> str:
@@ -40,11 +38,7 @@ class ServicePages:
 
 
 async def read_pages(channel: grpc.aio.Channel, *, is_store: bool) -> ServicePages:
-    """Asks a worker or a store for its pages.
-
-    Raises:
-        grpc.aio.AioRpcError: The service does not answer.
-    """
+    """Asks a worker or a store for its pages. Raises grpc.aio.AioRpcError."""
     return await (_store_pages(channel) if is_store else _worker_pages(channel))
 
 

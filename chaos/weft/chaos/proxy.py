@@ -18,21 +18,21 @@ READ_BYTES = 64 << 10
 
 
 class Mode(Enum):
-    """What a proxy does with the bytes that it receives."""
+    """Treatment of the bytes that a proxy receives."""
 
     PASS = "pass"
     BLACK_HOLE = "black-hole"
     """Accepts bytes and connections from both sides and delivers nothing."""
     MUTE_SERVER = "mute-server"
-    """Delivers what the client sends and nothing that the server answers."""
+    """Delivers the client's bytes and drops the server's."""
     MUTE_CLIENT = "mute-client"
-    """Delivers what the server sends and nothing of the client."""
+    """Delivers the server's bytes and drops the client's."""
     DELAY = "delay"
     """Delivers everything late, in order."""
     CUT = "cut"
-    """Ends every connection and refuses new ones by ending them at once."""
+    """Ends every connection, and each new one at once."""
     CUT_BEFORE_ACK = "cut-before-ack"
-    """Delivers what the client sends, drops the server's answer to it, then cuts."""
+    """Delivers the client's bytes, drops the server's answer to them, then cuts."""
 
 
 class FaultProxy:
@@ -42,9 +42,8 @@ class FaultProxy:
     and a connection that has lost bytes is ended when the proxy passes again.
 
     Args:
-        target: host:port of the service, which need not be running.
-        host: Address to listen on.
-        port: 0 = any free one.
+        target: host:port of the service, which need not run yet.
+        port: 0: any free port.
 
     Raises:
         OSError: The port is taken.
@@ -64,11 +63,11 @@ class FaultProxy:
 
     @property
     def address(self) -> str:
-        """Address to dial, host:port."""
+        """host:port to dial."""
         return f"{bracket(self._host)}:{self._port}"
 
     async def start(self) -> None:
-        """Begins to accept connections, which wait until then."""
+        """Begins to accept connections. Earlier ones wait until then."""
         self._server = await asyncio.start_server(self._serve, sock=self._socket)
 
     async def close(self) -> None:
@@ -82,12 +81,7 @@ class FaultProxy:
             await self._server.wait_closed()
 
     def set_mode(self, mode: Mode, delay_s: float = 0.0) -> None:
-        """Changes the mode.
-
-        Args:
-            mode: The new one.
-            delay_s: With DELAY, how late bytes are delivered, in seconds.
-        """
+        """Changes the mode. `delay_s` is the delay of bytes in the mode DELAY."""
         self.mode, self.delay_s = mode, delay_s
         for connection in list(self._connections):
             if mode is Mode.CUT or (mode is Mode.PASS and connection.has_lost):
@@ -95,7 +89,7 @@ class FaultProxy:
 
     @contextlib.asynccontextmanager
     async def misbehaving(self, mode: Mode, delay_s: float = 0.0) -> AsyncIterator[None]:
-        """The mode, as long as the block lasts."""
+        """Sets a mode for the duration of the block."""
         self.set_mode(mode, delay_s)
         try:
             yield
@@ -136,7 +130,7 @@ class _Connection:
         """Whether bytes were lost, so that later bytes would make no sense to the receiver."""
 
     async def run(self) -> None:
-        """Passes bytes until both sides have ended or it is cut."""
+        """Passes bytes until both sides have ended or the connection is cut."""
         up = asyncio.create_task(self._pump(self._client[0], self._server[1], is_up=True))
         down = asyncio.create_task(self._pump(self._server[0], self._client[1], is_up=False))
         try:
@@ -149,7 +143,6 @@ class _Connection:
             self.cut()
 
     def cut(self) -> None:
-        """Closes both halves at once."""
         for _, writer in (self._client, self._server):
             writer.transport.abort()
 

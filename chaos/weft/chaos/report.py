@@ -56,7 +56,6 @@ def show(console: Console, plan: ChaosPlan, result: ChaosResult) -> None:
 
 
 def as_json(plan: ChaosPlan, result: ChaosResult, command: str) -> dict[str, Any]:
-    """Converts everything to JSON values."""
     return {
         "command": command,
         "seed": plan.seed,

@@ -19,8 +19,8 @@ NUM_ASKS = 24
 _NUM_CHOICES, BIAS = 3, 100.0
 """Number of tokens of an answer that repeats itself, and the bias of their logits."""
 GRACE_S = 20.0
-"""Seconds beyond its deadline after which a client considers a request lost; more than any request
-may be late.
+"""Seconds after its deadline at which a client considers a request lost; more than any request may
+be late.
 """
 
 
@@ -35,25 +35,25 @@ class ChaosRequest:
     seed: int
     n: int
     stop: str = ""
-    """A stop string; empty = none."""
+    """A stop string; empty: none."""
     choices: tuple[int, ...] = ()
-    """Token ids that the answer may consist of; empty: all. A text of few tokens repeats itself, so
-    that drafts from the text so far are often right.
+    """Token ids that the answer may consist of; empty: all. A text of few different tokens repeats
+    itself, so drafts from the text so far are often right.
     """
 
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """What a client received."""
+    """The part of an answer that a client received."""
 
     tokens: list[list[int]]
-    """Token ids by sample, as received."""
+    """Token ids by sample."""
     texts: list[str]
-    """Text by sample, as received."""
+    """Text by sample."""
     reasons: list[list[int]]
-    """Reported finish reasons of each sample: exactly one, once it has ended."""
+    """Finish reasons of each sample: exactly one, once it has ended."""
     completion_tokens: int | None = None
-    """Number of tokens according to the final usage."""
+    """Tokens according to the final usage."""
     cached_tokens: int = 0
     timeline: common_pb2.Timeline | None = None
     error: WeftError | None = None
@@ -78,19 +78,18 @@ class Pace:
 
     timeout_s: float = 30.0
     cancel_after: int | None = None
-    """Number of messages after which the client goes away."""
+    """Messages after which the client goes away; None: it stays."""
     pause_s: float = 0.0
     """Pause before each message."""
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Requests of the same salt share prefixes."""
+    """Cache salt. Requests of the same salt share prefixes."""
 
 
 def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[ChaosRequest]:
-    """Greedy, seeded and n = 2 requests over prompts of all lengths, some with a stop string, some
-    whose answers repeat themselves; some share their beginning.
+    """Greedy requests, seeded requests and requests of n = 2, over prompts of all lengths. Some
+    have a stop string, some have answers that repeat themselves, and some share their beginning.
 
     Args:
-        seed: Seed of the requests.
         max_prompt_tokens: Length of the longest prompt.
         max_new_tokens: Length of the longest output.
     """
@@ -118,14 +117,7 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ch
 
 
 async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply:
-    """Sends a request and reads its answer, as the pace says; never raises for a failed request.
-
-    Args:
-        address: host:port of a gateway.
-        model: Name of the model.
-        ask: The request to send.
-        pace: How fast the answer is read.
-    """
+    """Sends a request and reads its answer at a pace. A failed request raises nothing."""
     loop = asyncio.get_running_loop()
     reply = Reply(
         tokens=[[] for _ in range(ask.n)],

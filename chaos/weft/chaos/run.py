@@ -39,36 +39,34 @@ INVARIANTS = {
     6: "a restarted gateway is back at its hit rate",
 }
 _CONTENT_EVERY = 5
-"""Number of faults between two checks of the published pages."""
+"""Faults between two checks of the published pages."""
 _MAX_POSTPONED = 64
 _WORK_TIMEOUT_S, _LOOK_EVERY_S = 60.0, 0.05
 _PEACE_TIMEOUT_S = 300.0
-"""Longest duration of the phases without faults, which only a busy machine delays."""
+"""Limit of a phase without faults, which only a busy machine delays."""
 
 
 Only = Literal["transfer", "ranks"]
-"""`transfer`: the hand-over of pages, that is workers, stores and the links between them; `ranks`:
+"""`transfer`: the hand-over of pages, which is workers, stores and the links between them. `ranks`:
 single ranks of workers.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """Plan of a chaos run."""
-
     seed: int
     num_faults: int | None
-    """Number of faults after which the run ends; None: it ends after `minutes`."""
+    """Faults after which the run ends; None: it ends after `minutes`."""
     minutes: float | None
     num_clients: int
     max_prompt_tokens: int
     max_new_tokens: int
     sabotage: str | None = None
-    """Name of a sabotage; None: none."""
+    """Name of a sabotage; None: no sabotage."""
     only: Only | None = None
-    """What is disturbed; None: everything."""
+    """The parts that are disturbed; None: all parts."""
     num_ranks: int = 1
-    """Number of ranks of each worker."""
+    """Ranks of each worker."""
     checks_hit_rate: bool = True
 
 
@@ -81,14 +79,14 @@ class ChaosResult:
     violations: list[Violation] = field(default_factory=list)
     deaths: dict[str, int] = field(default_factory=dict)
     speculated_steps: int = 0
-    """Steps in which drafts were verified, since the decode workers were last started."""
+    """Steps in which drafts were verified, since the last start of the decode workers."""
     standstills: list[str] = field(default_factory=list)
-    """Reports of services that stood still, with or without a fault; see `ChaosMesh`."""
+    """Log lines of services that stood still, with or without a fault."""
     elapsed_s: float = 0.0
 
     @property
     def num_happened(self) -> int:
-        """Faults that took place; a point that was never reached is none."""
+        """Faults that took place. A fault at a point that was never reached did not."""
         return sum(injection.has_happened for injection in self.injections)
 
     @property
@@ -111,15 +109,12 @@ async def run_chaos(
     """Starts a mesh, runs the plan on it and ends it.
 
     Args:
-        plan: The plan of the run.
-        settings: Settings of the mesh.
-        model_dir: Directory of the model.
         model_name: Its name in requests.
-        tell: Hears what happens, a line each.
+        tell: Called with each event, in one line.
 
     Raises:
         ExitedEarly, TimeoutError: The mesh did not start.
-        MeshNotReady: It failed without any fault.
+        MeshNotReady: The mesh failed without any fault.
     """
     started_at = time.monotonic()
     async with ChaosMesh.running(settings, model_dir, model_name) as mesh:
@@ -135,13 +130,12 @@ async def run_chaos(
 async def run_on(
     mesh: ChaosMesh, plan: ChaosPlan, known: Known, tell: Callable[[str], None]
 ) -> ChaosResult:
-    """Runs a plan on a running mesh; afterwards all services run again, unless invariants broke.
+    """Runs a plan on a running mesh. Afterwards all services run again, unless invariants broke.
 
     Args:
         mesh: Started with the settings of `weft chaos`.
-        plan: The plan of the run.
         known: Requests and their answers.
-        tell: Hears what happens, a line each.
+        tell: Called with each event, in one line.
     """
     sabotage = SABOTAGES[plan.sabotage] if plan.sabotage else None
     injector = Injector(mesh)
@@ -175,10 +169,8 @@ async def _speculated_steps(mesh: ChaosMesh) -> int:
 async def answers_in_peace(
     mesh: ChaosMesh, model: str, asks: Sequence[ChaosRequest]
 ) -> dict[int, Reply]:
-    """Returns the answer to each ask, one request at a time and without a fault.
-
-    Raises:
-        MeshNotReady: A request failed.
+    """The answer to each request, one at a time and without a fault. Raises MeshNotReady if one
+    fails.
     """
     address = next(iter(mesh.gateways.values()))
     found: dict[int, Reply] = {}
@@ -227,7 +219,7 @@ async def _inject(
 
 
 async def _wait_for_work(mesh: ChaosMesh, name: str) -> None:
-    """Waits until a worker has requests, for a limited time."""
+    """Waits, for a limited time, until a worker has requests."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_WORK_TIMEOUT_S):
             while True:
@@ -238,7 +230,7 @@ async def _wait_for_work(mesh: ChaosMesh, name: str) -> None:
 
 
 def _next(schedule: Iterator[Planned], postponed: list[Planned], injector: Injector) -> Planned:
-    """The next fault whose target runs; faults of services that restart are postponed."""
+    """The next fault whose target runs. Faults of services that restart are postponed."""
     for planned in postponed:
         if injector.can_hit(planned):
             postponed.remove(planned)
@@ -251,7 +243,7 @@ def _next(schedule: Iterator[Planned], postponed: list[Planned], injector: Injec
 
 
 async def _look_again(plan: ChaosPlan, mesh: ChaosMesh, known: Known) -> list[Violation]:
-    """Runs the checks that follow once the faults are over."""
+    """Runs the checks that follow after the faults."""
     found = await check_pages(mesh)
     found += await check_content(mesh)
     try:

@@ -14,9 +14,9 @@ from weft.contract.faults import FaultSpec
 FaultClass = Literal["kill", "stop", "link", "point"]
 WEIGHTS: Mapping[FaultClass, float] = {"kill": 0.5, "stop": 2, "link": 3, "point": 6}
 RANK_WEIGHTS: Mapping[FaultClass, float] = {"kill": 1, "stop": 1}
-"""Weights of the kinds of faults in runs that attack ranks alone."""
+"""Weights of the kinds of faults in runs that attack only ranks."""
 GATEWAY_STOP = 4.0
-"""Factor on the length of a gateway's stops, so that some outlast the silence that workers
+"""Factor on the length of a gateway's stops, so that some are longer than the silence that workers
 tolerate.
 """
 RANK_TIMEOUT_S = 2.5
@@ -57,13 +57,13 @@ POINTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         **_FILLS_MADE,
     },
 }
-"""Fault points that can be armed in the services of a role."""
+"""Fault points that can be armed, by role."""
 TRANSFER_POINTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "decode": _FILLS_OWNED,
     "prefill": _FILLS_MADE,
     "kvstore": POINTS["kvstore"],
 }
-"""The fault points that a hand-over of pages passes, by role."""
+"""Fault points that a hand-over of pages passes, by role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +77,16 @@ class Planned:
     target: str
     """The service; for a link, the dialled service."""
     hold_s: float
-    """Duration of the fault; for a fault point, how long to wait until it fires."""
+    """Duration of the fault; for a fault point, the longest wait until it fires."""
     part: Part = "whole"
     rank: int = 0
-    """Number of the rank, if the part is one."""
+    """Number of the rank, if `part` is "rank"."""
     link: Link | None = None
     mode: Mode = Mode.PASS
     spec: FaultSpec | None = None
 
     @property
     def label(self) -> str:
-        """A short description."""
         if self.kind == "link":
             assert self.link is not None
             return f"{self.link[0]}->{self.link[1]} {self.mode.value} {self.hold_s:.1f} s"
@@ -99,7 +98,7 @@ class Planned:
 
 
 def transfer_links(links: Sequence[Link]) -> list[Link]:
-    """The links from workers to those that fill their pages."""
+    """The links from workers to the services that fill their pages."""
     fillers = ("prefill", "kvstore")
     return [link for link in links if link[0] != "gateway" and link[1].partition("-")[0] in fillers]
 
@@ -116,13 +115,12 @@ def make_schedule(
     """Generates faults without end.
 
     Args:
-        seed: Seed of all draws.
         names: Services of the mesh.
         links: Links with a proxy.
         weights: Relative frequency of each class.
         points: Fault points by role.
         parts: Parts of workers that are killed or stopped.
-        num_ranks: Number of ranks of each engine.
+        num_ranks: Ranks of each engine.
     """
     draw = random.Random(seed)
     number = 0

@@ -24,18 +24,14 @@ _CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> Path:
-    """Writes a Llama with random float32 weights and a byte-level tokenizer.
+    """Writes a Llama with random float32 weights and a byte-level tokenizer; returns `folder`.
 
     Weights are scaled so that logits differ by far more than rounding: greedy tokens are the same
     in batches of any size.
 
     Args:
-        folder: Folder of the model, created if it is missing.
-        seed: Seed of the weights.
+        folder: Created if it is missing.
         max_context_tokens: Longest prompt plus output.
-
-    Returns:
-        `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -67,8 +63,6 @@ def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> 
 
 
 def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
-    """Random parameters under their Hugging Face names."""
-
     def linear(rows: int, columns: int) -> NDArray[np.float32]:
         return random.standard_normal((rows, columns), np.float32) / np.float32(columns**0.5)
 
@@ -93,11 +87,10 @@ def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> None:
-    """Writes a byte-level tokenizer: specials, the 256 bytes, then pairs of letters.
+    """Writes a byte-level tokenizer: special tokens, the 256 bytes, then pairs of letters.
 
     Args:
-        folder: Folder of the model.
-        vocab_size: Number of tokens, at most 2,963; at least special tokens and bytes.
+        vocab_size: At most 2,963, and at least the special tokens and bytes.
         max_context_tokens: Longest prompt plus output.
     """
     num_pairs = max(0, vocab_size - len(SPECIAL_TOKENS) - 256)

@@ -42,7 +42,6 @@ _STATES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft adapter`; returns the exit status."""
     arguments = _parser().parse_args(argv)
 
     def act(address: str, identity: Identity | None, metadata: Metadata) -> int:
@@ -103,7 +102,7 @@ def _list(
 
 
 def show(console: Console, adapters: Sequence[gateway_pb2.RegisteredAdapter]) -> None:
-    """Prints a table of the adapters and their errors."""
+    """Prints a table of the adapters, and their errors."""
     if not adapters:
         console.print("no adapters; `weft adapter load NAME PATH` loads one", style="dim")
         return

@@ -36,13 +36,11 @@ FURTHER = ("valkey",)
 """Servers outside the mesh, which get a certificate only if they are named."""
 _AUTHORITY_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
-"""Time by which certificates are backdated, for hosts whose clocks are slow."""
+"""Certificates are backdated by this time, for hosts whose clocks are slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A certificate authority."""
-
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
@@ -80,10 +78,8 @@ def make_authority(folder: Path) -> Authority:
 
 
 def read_authority(folder: Path) -> Authority:
-    """Reads the authority of a folder.
-
-    Raises:
-        ConfigError: The authority is damaged, or of a kind that this command does not make.
+    """Raises ConfigError if the folder's authority is damaged, or of a kind that this command does
+    not make.
     """
     try:
         certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
@@ -102,14 +98,11 @@ def issue(
     hosts: Sequence[str] = (),
     lifetime: datetime.timedelta = datetime.timedelta(days=90),
 ) -> None:
-    """Writes a new key and certificate of a service; the old ones are replaced.
+    """Writes a new key and certificate of a service, in place of the old ones.
 
     Args:
-        authority: The authority that signs.
-        folder: Folder for key and certificate.
-        service: Service that the certificate names.
         hosts: DNS names and IP addresses by which clients reach the service.
-        lifetime: Lifetime from now on.
+        lifetime: From now on.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)
@@ -140,7 +133,6 @@ def issue(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft certs`; returns the exit status."""
     arguments = _parser().parse_args(argv)
     folder: Path = arguments.folder
     try:
@@ -220,7 +212,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Replaces a file in one step; keys are never readable by others, not even for a moment."""
+    """Replaces a file in one step. Others cannot read a key, not even for a moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

@@ -15,7 +15,6 @@ from weft.common.rpc.tls import Identity
 from weft.contract.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
-"""Metadata of a call."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
@@ -64,8 +63,8 @@ def add_gateway_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_gateway(arguments: argparse.Namespace) -> tuple[str, Metadata]:
-    """Finds the gateway's address from the flags of `add_gateway_flags`, and the metadata that
-    calls must carry.
+    """The gateway's address by the flags of `add_gateway_flags`, and the metadata that calls must
+    carry.
 
     Raises:
         ConfigError: The token is missing or cannot be read.
@@ -86,16 +85,14 @@ def call_gateway(
     arguments: argparse.Namespace,
     call: Callable[[str, Identity | None, Metadata], int],
 ) -> int:
-    """Runs a command that calls the gateway, and tells why it could not.
+    """Runs a command that calls the gateway, and explains failures on standard error. Returns the
+    exit status.
 
     Args:
         program: Name of the command.
         arguments: With the flags of `add_gateway_flags`.
         call: Takes the gateway's address, the command's identity and the calls' metadata; returns
             the exit status.
-
-    Returns:
-        The exit status.
     """
     address = arguments.address
     try:
@@ -109,7 +106,6 @@ def call_gateway(
 
 
 def add_tls_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--tls-dir`."""
     given = os.environ.get("WEFT_TLS_DIR")
     parser.add_argument(
         "--tls-dir",
@@ -167,7 +163,7 @@ def explain(error: grpc.RpcError, address: str) -> str:
 
 
 def explain_service(error: grpc.RpcError, address: str) -> str:
-    """Explains a failed call of a service in one sentence, starting with the service's name."""
+    """Explains a failed call of a service, to be printed after the service's name."""
     if error.code() == grpc.StatusCode.UNAVAILABLE and not _is_typed(error):
         return f"does not answer at {address}; does the mesh want --tls-dir?"
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not _is_typed(error):

@@ -31,7 +31,7 @@ _TIMEOUT_S = 10.0
 
 
 class Conversation:
-    """A conversation: its messages, and the calls that continue it."""
+    """The messages of a conversation, and the calls that continue it."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Conversation:
         del self._request.messages[self._first :]
 
     def say(self, text: str) -> None:
-        """Sends `text` and writes the answer as it comes; both are remembered.
+        """Sends `text` and writes the answer as it arrives. The conversation remembers both.
 
         Raises:
-            grpc.RpcError: The call failed; then neither is remembered.
+            grpc.RpcError: The call failed, and neither is remembered.
         """
         self._request.messages.add(role="user", content=text)
         pieces: list[str] = []
@@ -94,7 +94,7 @@ class Conversation:
 
 
 def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
-    """Summarises the cost of an answer, from its last message."""
+    """The cost of an answer in one line, from its last message."""
     tokens = last.usage.completion_tokens
     parts = [f"{tokens} tokens", f"{tokens / max(seconds, 1e-9):.0f} tokens/s"]
     timeline = last.timeline
@@ -108,7 +108,8 @@ def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
             known += fill.accepted_tokens
             parts.append(f"{fill.accepted_tokens} from {fill.worker_id}")
     here = timeline.local_prefill_tokens
-    # The last token of a prompt that was filled whole, or what a preemption cost.
+    # Tokens that were computed again: the last one of a prompt that was filled whole, or those
+    # that a preemption cost.
     again = max(0, min(here, known + here - last.usage.prompt_tokens))
     if here > again:
         parts.append(f"{here - again} computed by {timeline.worker_id}")
@@ -118,7 +119,7 @@ def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
 
 
 def first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
-    """Name of the first model of a gateway that generates text.
+    """Name of a gateway's first model that generates text.
 
     Raises:
         ConfigError: There is none.
@@ -127,7 +128,7 @@ def first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
     request = gateway_pb2.ListModelsRequest()
     models = stub.ListModels(request, timeout=_TIMEOUT_S, metadata=api_key_metadata()).models
     for model in models:
-        # Gateways of the last release do not tell the task.
+        # Gateways of the last release do not report the task.
         if model.task in ("", "generate"):
             return model.name
     served = ", ".join(f"{model.name} ({model.task})" for model in models)
@@ -135,7 +136,6 @@ def first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft chat`; returns the exit status."""
     arguments = _parser().parse_args(argv)
     console = Console()
     try:

@@ -22,7 +22,6 @@ Call = Callable[[gateway_pb2_grpc.GatewayServiceStub, argparse.Namespace, Metada
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft drain`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="weft drain",
         description="Takes a worker out of service: it gets no new requests, and waiting ones go "
@@ -84,7 +83,7 @@ def _drain(
 
 
 def _last_of_its_kind(workers: Collection[gateway_pb2.FleetWorker], worker_id: str) -> str:
-    """What the model of a worker is left without; empty: nothing."""
+    """Describes what the model of a worker lacks without it; empty: nothing."""
     drained = next((one for one in workers if one.worker_id == worker_id), None)
     if drained is None or any(
         one.healthy and (one.role, one.model) == (drained.role, drained.model)

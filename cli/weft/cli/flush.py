@@ -17,7 +17,6 @@ _TIMEOUT_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft flush`; returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
         return asyncio.run(_flush_all(find_operators(arguments, arguments.service)))
@@ -38,7 +37,7 @@ async def _flush_all(operators: Operators) -> int:
 
 
 async def _flush(address: str, operators: Operators) -> tuple[int, str]:
-    """Flushes one service; returns the number of pages flushed, and why not if it failed."""
+    """Flushes one service. Returns the number of flushed pages, and the reason of a failure."""
     async with operators.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         try:

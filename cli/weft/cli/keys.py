@@ -24,7 +24,6 @@ DEFAULT_FILE = "api-keys.json"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft keys`; returns the exit status."""
     arguments = _parser().parse_args(argv)
     path: Path = arguments.file
     try:

@@ -13,10 +13,8 @@ from weft.contract.errors import ConfigError
 
 
 class Command(NamedTuple):
-    """A subcommand."""
-
     module: str
-    """Module with `main(argv) -> int`."""
+    """Module with `main(argv) -> int`, whose result is the exit status."""
     summary: str
 
 

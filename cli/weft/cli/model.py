@@ -24,7 +24,6 @@ from weft.contract.errors import ModelError, WeftError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft model`; returns the exit status."""
     arguments = _parser().parse_args(argv)
     out, err = Console(), Console(stderr=True)
     try:
@@ -170,8 +169,8 @@ def _convert(out: Console, err: Console, force: bool) -> int:
 
 
 def _verify(out: Console, err: Console, arguments: argparse.Namespace) -> int:
-    """Digests of all files; the demo model's are compared with those of its conversion, a hub's
-    with what the hub says.
+    """Prints digests of all files. It compares the demo model's with those of its conversion, and a
+    hub's with the hub's checksums.
     """
     model, quantization = arguments.model, arguments.quantization
     is_demo = model == demo.DEMO_NAME
@@ -201,13 +200,13 @@ def _verify(out: Console, err: Console, arguments: argparse.Namespace) -> int:
 
 
 def _check_forms(folder: Path, quantization: str, task: str) -> None:
-    """Checks all but the numbers of the weights: the headers of their files, which tell sizes,
-    names and shapes, the tokenizer, the chat template and the defaults of sampling.
+    """Checks everything but the weights' numbers: the headers of their files (sizes, names,
+    shapes), the tokenizer, the chat template and the defaults of sampling.
 
     Raises:
         ModelError: A file is missing, truncated or malformed, config.json asks for other tensors
             than there are, or the model cannot serve the task.
-        ConfigError: The model cannot be quantised so.
+        ConfigError: The model does not support this quantisation.
     """
     from weft.engine.model.loader import check_weights
     from weft.gateway.text.model_card import load_model_card
@@ -217,7 +216,7 @@ def _check_forms(folder: Path, quantization: str, task: str) -> None:
 
 
 def _fingerprint(quantization: Quantization, dtype: str) -> bytes:
-    """The part of the model's digest that tells how this machine's CPU holds the weights."""
+    """The part of the model's digest that depends on how this machine's CPU holds the weights."""
     import torch
     from weft.engine.model.weights.schemes.registry import scheme_of
 
@@ -225,7 +224,7 @@ def _fingerprint(quantization: Quantization, dtype: str) -> bytes:
 
 
 def _verified_folder(out: Console, model: str) -> Path:
-    """The folder of a model; the files of one from a hub are compared with the hub's checksums."""
+    """The folder of a model. A hub's files are compared with the hub's checksums."""
     folder, name = resolve_model(model), hub.HubName.parse(model)
     for cached in hub.find_cached(name) if name is not None else []:
         if cached.folder != folder:

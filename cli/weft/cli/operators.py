@@ -22,7 +22,7 @@ class Operators(NamedTuple):
     """Operators' ports of some services, and the token for them."""
 
     addresses: Mapping[str, str]
-    """Addresses, host:port, by service name."""
+    """host:port by service name."""
     token: str
     identity: Identity | None = None
     """Identity of the command line; None: the mesh runs without TLS."""
@@ -57,11 +57,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_operators(arguments: argparse.Namespace, names: Sequence[str]) -> Operators:
-    """Finds the services that the flags name.
+    """Finds the services that the flags of `add_flags` name.
 
     Args:
-        arguments: Parsed flags of `add_flags`.
-        names: Services wanted of those in the state folder; none = every one.
+        names: Services wanted of those in the state folder; empty: all.
 
     Raises:
         ConfigError: No mesh runs there, a service is not there, or the token or the certificate
@@ -84,8 +83,7 @@ def find_services(folder: StateFolder, names: Sequence[str]) -> dict[str, str]:
     """Operators' addresses by service name, from the ready files of a mesh.
 
     Args:
-        folder: State folder of the mesh.
-        names: Services wanted; none = all that have such a port.
+        names: Services wanted; empty: all that have such a port.
 
     Raises:
         ConfigError: No mesh runs there, or a service is not there.

@@ -18,33 +18,28 @@ class SteadyOutput(io.TextIOBase):
     """
 
     def write(self, text: str) -> int:
-        """Writes as much as can be written."""
         with contextlib.suppress(OSError):
             sys.stdout.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Passes on what was written, as far as possible."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
 
     def isatty(self) -> bool:
-        """Whether standard output is a terminal."""
         return sys.stdout.isatty()
 
     def fileno(self) -> int:
-        """That of standard output."""
         return sys.stdout.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of standard output."""
         return sys.stdout.encoding
 
 
 def finish_output() -> None:
-    """Writes the buffered output or drops it, since the interpreter would try again at its end and
-    fail.
+    """Writes the buffered output or drops it. Otherwise the interpreter would try again at its end
+    and fail.
     """
     try:
         sys.stdout.flush()

@@ -46,8 +46,6 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of one logged prompt."""
-
     request_id: str
     verdict: Verdict
     detail: str = ""
@@ -57,7 +55,7 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft replay`; 0 if all answers were the same."""
+    """Runs `weft replay`; returns 0 if all answers were the same."""
     arguments = _parser().parse_args(argv)
     try:
         identity = cli_identity(arguments.tls_dir)
@@ -88,8 +86,7 @@ class Replay:
     """Sends logged prompts to a gateway.
 
     Args:
-        channel: Channel to the gateway.
-        concurrency: Requests under way at once, at most.
+        concurrency: Most requests under way at once.
         timeout_s: Time limit of each prompt.
     """
 
@@ -99,11 +96,10 @@ class Replay:
         self._timeout_s = timeout_s
 
     async def run(self, prompts: Sequence[LoggedPrompt], speed: float) -> list[Result]:
-        """Replays all prompts; returns results in their order.
+        """Replays all prompts. Returns results in their order.
 
         Args:
-            prompts: Prompts of the log.
-            speed: 1: at the times of the log, 2: twice as fast; 0: as fast as possible.
+            speed: 1: at the times of the log; 2: twice as fast; 0: as fast as possible.
         """
         if not prompts:
             return []
@@ -159,11 +155,7 @@ class Replay:
 
 
 def to_request(prompt: LoggedPrompt) -> gateway_pb2.CompleteRequest:
-    """A logged prompt as a request.
-
-    Raises:
-        ParseError: The prompt has fields that this version does not know.
-    """
+    """Raises ParseError if the prompt has fields that this version does not know."""
     request = gateway_pb2.CompleteRequest(
         model=prompt.adapter,
         token_ids=common_pb2.TokenIds(ids=prompt.prompt_ids or []),
@@ -177,9 +169,8 @@ def to_request(prompt: LoggedPrompt) -> gateway_pb2.CompleteRequest:
 
 
 def compare(prompt: LoggedPrompt, answers: dict[int, list[int]], reasons: dict[int, str]) -> str:
-    """Describes how an answer differs from the logged one; empty if it does not.
-
-    A sample that had not ended when it was logged is compared as far as the log has it.
+    """Describes how an answer differs from the logged one; empty if it does not. A sample that had
+    not ended when it was logged is compared up to where the log ends.
     """
     for index, sample in enumerate(prompt.samples):
         ids = answers.get(index, [])
@@ -204,7 +195,7 @@ def compare(prompt: LoggedPrompt, answers: dict[int, list[int]], reasons: dict[i
 
 
 def show(console: Console, results: Sequence[Result]) -> None:
-    """Prints the answers that differ, and the sums."""
+    """Prints the answers that differ, and totals."""
     odd = [result for result in results if result.verdict != "same"]
     if odd:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -41,7 +41,7 @@ _TRANSPORTS = {
 _NUMBERS = ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "pages")
 """Columns of numbers: requests, then pages."""
 _FIRST_LEFT_OUT = ("free", "quar.", "fill", "cached", "transport")
-"""Columns left out of a table that is wider than the terminal, in this order."""
+"""Columns to leave out, in this order, if the table is wider than the terminal."""
 
 _ADAPTER_STATES = {
     worker_pb2.ADAPTER_STATE_LOADING: "loading",
@@ -54,7 +54,7 @@ _ADAPTER_STATES = {
 
 @dataclass(slots=True, kw_only=True)
 class PageUsage:
-    """KV pages of one worker."""
+    """KV pages of one worker, by state."""
 
     free: int = 0
     cached: int = 0
@@ -65,17 +65,21 @@ class PageUsage:
 
 @dataclass(slots=True, kw_only=True)
 class StateUsage:
-    """Blocks of recurrent layers of one worker, and which cached pages requests can continue in."""
+    """Blocks of recurrent layers of one worker, and the cached pages from which requests can
+    continue.
+    """
 
     used: int
     cached: int
     total: int
     checkpoint_tokens: int
-    """Most tokens of a prompt from one block that is kept to the next."""
+    """Most tokens of a prompt between two blocks that are kept."""
     prefix_pages: int
     """KV pages in the prefix cache, in use or not."""
     continuable_pages: int
-    """Pages among them from which a request can go on: a block lies behind them or a later page."""
+    """Of these pages, those from which a request can continue: a block belongs to the page or to a
+    later one.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,10 +87,10 @@ class TierStatus:
     """One cache tier of a worker or store."""
 
     name: str
-    """device, host, disk, arena, or store: a KV store as a worker sees it."""
+    """device, host, disk, arena, or store (a KV store as a worker sees it)."""
     held_pages: int = 0
     total_pages: int = 0
-    """Total pages; 0: unknown."""
+    """0: unknown."""
     hit_rate: float | None = None
     """Share of lookups that found the page; None: no lookups yet."""
     load_bytes_per_s: float = 0.0
@@ -100,7 +104,7 @@ class AdapterHeld:
     name: str
     digest: str
     state: str
-    """loading, disk, host, device or failed; unloading: the adapter leaves with its last
+    """loading, disk, host, device or failed; unloading: the worker drops the adapter with its last
     request.
     """
     rank: int = 0
@@ -110,7 +114,7 @@ class AdapterHeld:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker: as the gateway sees it, and as the worker itself reports if it answers."""
+    """One worker as the gateway sees it, with its own report if it answers."""
 
     worker_id: str
     role: str
@@ -118,13 +122,13 @@ class WorkerStatus:
     healthy: bool
     problem: str = ""
     breaker: str = ""
-    """closed, open or half_open: whether the gateway trusts it with requests."""
+    """closed, open or half_open: whether the gateway sends it requests."""
     epoch: str = ""
     model: str = ""
     dtype: str = ""
     weight_format: str = ""
     task: str = ""
-    """What it serves: generate, embed, classify or score."""
+    """generate, embed, classify or score."""
     running_requests: int = 0
     waiting_requests: int = 0
     filling_requests: int = 0
@@ -135,9 +139,10 @@ class WorkerStatus:
     sessions: int = 0
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
-    """Pages pinned for them, cached or used."""
+    """Pages pinned for these sessions, cached or used."""
     prefill_tokens_per_second: float | None = None
-    """Measured; 0: no prompt was computed lately; None: a worker of an older version does not tell.
+    """Measured; 0: no prompt was computed lately; None: a worker of an older version does not
+    report it.
     """
     decode_tokens_per_second: float = 0.0
     transports: list[str] = field(default_factory=list)
@@ -162,16 +167,15 @@ class GatewayStatus:
     held_requests: int
     first_token_s: float | None
     """Seconds that a prompt of 128 tokens would wait for its first token, by the forecast that
-    admission decides by; None: not known.
+    decides admission; None: unknown.
     """
     requests_with_target: int
     requests_within_target: int
     limit_scale: float
-    """Factor applied to rate limits."""
+    """Factor on rate limits."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft status`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="weft status", description=__doc__)
     add_gateway_flags(parser)
     parser.add_argument(
@@ -200,13 +204,14 @@ def main(argv: Sequence[str]) -> int:
 async def read_status(
     address: str, identity: Identity | None, metadata: Metadata
 ) -> tuple[gateway_pb2.GatewayLoad, list[WorkerStatus]]:
-    """Asks the gateway for its workers, and each of them and of their KV stores for its state.
+    """Asks the gateway for its workers, and each worker and KV store for its state.
 
     Returns:
-        The gateway's own load, and the status of all workers and stores.
+        The gateway's own load, and the status of all workers and stores. A worker that does not
+        answer is in the list.
 
     Raises:
-        grpc.aio.AioRpcError: The gateway does not answer. A worker that does not is in the list.
+        grpc.aio.AioRpcError: The gateway does not answer.
     """
     async with open_channel(address, "gateway", identity) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -356,7 +361,6 @@ def _rate(found: int, asked: int) -> float | None:
 
 
 def gateway_status(load: gateway_pb2.GatewayLoad) -> GatewayStatus:
-    """A gateway's load as plain values."""
     has_estimate = load.HasField("first_token")
     return GatewayStatus(
         running_prompts=load.running_prompts,
@@ -370,7 +374,6 @@ def gateway_status(load: gateway_pb2.GatewayLoad) -> GatewayStatus:
 
 
 def describe_load(load: gateway_pb2.GatewayLoad) -> str:
-    """Describes the gateway's own load in one line."""
     parts = [
         f"gateway: {load.running_prompts:,} prompts in work, {load.queued_prompts:,} queued, "
         f"{load.held_requests:,} held"
@@ -407,7 +410,7 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
 
 
 def describe_states(states: StateUsage) -> str:
-    """Describes blocks of recurrent layers, and where requests can continue, in one line."""
+    """One line on blocks of recurrent layers, and where requests can continue."""
     told = (
         f"states: {states.used:,} used and {states.cached:,} cached of {states.total:,} blocks, "
         f"kept at ends of prompts and every {states.checkpoint_tokens:,} tokens; requests can "
@@ -420,7 +423,7 @@ def describe_states(states: StateUsage) -> str:
 
 
 def _worker_table(console: Console, workers: Sequence[WorkerStatus]) -> Table:
-    """Table of the workers, without some columns on a terminal that is too narrow for all."""
+    """Table of the workers. On a narrow terminal it leaves out some columns."""
     names = ["worker", "health", *_NUMBERS, "transport"]
     if len({worker.model for worker in workers if worker.model}) > 1:
         names.append("model")
@@ -447,7 +450,6 @@ def _table_of(names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _tier_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Table of the tiers: pages, hit rate, load bandwidth."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("worker", no_wrap=True)
     table.add_column("tier", no_wrap=True)
@@ -469,7 +471,6 @@ def _tier_table(workers: Sequence[WorkerStatus]) -> Table:
 
 
 def _adapter_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Table of the adapters on each worker, and the requests that use them there."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("worker", "adapter", "content", "state"):
         table.add_column(name, no_wrap=True)

@@ -30,7 +30,6 @@ _TIMEOUT_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft trace`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="weft trace", description=__doc__)
     parser.add_argument(
         "id", help="`id` of the answer (chatcmpl-..., cmpl-...), or a trace id (32 hex digits)"
@@ -73,7 +72,7 @@ def _tell(arguments: argparse.Namespace, found: trace_pb2.ListSpansResponse) -> 
 async def read_spans(
     address: str, wanted: str, identity: Identity | None, metadata: Metadata
 ) -> trace_pb2.ListSpansResponse:
-    """Reads the spans of a request or trace from a gateway and the services behind it.
+    """Reads the spans of a request or trace from a gateway and from the services that it uses.
 
     Raises:
         grpc.aio.AioRpcError: The gateway does not answer.
@@ -158,7 +157,7 @@ def _ms(seconds: float) -> str:
 
 
 def _details(span: trace_pb2.Span) -> str:
-    """The attributes of a span, the failure first."""
+    """The attributes of a span. A failure comes first."""
     values = dict(span.attributes.items())
     words = [say(values[name]) for name, say in _WORDS.items() if values.get(name)]
     if "weft.pages_asked" in values:
@@ -199,4 +198,4 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "weft.sample": lambda sample: f"sample {sample:.0f}",
     "weft.finish_reason": str,
 }
-"""Attributes that are shown, in this order, with their formats."""
+"""Attributes to show, in this order, with their formats."""

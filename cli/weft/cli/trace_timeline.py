@@ -45,7 +45,7 @@ class _Open(NamedTuple):
 
 
 def first_token_pieces(root: SpanNode) -> list[Piece]:
-    """The pieces from the start of a request to its first token, or to its end without one."""
+    """The pieces from the start of a request to its first token, or to its end if it has none."""
     end_s = root.start_s + root.duration_s
     spans = list(_walk(root))
     firsts = [node.start_s for node in spans if node.span.name == _END]
@@ -72,7 +72,9 @@ def _of(node: SpanNode, end_s: float) -> _Open:
 
 
 def _stretches(opened: Sequence[_Open], end_s: float) -> Iterator[tuple[float, float, _Open]]:
-    """The time cut at every begin and end, with the span that each stretch belongs to."""
+    """The time, cut at every begin and end of a span, with the span that each stretch belongs
+    to.
+    """
     cuts = sorted({moment for one in opened for moment in (one.begin_s, one.end_s)})
     last: tuple[float, float, _Open] | None = None
     for begin_s, until_s in itertools.pairwise(cuts):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weft.v1 import trace_pb2
 
 _TOLERANCE_S = 0.001
-"""A child that begins so much before its parent, or after its end, is of another clock."""
+"""If a child begins more than this before its parent, or after its end, their clocks differ."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ def build_trees(spans: Sequence[trace_pb2.Span]) -> list[SpanNode]:
 
     Times of two services are compared only to see whether they are plausible. A child of another
     service that would begin outside its parent is moved to the parent's middle, together with its
-    own children; the delay is then the same in both directions.
+    own children. The delay is then the same in both directions.
     """
     known = {span.span_id for span in spans}
     children: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
@@ -49,7 +49,7 @@ def build_trees(spans: Sequence[trace_pb2.Span]) -> list[SpanNode]:
 def _build(
     span: trace_pb2.Span, children: dict[bytes, list[trace_pb2.Span]], shift_s: float
 ) -> SpanNode:
-    """Builds a subtree; `shift_s` is added to the times of the span's service."""
+    """Builds a subtree. `shift_s` is added to the times of the span's service."""
     node = SpanNode(
         span=span,
         start_s=span.start_time.ToNanoseconds() / 1e9 + shift_s,

@@ -14,7 +14,6 @@ _TIMEOUT_S = 15.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft undrain`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="weft undrain", description="Puts a drained worker back into service."
     )

@@ -31,7 +31,7 @@ class Sabotage:
     targets: tuple[str, ...] = ()
     """Roles that the schedule attacks; empty: all."""
     hits_work: bool = False
-    """Whether each fault waits until its target has requests, since it would otherwise reveal
+    """Whether each fault waits until its target has requests, without which it would reveal
     nothing.
     """
     is_after_restart: bool = False
@@ -132,7 +132,7 @@ async def keep_armed(mesh: ChaosMesh, sabotage: Sabotage) -> None:
 
 
 async def disarm(mesh: ChaosMesh, sabotage: Sabotage) -> None:
-    """Ends a sabotage; the damage that it has done remains."""
+    """Ends a sabotage. The damage that it has done remains."""
     for role, spec in sabotage.armed:
         for name in mesh.named(role):
             with contextlib.suppress(MeshNotReady):

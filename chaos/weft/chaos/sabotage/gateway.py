@@ -1,4 +1,4 @@
-"""What `weft chaos --sabotage` can break in a gateway."""
+"""Breaks a gateway's invariants for `weft chaos --sabotage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `weft chaos --sabotage` can break in a worker."""
+"""Breaks a worker's invariants for `weft chaos --sabotage`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECK = FaultPoint("fill.check", "an owner compares digests: it takes them as eq
 
 
 def install() -> None:
-    """Makes a worker's invariants breakable in this process: its server or its engine."""
+    """Makes a worker's invariants breakable in this process, which is its server or its engine."""
     wrap(PageMemory, "release", LEAK, _leaking)
     wrap(OwnerFills, "_fail", QUARANTINE, _trusting)
     wrap(OwnerFills, "on_digested", CHECK, _believing)

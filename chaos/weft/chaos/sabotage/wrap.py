@@ -1,7 +1,7 @@
 """Sabotages, for `weft chaos --sabotage`: each breaks an invariant, to show that a run detects it.
 
 Product code does not know them. In a process that was started with `--enable-faults` each sabotage
-wraps the method that it breaks; the method works normally until the fault point is armed.
+wraps the method that it breaks. The method works normally until the fault point is armed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from weft.contract.faults import BOARD, FaultPoint
 def wrap(
     owner: type, name: str, point: FaultPoint, broken: Callable[[Callable[..., Any]], Any]
 ) -> None:
-    """Makes a method breakable; at most once in a process.
+    """Makes a method breakable, at most once in a process.
 
     Args:
-        owner: The method's class.
-        name: Name of the method.
         point: Fault point that breaks the method while it is armed; registered here.
         broken: Makes the broken method from the original one. The broken method calls `fire` of the
             point each time that it could break something.

@@ -34,7 +34,7 @@ _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 60.0
 _RETRY_S = 1.0
 _PAGE_MEMBERS = 10
 _STORE_MESSAGES = 4
-"""Messages in which a KV store that has not been asked yet may appear."""
+"""Most messages in which a KV store may appear that the gateway has not asked yet."""
 
 
 class Gateway:
@@ -63,7 +63,6 @@ class Gateway:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft top`; returns the exit status."""
     arguments = _parser().parse_args(argv)
 
     def watch(address: str, identity: Identity | None, metadata: Metadata) -> int:
@@ -81,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> None:
-    """Prints each message as a line, or one whole message."""
+    """Prints each message as a line, or one complete message."""
     picture = MeshPicture()
     num_taken = 0
 
@@ -106,12 +105,11 @@ async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> 
         await gateway.watch(interval_s, take)
         if is_once:
             return
-        # The gateway ends streams of some age; the next one tells its last minutes again.
+        # The gateway ends old streams. The next stream repeats the last minutes.
         await asyncio.sleep(_RETRY_S)
 
 
 async def _print_once(gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
-    """Prints the picture, every line of it."""
     picture = MeshPicture()
     num_taken = 0
 
@@ -126,13 +124,13 @@ async def _print_once(gateway: Gateway, interval_s: float, console: Console, sor
 
 
 def _is_early(message: mesh_pb2.WatchMeshResponse, num_taken: int) -> bool:
-    """Whether the gateway has yet to ask the KV stores: it begins when the first watcher comes."""
+    """Whether the gateway has yet to ask the KV stores, which it does from its first watcher on."""
     stores = (one for one in message.members if one.role == mesh_pb2.MEMBER_ROLE_KVSTORE)
     return num_taken < _STORE_MESSAGES and any(one.problem == NOT_ASKED for one in stores)
 
 
 class _Screen:
-    """The whole terminal until `q` or Ctrl-C."""
+    """Owns the whole terminal until `q` or Ctrl-C."""
 
     def __init__(self, gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
         self._gateway = gateway
@@ -177,7 +175,7 @@ class _Screen:
     async def _watch(self, first: asyncio.Event) -> None:
         def take(message: mesh_pb2.WatchMeshResponse) -> bool:
             if first.is_set() and len(message.points) > 1 and self._state.notice:
-                # A new stream tells everything again.
+                # A new stream repeats everything.
                 self._picture.points.clear()
                 self._picture.ended.clear()
             self._picture.take(message)

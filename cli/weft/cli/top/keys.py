@@ -1,4 +1,4 @@
-"""Keys that are typed while the screen is drawn."""
+"""Reads keys that are typed while the screen is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[5~": "page up", b"\x1b[6~":
 
 
 def split_keys(typed: bytes) -> list[str]:
-    """The keys in what a terminal sent: characters, and up, down, page up, page down. Other escape
+    """The keys in a terminal's bytes: characters, and up, down, page up, page down. Other escape
     sequences are dropped.
     """
     keys: list[str] = []
@@ -34,9 +34,8 @@ def split_keys(typed: bytes) -> list[str]:
 
 @contextlib.contextmanager
 def reading_keys(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Calls `on_key` on the running loop for each key, without waiting for the end of a line.
-
-    Where standard input is no terminal there are no keys.
+    """Calls `on_key` on the running loop for each key, without waiting for the end of a line. If
+    standard input is no terminal there are no keys.
     """
     if not sys.stdin.isatty():
         yield

@@ -1,4 +1,4 @@
-"""What a watcher of a mesh knows: the newest state, and what was sent before."""
+"""The state of a watched mesh: the newest message, and points and requests of earlier ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.v1 import mesh_pb2, mesh_pb2_grpc
 MAX_POINTS = 300
 MAX_ENDED = 200
 _RECENT_POINTS = 15
-"""Points among which the newest latencies are looked for: half a minute."""
+"""Points in which to look for the newest latencies: half a minute."""
 
 _WORKERS = (mesh_pb2.MEMBER_ROLE_PREFILL, mesh_pb2.MEMBER_ROLE_DECODE)
 
@@ -56,12 +56,11 @@ class MeshPicture:
 
     @property
     def members(self) -> Sequence[mesh_pb2.MeshMember]:
-        """All members."""
         return self.newest.members
 
     @property
     def running(self) -> int:
-        """Requests that run on decode workers, those of other gateways too."""
+        """Requests that run on decode workers, through all gateways."""
         return sum(one.running_requests + one.filling_requests for one in self._decode_workers())
 
     @property

@@ -15,7 +15,7 @@ def printable(text: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share in percent; `-` of nothing."""
+    """A share in percent; `-` if `whole` is 0."""
     return f"{part / whole:.0%}" if whole else "-"
 
 
@@ -32,7 +32,7 @@ def describe_latency(name: str, quantiles: mesh_pb2.LatencyQuantiles | None) -> 
 
 
 def problem_of(member: mesh_pb2.MeshMember) -> str:
-    """Why a member is not in service, or how far its start is; empty: it is in service."""
+    """Why a member is not in service, or the progress of its start; empty: it is in service."""
     if not member.HasField("start"):
         return printable(member.problem)
     start = member.start
@@ -41,7 +41,7 @@ def problem_of(member: mesh_pb2.MeshMember) -> str:
 
 
 def problems(picture: MeshPicture, limit: int = _MAX_PROBLEMS) -> list[str]:
-    """A line for each member that is not in service, `limit` at most."""
+    """One line for each member that is not in service, at most `limit` lines."""
     lines = [
         f"{printable(member.member_id)}: {problem_of(member)}"
         for member in picture.members
@@ -52,7 +52,7 @@ def problems(picture: MeshPicture, limit: int = _MAX_PROBLEMS) -> list[str]:
 
 
 def summarise(picture: MeshPicture) -> Text:
-    """Requests, tokens, pages and latency, and who is not in service."""
+    """Requests, tokens, pages and latency, and the members that are not in service."""
     pages = picture.pages
     parts = [
         f"{picture.running:,} running, {picture.waiting:,} waiting",

@@ -43,24 +43,22 @@ SORTS: tuple[Sort, ...] = ("role", "running", "tokens", "used")
 
 @dataclass(slots=True)
 class TopState:
-    """What the keys have chosen."""
+    """The user's choices by keys."""
 
     sort: Sort = "role"
     reverses: bool = False
     first_member: int = 0
-    """Members above the first one shown."""
+    """Number of members above the first one shown."""
     notice: str = ""
-    """Why the picture is not fresh; empty: it is."""
+    """Why the picture is stale; empty: it is fresh."""
 
 
 class TopView:
-    """Draws a picture as the state says, on as many lines as there are.
+    """Draws a picture on as many lines as the terminal has.
 
     Args:
-        picture: What to draw.
-        state: How.
-        title: What is watched.
-        is_whole: Whether all lines are drawn, however many the terminal has.
+        title: Name of the watched mesh.
+        is_whole: Whether to draw all lines, however many the terminal has.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class TopView:
         return lines
 
     def _charts(self, width: int) -> list[Text]:
-        """The last minutes of tokens a second and of first tokens."""
+        """Tokens per second and times to first tokens of the last minutes."""
         points = list(self._picture.points)
         columns = max(0, width // 2 - 25)
         tokens = [point.output_tokens_per_second for point in points]
@@ -170,11 +168,11 @@ class TopView:
 
 
 def chart(values: Sequence[float], columns: int) -> tuple[str, float]:
-    """Draws the newest values as bars, and finds the largest of them.
+    """Draws the newest values as bars. Returns the bars and the largest value.
 
     Args:
         values: Not negative, oldest first.
-        columns: Most bars; further values are left out.
+        columns: Most bars; older values are left out.
     """
     shown = values[-columns:]
     most = max(shown, default=0.0)
@@ -184,12 +182,11 @@ def chart(values: Sequence[float], columns: int) -> tuple[str, float]:
 
 
 def _table(names: Sequence[str], numbers: Sequence[str], longest: int) -> Table:
-    """A table without rows, whose texts are cut so that its numbers are whole.
+    """A table without rows. Its texts are cut so that its numbers are whole.
 
     Args:
-        names: Headings of its columns.
-        numbers: Those that are numbers.
-        longest: Columns that its first text may take.
+        numbers: The names of columns of numbers.
+        longest: Characters that the first column may take.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for at, name in enumerate(names):
@@ -244,8 +241,8 @@ def _state(member: mesh_pb2.MeshMember) -> Text:
 
 
 def _tokens_per_second(member: mesh_pb2.MeshMember) -> float | None:
-    """What a member is for: a decode worker generates, a prefill worker reads prompts. None: it
-    does not tell.
+    """The speed of a member's own task: a decode worker generates, a prefill worker reads prompts.
+    None: it does not report its speed.
     """
     if member.role == mesh_pb2.MEMBER_ROLE_DECODE:
         return member.decode_tokens_per_second

@@ -17,13 +17,11 @@ _TIMEOUT_S = 600.0
 async def load_adapters(
     settings: UpSettings, operators: Operators, tell: Callable[[str], None]
 ) -> None:
-    """Loads the adapters one after the other; adapters that are registered already stay as they
-    are.
+    """Loads the adapters one after another. Adapters that are registered already stay as they are.
 
     Args:
-        settings: Settings with the adapters.
         operators: The operators' port of a gateway.
-        tell: Called for each adapter.
+        tell: Called for each adapter, with a line of text.
 
     Raises:
         AdapterError: An adapter cannot be loaded.

@@ -26,14 +26,14 @@ class _Row:
 
     @property
     def percent(self) -> str:
-        """How much of the phase is done; empty: not known, or it does not start any more."""
+        """Completed part of the phase; empty: unknown, or the service does not start any more."""
         if self.ended_s is not None or not self.total:
             return ""
         return f"{min(100, 100 * self.done // self.total)} %"
 
 
 class Board:
-    """What is shown live, drawn anew several times a second.
+    """The live part of the terminal, drawn several times a second.
 
     Args:
         clock: Returns seconds.
@@ -47,16 +47,14 @@ class Board:
         """The state of the whole mesh in a few lines; None: it has not been ready yet."""
 
     def starting(self, name: str) -> None:
-        """A service was started."""
         self._rows[name] = _Row(self._clock())
 
     def loading(self, name: str, done: int, total: int, what: str) -> None:
-        """Sets the phase of a service that starts, and how much of it is done; total 0: unknown."""
+        """Sets the phase of a starting service, and how much of it is done; total 0: unknown."""
         row = self._rows[name]
         row.state, row.done, row.total = what, done, total
 
     def ready(self, name: str) -> None:
-        """A service serves."""
         row = self._rows[name]
         row.state, row.ended_s = "ready", self._clock()
 
@@ -70,11 +68,10 @@ class Board:
         self._rows.pop(name, None)
 
     def forget_ended(self) -> None:
-        """Drops the lines of services that serve."""
+        """Drops the lines of services that no longer start."""
         self._rows = {name: row for name, row in self._rows.items() if row.ended_s is None}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yields the lines."""
         now = self._clock()
         table = Table.grid(padding=(0, 1), expand=True)
         table.add_column(width=1)

@@ -1,5 +1,5 @@
-"""Refuses workers that could not serve before any of them starts: by their own settings, and by
-what the engine would refuse before it loads weights.
+"""Refuses workers that could not serve, before any of them starts: by their own settings, and by
+the checks that the engine makes before it loads weights.
 """
 
 from __future__ import annotations
@@ -15,13 +15,8 @@ _SERVE = "serve"
 
 
 def check_workers(services: Sequence[ServiceSpec]) -> None:
-    """Refuses workers whose settings do not go with one another, their model or its drafts.
-
-    Args:
-        services: The mesh's, with their command lines.
-
-    Raises:
-        ConfigError: The message names the worker and the setting.
+    """Raises ConfigError, which names the worker and the setting, if a worker's settings do not fit
+    one another, its model or its drafts.
     """
     for spec in services:
         program = spec.command[spec.command.index(_SERVE) + 1 :] if _SERVE in spec.command else ()

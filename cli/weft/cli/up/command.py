@@ -41,7 +41,6 @@ _TAIL_LINES = 25
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft up`; returns the exit status."""
     settings = load_settings(UpSettings, argv)
     require_paths(settings)
     check_flags(settings)
@@ -192,10 +191,8 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
 def _tell_kv_dtype(
     settings: UpSettings, models: Sequence[ModelFolder], reporter: ConsoleReporter
 ) -> None:
-    """Says which models are started without --kv-dtype, since they cannot have it.
-
-    Raises:
-        ConfigError: No model can.
+    """Reports models that start without --kv-dtype because they do not support it. Raises
+    ConfigError if no model supports it.
     """
     without = [f"{model.name} ({model.no_8_bits})" for model in models if model.no_8_bits]
     if settings.kv_dtype == "auto" or not without:

@@ -23,10 +23,9 @@ _STARTING_PER_S, _SERVING_PER_S = 8, 2
 
 
 class ConsoleReporter(Reporter):
-    """Shows services coming up, on a terminal as a live list, and later events as lines.
+    """Shows services as they start, on a terminal as a live list, and later events as lines.
 
     Args:
-        console: Where to.
         is_plain: Whether events are lines on a terminal too.
     """
 
@@ -40,7 +39,9 @@ class ConsoleReporter(Reporter):
 
     @contextlib.contextmanager
     def live(self) -> Iterator[None]:
-        """Live until the mesh begins to end or has failed to start."""
+        """A context in which the list is live, until the mesh begins to end or has failed to
+        start.
+        """
         self._begin()
         try:
             yield
@@ -111,7 +112,7 @@ class ConsoleReporter(Reporter):
         self._line(f"[yellow]{name} {how}")
 
     def notice(self, text: str) -> None:
-        """Shows a notice that is not a failure."""
+        """Shows a notice that is no failure."""
         self._line(f"[yellow]{escape(text)}")
 
     def _line(self, text: str) -> None:
@@ -163,11 +164,11 @@ _FIRST_REQUESTS: dict[Task, tuple[str, dict[str, object]]] = {
     "classify": ("classify", {"input": ["What is a loom?"]}),
     "score": ("rerank", _PAIR),
 }
-"""Path and body of a request of each task."""
+"""Path and body of a first request, by task."""
 
 
 def first_request(plan: MeshPlan) -> str:
-    """A command line that asks the mesh something."""
+    """A command line with which the user can try the mesh."""
     if plan.rest_address is None and plan.first_task == "generate":
         key = "WEFT_API_KEY=KEY " if plan.needs_key else ""
         tls = "" if plan.tls_dir is None else f" --tls-dir {shlex.quote(str(plan.tls_dir))}"

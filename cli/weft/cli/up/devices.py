@@ -7,22 +7,21 @@ from weft.contract.errors import ConfigError
 from weft.engine.base.gpus import check_device
 
 GPUS_A_FILLER = 4
-"""One GPU in this many prefills for the others; decode workers also prefill where that is
+"""One GPU in this many prefills for the others. Decode workers also prefill where that is
 faster.
 """
 
 
 def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
-    """Settings in which `auto` is resolved.
+    """Settings in which the device `auto` is resolved.
 
-    Without GPUs workers run on the CPU. Otherwise they take the GPUs in turn. Without given numbers
-    of workers each GPU gets one: a single GPU a worker for both, since two would only share it; of
-    several GPUs one in `GPUS_A_FILLER`, and at least one, gets a prefill worker, and the rest
-    decode workers.
+    Without GPUs workers run on the CPU. Otherwise they take the GPUs in turn. If no numbers of
+    workers are given, each GPU gets one worker. A single GPU gets a decode worker that also
+    prefills, since two workers would only share it. Of several GPUs one in `GPUS_A_FILLER`, and at
+    least one, gets a prefill worker, and the rest get decode workers.
 
     Args:
-        settings: As given.
-        num_gpus: That workers can use.
+        num_gpus: GPUs that workers can use.
 
     Raises:
         ConfigError: A given device is not there, or a worker of `tp` ranks needs more GPUs.

@@ -17,12 +17,11 @@ _ATTEMPTS = 3
 async def report_exit(
     workers: Mapping[str, str], worker_id: str, epoch: int, identity: Identity | None = None
 ) -> dict[str, int]:
-    """Ends the quarantine of pages that the gone incarnation was filling.
-
-    Call it only when the worker's server and engine are both certainly gone.
+    """Ends the quarantine of pages that a gone incarnation was filling. Call it only when the
+    worker's server and engine are both certainly gone.
 
     Args:
-        workers: host:port of every worker that it may have filled, by name, such as `decode-0`.
+        workers: host:port by name of every worker that it may have filled.
         worker_id: Stable id of the worker or store.
         epoch: Its incarnation that ended.
         identity: Identity of the command line; None: the mesh runs without TLS.

@@ -32,7 +32,7 @@ def check_flags(settings: UpSettings) -> None:
 
 
 def _settings_of(service: str) -> type[Settings]:
-    """Imported when needed: most meshes have no further flags."""
+    """Imports the settings when they are needed: most meshes have no further flags."""
     if service == "prefill":
         from weft.prefill.main import PrefillSettings
 

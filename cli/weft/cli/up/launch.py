@@ -1,4 +1,4 @@
-"""Becomes a service that dies with the process that started it.
+"""Replaces itself by a service that dies with the process that started it.
 
 Run as a script, before anything of Weft is imported: `launch.py PARENT_PID COMMAND...`. The
 parent-death signal is set in the child itself, so that the supervisor, which has threads, need not

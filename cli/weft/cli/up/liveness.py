@@ -1,4 +1,4 @@
-"""Finds services whose process lives but does nothing, such as stalled engines."""
+"""Finds services whose process lives but does no work, such as stalled engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weft.common.rpc.server import LIVENESS
 from weft.common.rpc.tls import Identity
 
 IsAlive = Callable[[str, str], Awaitable[bool]]
-"""Whether the service of this name, at this host:port, is alive."""
+"""Returns whether the service of this name, at this host:port, is alive."""
 
 _LOOKS = 10
-"""Number of checks in the time that a service may be unreachable; each opens a connection."""
+"""Checks in the time that a service may be unreachable. Each opens a connection."""
 _CALL_TIMEOUT_S = 5.0
 
 
@@ -29,7 +29,6 @@ async def wait_stalled(
     says nothing about the service.
 
     Args:
-        is_alive: Asks the service.
         timeout_s: Seconds that the service may be unreachable.
         interval_s: Seconds between checks; None: a tenth of `timeout_s`.
     """
@@ -45,7 +44,7 @@ async def wait_stalled(
 
 
 def health_checker(identity: Identity | None) -> IsAlive:
-    """Asks grpc.health.v1 as a kubelet's liveness probe would; no answer is a no.
+    """Asks grpc.health.v1 as a kubelet's liveness probe would. No answer counts as not alive.
 
     Args:
         identity: Identity of the command line; None: the mesh runs without TLS.

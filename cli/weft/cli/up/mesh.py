@@ -30,27 +30,25 @@ async def run_mesh(
     max_restart_delay_s: float = 30.0,
     ready_timeout_s: float | None = None,
 ) -> None:
-    """Runs the services until SIGINT, SIGTERM or SIGHUP (unless that is ignored, as under nohup); a
-    second signal cuts draining short.
-
-    Returns or raises only when every process is gone.
+    """Runs the services until SIGINT, SIGTERM or SIGHUP (unless it is ignored, as under nohup). A
+    second signal cuts draining short. Returns or raises only when every process is gone.
 
     Args:
-        services: The services to start.
-        reporter: Receives events of the services.
-        report_exit: See `Supervisor`.
+        report_exit: Called for workers that are certainly gone.
         wait_ready: Returns once the mesh as a whole answers.
         on_ready: Called once the mesh is ready.
         stop_grace_s: Time that the services of a phase get at the end.
-        is_alive: See `Supervisor`.
-        stall_timeout_s: See `Supervisor`.
+        is_alive: Returns whether a service is alive; None: running processes are never killed.
+        stall_timeout_s: A service that was not alive for longer is killed; None: never.
         max_restart_delay_s: Longest delay before a service that died soon after its start is
             started again.
-        ready_timeout_s: See `Supervisor`.
+        ready_timeout_s: A service that does not serve within this time of its start is killed;
+            None: never.
 
     Raises:
-        ExitedEarly: A service ended before it was ready for the first time, or was not in time.
-        TimeoutError: From wait_ready.
+        ExitedEarly: A service ended before it was ready for the first time, or was not ready in
+            time.
+        TimeoutError: From `wait_ready`.
     """
     stop, at_once = asyncio.Event(), asyncio.Event()
     supervisor = Supervisor(
@@ -102,7 +100,7 @@ async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event, at_once: asyncio.Event) -> Iterator[None]:
-    """The first signal sets `stop`, the next one `at_once`; signals that come together count as
+    """The first signal sets `stop`, the next one `at_once`. Signals that come together count as
     one.
     """
     loop = asyncio.get_running_loop()

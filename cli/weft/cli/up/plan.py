@@ -26,25 +26,25 @@ WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
 _KEEPERS = frozenset(("draft-width", "tp", "window-pages", "config"))
-"""Flags of workers with which they may keep all pages behind sliding windows."""
+"""Flags of workers with which they may keep all pages of layers with sliding windows."""
 
 
 class Dial(Protocol):
-    """Returns the address to dial to reach a service: its own, or that of a proxy in front."""
+    """Returns the address to dial to reach a service: its own, or that of a proxy in front of
+    it.
+    """
 
     def __call__(self, source: str, target: str, address: str) -> str:
-        """The address to dial, host:port.
-
-        Args:
-            source: The dialling side: gateway, decode, or worker (prefill and decode).
-            target: The service to reach, such as `decode-0`.
-            address: host:port where it listens.
+        """Args:
+        source: The dialling side: gateway, decode, or worker (prefill and decode).
+        target: The service to reach, such as `decode-0`.
+        address: host:port where it listens.
         """
         ...
 
 
 def directly(source: str, target: str, address: str) -> str:
-    """Implements `Dial` without a proxy."""
+    """A `Dial` without proxies."""
     return address
 
 
@@ -61,13 +61,13 @@ class MeshPlan:
     rest_edges: dict[str, str]
     """Addresses of the REST edges for clients on this machine, by name; empty: REST is off."""
     rest_scheme: str
-    """Scheme of the REST edges: http or https."""
+    """http or https."""
     tls_dir: Path | None
     """Folder with the files that clients need for TLS; None: TLS is off."""
     needs_key: bool
     """Whether clients need an API key."""
     worker_addresses: dict[str, str]
-    """Addresses of prefill and decode workers, by id: those that may exchange pages."""
+    """Addresses of prefill and decode workers by id. Any two of them may exchange pages."""
 
     @property
     def grpc_address(self) -> str:
@@ -88,9 +88,9 @@ class ModelFolder(NamedTuple):
     folder: Path
     task: Task = "generate"
     no_8_bits: str = ""
-    """Why its workers cannot keep K and V in 8 bits; empty: they can."""
+    """Reason why its workers cannot keep K and V in 8 bits; empty: they can."""
     has_windows: bool = False
-    """Whether workers that exchange pages can free those behind sliding windows."""
+    """Whether workers that exchange pages can free those that sliding windows have left."""
 
 
 def plan_mesh(
@@ -100,16 +100,14 @@ def plan_mesh(
     rest_binary: Path | None,
     dial: Dial = directly,
 ) -> MeshPlan:
-    """Chooses ports for the workers and makes every command line.
-
-    Each model has workers and stores of its own, numbered through over all models.
+    """Chooses ports for the workers and makes every command line. Each model has workers and stores
+    of its own, numbered over all models.
 
     Args:
-        settings: Settings of the mesh.
         state: Where logs and ready files go.
-        models: The models, at least one.
-        rest_binary: The Go edge; None leaves REST out.
-        dial: Tells what to dial to reach a service.
+        models: At least one.
+        rest_binary: The Go edge; None: no REST.
+        dial: Chooses the address to dial to reach a service.
     """
     counts = {"kvstore": settings.kvstore, "prefill": settings.prefill, "decode": settings.decode}
     ports = free_ports(WORKER_HOST, len(models) * sum(counts.values()))
@@ -169,13 +167,9 @@ def _model_services(
     """Stores and workers of one model.
 
     Args:
-        settings: Settings of the mesh.
-        state: Where logs and ready files go.
-        model: The model.
         names: Names of the services, by role.
         at: Address of each service, by name.
         places: Flags that give a worker its device, by name.
-        dial: Tells what to dial to reach a service.
     """
     stores = names["kvstore"]
     services = [
@@ -205,7 +199,7 @@ def _spec(state: StateFolder, name: str, command: Sequence[str], phase: int) -> 
 
 
 def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
-    """Flags that give each worker its device and, where it is not alone there, its share."""
+    """Flags that give each worker its device and, if workers share a device, its share."""
     names = [
         f"{role}-{index}"
         for role, count in (("prefill", settings.prefill), ("decode", settings.decode))
@@ -271,7 +265,7 @@ def _worker(
         )
         local = settings.local_prefill_max_tokens
         if local is None and not (settings.prefill or settings.kvstore):
-            local = NEVER_SHIP_TOKENS  # There is nobody to ask.
+            local = NEVER_SHIP_TOKENS  # There is no prefill worker to ask.
         command += _flags({"local-prefill-max-tokens": local, "drafter": drafter})
     return command + shlex.split(
         settings.decode_args if role == "decode" else settings.prefill_args
@@ -279,9 +273,9 @@ def _worker(
 
 
 def _frees_windows(settings: UpSettings) -> bool:
-    """Whether all workers free pages behind sliding windows although they exchange pages: nothing
-    that one of them does, as its flags and environment tell, needs all pages. Without prefill
-    workers and KV stores each decides for itself.
+    """Whether all workers free pages that sliding windows have left although they exchange pages:
+    no flag or environment variable of a worker needs all pages. Without prefill workers and KV
+    stores each worker decides by itself.
     """
     if settings.tp > 1 or not (settings.prefill or settings.kvstore):
         return False
@@ -293,8 +287,8 @@ def _frees_windows(settings: UpSettings) -> bool:
 
 
 def _draft_dir(settings: UpSettings, role: str) -> Path | None:
-    """The flag for a draft head goes to all workers, whose pages have its KV; that for a draft
-    model to decode workers.
+    """The flag for a draft head goes to all workers, since their pages have its KV; the flag for a
+    draft model goes to decode workers.
     """
     if settings.draft_dir is None or (settings.drafter == "model" and role != "decode"):
         return None
@@ -363,7 +357,7 @@ def _gateway(
                 or None,
                 "insecure": settings.insecure or None,
                 "ready-grace-s": settings.ready_grace_s,
-                # Beyond this machine the operators' token should not travel with less.
+                # On other addresses the operators' token must not be sent without encryption.
                 "console": "operate" if is_loopback(settings.host) else None,
                 **_common(settings, state),
                 **_tls(settings, "gateway"),
@@ -415,7 +409,7 @@ def _rest_scheme(settings: UpSettings) -> str:
 
 
 def _https(settings: UpSettings) -> dict[str, object]:
-    """Flags for HTTPS: REST clients have no certificates and check the edge's."""
+    """Flags for HTTPS. REST clients have no certificates and check the edge's."""
     if settings.tls_dir is None:
         return {}
     files = files_of(settings.tls_dir, "rest")

@@ -12,7 +12,7 @@ from weft.contract.errors import ConfigError
 _FIRST_PORT = 20_000
 """First port to allocate."""
 _TRIES = 1000
-"""Number of ports to try before the system chooses one."""
+"""Ports to try before the system chooses one."""
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the first and last port that the system gives to outgoing connections."""
 _CLAIMS: list[socket.socket] = []
@@ -20,10 +20,8 @@ _CLAIMS: list[socket.socket] = []
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Checks early that a port is free; the error names its flag.
-
-    Raises:
-        ConfigError: Something listens there, or the address is not this machine's.
+    """Raises ConfigError, which names the port's flag, if something listens there or the address is
+    not this machine's.
     """
     try:
         _bind(host, port).close()
@@ -38,9 +36,8 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Returns different ports that no process listens on now.
-
-    Other processes that choose ports so do not choose these until this one ends.
+    """Chooses different ports that no process listens on now. Other processes that call this
+    function do not choose these ports until this process ends.
 
     Raises:
         ConfigError: The address is not this machine's, or there are no free ports.
@@ -71,9 +68,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def free_run(host: str, count: int) -> int:
-    """Returns the first of so many consecutive ports that no process listens on now.
-
-    Other processes that choose ports so do not choose these until this one ends.
+    """Like `free_ports`, for consecutive ports; returns the first.
 
     Raises:
         ConfigError: The address is not this machine's, or there are no such ports.
@@ -95,11 +90,11 @@ def free_run(host: str, count: int) -> int:
 
 
 def _claim(port: int) -> bool:
-    """Keeps a port from others who choose some: its server listens seconds later, and again after
-    a restart. Returns False if another process, or this one, has chosen it before.
+    """Keeps a port from other callers: its server listens only seconds later, and again after a
+    restart. Returns False if a process, perhaps this one, has claimed it before.
 
-    The claim is an abstract name of a Unix socket: like ports these belong to a network namespace,
-    and they end with the process.
+    The claim is an abstract name of a Unix socket. Such names belong to a network namespace, as
+    ports do, and they end with the process.
     """
     name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -112,7 +107,9 @@ def _claim(port: int) -> bool:
 
 
 def _any_port() -> int:
-    """A port that no outgoing connection takes before its server listens; 0: the system chooses."""
+    """A port that no outgoing connection takes before its server listens; 0: the system must
+    choose.
+    """
     try:
         end = int(_LOCAL_PORTS.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
@@ -124,7 +121,7 @@ def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Like servers: lingering connections of an earlier mesh are no obstacle.
+        # As servers do, so that lingering connections of an earlier mesh are no obstacle.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         bound.listen(1)  # With SO_REUSEADDR, an existing listener is noticed only here.

@@ -21,8 +21,8 @@ _SERVER_GRACE_S = 5.0
 
 
 class ReadyFile(BaseModel):
-    """Content of the file that a service writes once it serves. The last three fields are a
-    worker's.
+    """Content of the file that a service writes once it serves. Only workers set the last three
+    fields.
     """
 
     address: str
@@ -39,7 +39,7 @@ class ServiceSpec:
     """How to start a service; the same for every incarnation."""
 
     name: str
-    """Name unique in the mesh, such as `decode-0`; also a worker's id."""
+    """Unique in the mesh, such as `decode-0`; also a worker's id."""
     command: tuple[str, ...]
     """Command line without --ready-file, which is added."""
     ready_file: Path
@@ -47,7 +47,7 @@ class ServiceSpec:
     stop_phase: int = 0
     """Services of a lower phase are stopped first."""
     tells_health: bool = True
-    """Whether its liveness can be asked for by gRPC."""
+    """Whether it answers questions about its liveness over gRPC."""
 
 
 class ExitedEarly(Exception):
@@ -65,7 +65,7 @@ class NotStarted(ExitedEarly):
 
 
 def describe_status(status: int) -> str:
-    """Exit status in words: as Popen has it, negative for signals."""
+    """Exit status in words. As in Popen, it is negative for signals."""
     if status >= 0:
         return f"ended with status {status}"
     try:
@@ -75,7 +75,9 @@ def describe_status(status: int) -> str:
 
 
 class ProcessWatch:
-    """Tells when a process is gone, whoever its parent is. Immune to reuse of the pid."""
+    """Watches for the end of a process, whoever its parent is. Reuse of the pid does not confuse
+    it.
+    """
 
     def __init__(self, pid: int) -> None:
         """Begins to watch; needs a running loop.
@@ -93,23 +95,21 @@ class ProcessWatch:
         self.gone.set()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal; nothing happens when the process is gone."""
+        """Sends a signal. Does nothing if the process is gone."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, number)
 
     def close(self) -> None:
-        """Stops watching."""
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
 
 
 class ServiceProcess:
-    """A started service, which is reaped automatically when it ends."""
+    """A started service, which is reaped when it ends."""
 
     def __init__(self, spec: ServiceSpec) -> None:
-        """Starts the process; needs a running loop and the main thread.
-
-        The parent-death signal is tied to the forking thread, so that thread must live on.
+        """Starts the process. Needs a running loop and the main thread: the parent-death signal is
+        tied to the forking thread, so that thread must live on.
 
         Raises:
             NotStarted: There is no process.
@@ -131,7 +131,6 @@ class ServiceProcess:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._started_at_s
 
     @property
@@ -143,8 +142,8 @@ class ServiceProcess:
         """Waits for the ready file and returns its content.
 
         Args:
-            on_progress: Called with (done, total, what) of the phase of a worker's start; total 0:
-                not known.
+            on_progress: Called with (done, total, description) of a phase of a worker's start;
+                total 0: unknown.
 
         Raises:
             ExitedEarly: The process ended first.
@@ -161,7 +160,6 @@ class ServiceProcess:
 
     async def gone(self) -> int:
         """Waits until both the server and its engine are certainly gone; returns the exit status.
-
         When one of them ends, the other is killed: the engine at once, the server after a grace
         period, since it ends by itself.
         """
@@ -219,7 +217,7 @@ class ServiceProcess:
 
 
 def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
-    """Starts and watches a service's process; creates its folders again if they were removed."""
+    """Starts and watches a service's process. Makes its folders again if they were removed."""
     for folder in (spec.log_file.parent, spec.ready_file.parent):
         folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
@@ -241,7 +239,9 @@ def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
 
 
 def read_progress(file: Path) -> tuple[int, int, str] | None:
-    """The line `done total what` that a worker keeps beside its ready file while it loads."""
+    """Reads the line `done total what` that a worker keeps beside its ready file while it loads;
+    None: there is no line yet.
+    """
     try:
         done, total, what = file.read_text().split(maxsplit=2)
         return int(done), int(total), what.strip()

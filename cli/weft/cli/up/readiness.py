@@ -27,16 +27,15 @@ async def wait_for_mesh(
     identity: Identity | None = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Returns once `/readyz` says 200, or without REST once the gateway itself says so.
-
-    The mesh answers with one worker of each kind; the other workers get some seconds more.
+    """Returns once `/readyz` says 200, or without REST once the gateway itself is ready. The mesh
+    answers with one worker of each kind; the other workers get some seconds more.
 
     Args:
         grpc_address: Address of a gateway.
         rest_url: Scheme and address of its REST edge; None: there is none.
         timeout_s: Longest wait.
         identity: Identity of the command line; None: the mesh runs without TLS.
-        notice: Called from time to time with what is still missing.
+        notice: Called from time to time with the parts that are still missing.
 
     Raises:
         TimeoutError: The mesh was not ready in time; the message has the last answer.
@@ -58,7 +57,7 @@ async def wait_for_mesh(
 async def wait_for_workers(
     grpc_address: str, timeout_s: float, identity: Identity | None = None
 ) -> None:
-    """Returns once a gateway sees all workers, healthy, or after `timeout_s`."""
+    """Returns once a gateway sees all workers healthy, or after `timeout_s`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     async with open_channel(grpc_address, "gateway", identity) as channel:

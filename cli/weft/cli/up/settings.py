@@ -211,10 +211,10 @@ class UpSettings(Settings):
         return self
 
     def parse_adapter(self, text: str) -> tuple[str, str, str]:
-        """Model (empty = the only one), name and folder of one of `adapter`.
+        """Splits one of `adapter` into model (empty: the only one), name and folder.
 
         Raises:
-            ValueError: It is not such a text.
+            ValueError: The text has another form.
         """
         whole, _, path = text.partition("=")
         model, _, name = whole.rpartition(":")
@@ -222,7 +222,7 @@ class UpSettings(Settings):
             raise ValueError(f"--adapter {text}: give NAME=PATH")
         folder = Path(path)
         if self.adapter_root is not None and folder.is_absolute():
-            # A shell completes whole paths, but the path in the root counts.
+            # A shell completes absolute paths, but adapters are named by their path in the root.
             try:
                 folder = folder.relative_to(self.adapter_root.absolute())
             except ValueError:
@@ -288,6 +288,5 @@ class UpSettings(Settings):
 
 
 def default_state_folder(grpc_port: int) -> Path:
-    """Default folder of a mesh's state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "weft" / f"mesh-{grpc_port}"

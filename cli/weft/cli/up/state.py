@@ -15,13 +15,11 @@ from weft.contract.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StateFolder:
-    """Paths below the state folder."""
-
     root: Path
 
     @property
     def logs(self) -> Path:
-        """Folder of the logs of the latest mesh, one per service."""
+        """Logs of the latest mesh, one per service."""
         return self.root / "logs"
 
     @property
@@ -31,7 +29,7 @@ class StateFolder:
 
     @property
     def crashes(self) -> Path:
-        """Dumps of engines that stalled or died; they outlive the mesh."""
+        """Dumps of engines that stalled or died. They outlive the mesh."""
         return self.root / "crashes"
 
     @property
@@ -42,7 +40,7 @@ class StateFolder:
 
 @contextlib.contextmanager
 def locked_state_folder(root: Path) -> Iterator[StateFolder]:
-    """Makes the folder and holds it for one mesh; logs of the one before are dropped.
+    """Makes the folder and locks it for one mesh. Drops the logs of the mesh before.
 
     Raises:
         ConfigError: Another mesh uses the folder, or it cannot be created.

@@ -23,14 +23,13 @@ _RETRY_S = 1.0
 async def keep_summary(
     state: StateFolder, gateway: str, identity: Identity | None, show: Callable[[Text], None]
 ) -> None:
-    """Shows what a gateway streams about its mesh, until cancelled.
+    """Shows the state that a gateway streams about its mesh, until cancelled.
 
-    The operators' port is asked, since the main port may want an API key. A gateway that ends is
+    It asks the operators' port, since the main port may want an API key. If the gateway ends, it is
     asked again once it is back, perhaps at another operators' port.
 
     Args:
-        state: State folder of the mesh.
-        gateway: Name of the gateway that is asked.
+        gateway: Name of the gateway.
         identity: Identity of the command line; None: the mesh runs without TLS.
         show: Called with each summary.
     """

@@ -1,4 +1,4 @@
-"""Starts services, restarts those that die, stops them in order."""
+"""Starts services, restarts those that die, and stops them in order."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _KILL_MARGIN_S = 2.0
 
 
 class Reporter:
-    """Receives events of the services; subclasses tell of those that they care about."""
+    """Receives events of the services. Subclasses override those that they report."""
 
     def starting(self, name: str) -> None:
         """Called when a process was started."""
 
     def loading(self, name: str, done: int, total: int, what: str) -> None:
-        """Called with the progress of a phase of the start, such as loading the model; total 0: not
-        known.
+        """Called with the progress of a phase of the start, such as loading the model; total 0:
+        unknown.
         """
 
     def ready(self, name: str, seconds: float) -> None:
-        """Called when a service serves, this long after its start."""
+        """Called when a service serves, `seconds` after its start."""
 
     def died(self, name: str, how: str) -> None:
-        """Called when a process ended without being told to."""
+        """Called when a process ended without an order."""
 
     def stalled(self, name: str, seconds: float) -> None:
-        """Called when a service was not alive for this long and is killed, to be restarted."""
+        """Called when a service was not alive for so long that it is killed, to be restarted."""
 
     def restarting(self, name: str, delay_s: float) -> None:
         """Called when a service will be restarted after a delay."""
@@ -51,16 +51,16 @@ class Reporter:
         """Called when a service ended before it was ready for the first time."""
 
     def stopping(self, grace_s: float) -> None:
-        """Called when a signal ends the mesh; running requests have so long."""
+        """Called when a signal ends the mesh. Running requests have `grace_s` to end."""
 
     def killed(self, name: str, *, is_late: bool) -> None:
-        """Called when a process was killed: `is_late` as it did not stop in time, else since the
-        end was to come at once.
+        """Called when a process was killed. `is_late`: it did not stop in time; else the user asked
+        to end at once.
         """
 
 
 class RestartBackoff:
-    """Delays between restarts, with jitter: each death soon after a start doubles the delay."""
+    """Delays between restarts, with jitter. Each death soon after a start doubles the delay."""
 
     def __init__(self, first_s: float = 0.5, most_s: float = 30.0, calm_s: float = 60.0) -> None:
         """A service that ran for `calm_s` begins again at `first_s`."""
@@ -80,10 +80,8 @@ class Supervisor:
     """Owns the child processes of a mesh, from `start` to `stop`.
 
     Args:
-        specs: The services to start.
-        reporter: Receives events of the services.
         report_exit: Called for workers that are certainly gone.
-        make_backoff: Delays of one service's restarts.
+        make_backoff: Makes the delays of one service's restarts.
         is_alive: Returns whether a service is alive; None: running processes are never killed.
         stall_timeout_s: A service that was not alive for longer is killed; None: never.
         ready_timeout_s: A service that does not serve within this time of its start is killed;
@@ -115,11 +113,11 @@ class Supervisor:
         return self._running.get(name)
 
     async def start(self) -> None:
-        """Starts everything at once and returns when all are ready.
+        """Starts everything at once and returns when all services are ready.
 
         Raises:
-            ExitedEarly: A service ended before it was ready, or was not in time; `stop` is still
-                to be called.
+            ExitedEarly: A service ended before it was ready, or was not ready in time. The caller
+                must still call `stop`.
         """
         ready = [asyncio.create_task(self._start(spec)) for spec in self._specs]
         try:
@@ -149,7 +147,7 @@ class Supervisor:
         self._reporter.ready(spec.name, process.uptime_s)
 
     async def watch(self) -> None:
-        """Restarts what dies; runs until it is cancelled."""
+        """Restarts services that die; runs until it is cancelled."""
         tasks = [asyncio.create_task(self._keep_alive(spec)) for spec in self._specs]
         try:
             await asyncio.gather(*tasks)
@@ -175,7 +173,7 @@ class Supervisor:
                 self._reporter.died(spec.name, error.how)
 
     async def _until_gone(self, process: ServiceProcess) -> int:
-        """Waits for a service's end and returns its exit status; kills it first if it stalls for
+        """Waits for a service's end and returns its exit status. Kills it first if it stalls for
         too long.
         """
         stalling = asyncio.create_task(self._kill_stalled(process))
@@ -190,7 +188,7 @@ class Supervisor:
             return
         await wait_stalled(partial(ask, process.spec.name, ready.address), timeout_s)
         self._reporter.stalled(process.spec.name, timeout_s)
-        # SIGKILL, since on SIGTERM the service would drain and wait for its stalled engine.
+        # SIGKILL: on SIGTERM the service would drain and wait for its stalled engine.
         process.kill()
 
     async def _tell(self, process: ServiceProcess) -> None:
@@ -203,7 +201,7 @@ class Supervisor:
         """Stops everything, phase by phase, and returns when every process is gone.
 
         Args:
-            grace_s: Time that each phase has before it is killed.
+            grace_s: Time that each phase has before its processes are killed.
             at_once: When set, the remaining processes are killed at once.
         """
         for phase in sorted({spec.stop_phase for spec in self._specs}):
