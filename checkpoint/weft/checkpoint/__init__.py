@@ -1,1 +1,1 @@
-"""What lies in a directory of a model or an adapter: configurations, names, digests. No torch."""
+"""What the files of models and adapters say: configurations, names, digests. No torch."""

@@ -1,6 +1,6 @@
-"""Architecture names to classes, imported when first needed.
+"""Architecture names to classes, which are imported when first needed.
 
-Nothing here imports torch before a class is asked for: services read configurations too.
+No module here imports torch before a class is asked for, since services read configurations too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.checkpoint.refused import unsupported
 from weft.contract.errors import ModelError
 
 ENTRY_POINT_GROUP = "weft.models"
-"""Entry-point group in which other distributions register architectures: name = architecture, value
+"""Entry-point group in which other distributions register architectures; name = architecture, value
 = module:class.
 """
 
@@ -147,15 +147,16 @@ _FAMILIES = {
     "XGLMForCausalLM": ("gpt", "read_xglm"),
     "YoutuForCausalLM": ("deepseek", "read_youtu"),
 }
-"""Architectures made of `weft.checkpoint.parts`: modules of
-`weft.checkpoint.families`, and the functions that read their configurations.
+"""For architectures made of `weft.checkpoint.parts`: the module of `weft.checkpoint.families` and
+the function that reads their configuration.
 """
 _OF_PARTS = ("weft.engine.model.archs.decoder", "Decoder")
 
 
 HEADLESS, CLASSIFIER, LANGUAGE_MODEL = "Model", "ForSequenceClassification", "ForCausalLM"
-"""Ends of the names of a decoder's architectures: without a head, with one that gives classes, and
-with an LM head."""
+"""Ends of the names of a decoder's architectures: without a head, with a classification head, and
+with an LM head.
+"""
 _BERT = ("weft.engine.model.archs.bert", "BertModel")
 _STEMS = {
     **dict.fromkeys(
@@ -185,19 +186,19 @@ _BIDIRECTIONAL = {
     "LlamaBidirectionalForSequenceClassification": "LlamaForCausalLM",
     "LlamaBidirectionalModel": "LlamaForCausalLM",
 }
-"""Decoders whose tokens see those behind them too, and the names of the same ones that do not."""
+"""Bidirectional decoders, and the causal decoder with the same layers."""
 _TEXT_MODELS = {
     **dict.fromkeys(
         ("Gemma3TextModel", "Gemma3TextForSequenceClassification"), "Gemma3ForCausalLM"
     ),
     **dict.fromkeys(("GPT2Model", "GPT2ForSequenceClassification"), "GPT2LMHeadModel"),
 }
-"""Decoders without an LM head whose names tell so in another way."""
+"""Decoders without an LM head whose names have other ends."""
 
 
 def is_bidirectional(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model whose tokens see those behind them too: an encoder, or a
-    decoder that was trained so.
+    """Whether a config.json is of a bidirectional model: an encoder, or a decoder that was trained
+    so.
     """
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
@@ -207,8 +208,8 @@ def is_bidirectional(raw: Mapping[str, Any]) -> bool:
 
 
 def encoder_stem(architecture: str) -> str:
-    """The first part of an encoder's name, which tells its kind; empty: it is no encoder, whose
-    tokens see those behind them too.
+    """The first part of an encoder's name, which tells its kind; empty: the architecture is no
+    encoder.
     """
     ends = (end for end in _ENCODER_ENDS if architecture.endswith(end))
     stems = (architecture.removesuffix(end) for end in ends)
@@ -216,7 +217,7 @@ def encoder_stem(architecture: str) -> str:
 
 
 def is_headless(architecture: str) -> bool:
-    """Whether an architecture's name is of a model without a head; GPT-2's with an LM head ends in
+    """Whether an architecture has no head, by its name. The name of GPT-2 with an LM head ends in
     the same word.
     """
     return architecture.endswith(HEADLESS) and not architecture.endswith("LMHeadModel")
@@ -234,13 +235,12 @@ def language_model_name(architecture: str) -> str:
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Names that there are classes for, sorted."""
     points = (point.name for point in _entry_points())
     return tuple(sorted({*_LOCATIONS, *_FAMILIES, *points}))
 
 
 def check_architecture(architecture: str) -> None:
-    """Raises ModelError for an architecture that no class implements; imports none."""
+    """Raises ModelError for an architecture that no class implements; imports no class."""
     if language_model_name(architecture) not in supported_architectures():
         raise unsupported(architecture, supported_architectures())
 
@@ -249,7 +249,7 @@ def load_class(architecture: str) -> Any:
     """The class that implements `architectures[0]` of a Hugging Face configuration.
 
     Raises:
-        ModelError: No such architecture, or its module cannot be imported.
+        ModelError: The architecture is unknown, or its module cannot be imported.
     """
     name = language_model_name(architecture)
     location = _OF_PARTS if name in _FAMILIES else _LOCATIONS.get(name)
@@ -263,11 +263,11 @@ def load_class(architecture: str) -> Any:
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
-    """The function that reads config.json in place of `ModelConfig`: that of a family, of encoders,
-    or of a class from another distribution; None: there is none.
+    """The function that reads config.json in place of `ModelConfig`, for a family, for encoders, or
+    for a class from another distribution; None: `ModelConfig` reads it.
 
     Raises:
-        ModelError: No such architecture, or its module cannot be imported.
+        ModelError: The architecture is unknown, or its module cannot be imported.
     """
     if language_model_name(architecture) in _BUILT_IN:
         return None

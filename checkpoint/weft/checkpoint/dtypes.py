@@ -15,14 +15,12 @@ _FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_dtype(dtype: str, device: str = "cpu", quantization: Quantization | None = None) -> str:
-    """Resolves `auto`: bfloat16 on CUDA and where the CPU multiplies it fast, else float32.
+    """Resolves `auto`: bfloat16 on CUDA and on CPUs that multiply it fast, else float32.
 
-    int8 weights make it bfloat16 on every CPU: there their products are of integers.
+    With int8 weights it is bfloat16 on every CPU, since their products are of integers there.
 
     Args:
-        dtype: auto or one of `DTYPES`.
-        device: A torch device such as cpu or cuda:1.
-        quantization: Of the model's products; None: they are floats.
+        quantization: Of the model's products; None: floats.
 
     Raises:
         ConfigError: Unknown dtype, or one that this device has no kernels for.

@@ -1,7 +1,4 @@
-"""The `config.json` of an EAGLE-3 head, checked against the model it drafts for.
-
-Pure Python, as `weft.checkpoint.config`.
-"""
+"""The `config.json` of an EAGLE-3 head, checked against the model it drafts for. Pure Python."""
 
 from __future__ import annotations
 
@@ -27,15 +24,15 @@ class Eagle3Config(HeadConfig):
     """Tokens of the target that the head can propose."""
     target_hidden_size: int
     aux_layers: tuple[int, ...]
-    """Layers of the target whose input the head sees; empty: `default_aux_layers`."""
+    """Layers of the target whose input the head reads; empty: `default_aux_layers`."""
 
     @classmethod
     def load(cls, draft_dir: Path) -> Eagle3Config:
         """Reads `config.json` of a directory.
 
         Raises:
-            ModelError: The file is missing or malformed, or of a head that is not supported; the
-                message names the field.
+            ModelError: The file is missing, malformed or not supported; the message names the
+                field.
         """
         fields = Fields(read_json_file(draft_dir / "config.json"), str(draft_dir))
         if kind_of(fields) != "eagle3":
@@ -53,7 +50,7 @@ class Eagle3Config(HeadConfig):
         return config
 
     def check_target(self, target: ModelConfig, where: Path) -> None:
-        """Refuses a target that the head was not made for; see `HeadConfig.check_sizes`."""
+        """Refuses a target that the head was not made for, as `HeadConfig.check_sizes` does."""
         self.check_sizes(target, where, ("target_hidden_size", self.target_hidden_size))
         bad = [layer for layer in self.layers_of(target) if not 0 <= layer < target.num_layers]
         if bad:
@@ -64,7 +61,7 @@ class Eagle3Config(HeadConfig):
             )
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
-        """The layers of `target`, from 0, whose input the head sees, in the order of `fc`."""
+        """Indices of the layers of `target` whose input the head reads, in the order of `fc`."""
         return self.aux_layers or default_aux_layers(target.num_layers)
 
     def fingerprint(self) -> bytes:
@@ -73,23 +70,22 @@ class Eagle3Config(HeadConfig):
 
 
 def load_head_config(draft_dir: Path) -> EagleConfig | Eagle3Config:
-    """Reads `config.json` of a head of any kind.
-
-    Raises:
-        ModelError: As `Eagle3Config.load`.
+    """Reads `config.json` of an EAGLE head of any kind; raises the errors of
+    `Eagle3Config.load`.
     """
     kind = EagleConfig if head_kind(draft_dir) == "eagle" else Eagle3Config
     return kind.load(draft_dir)
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers of a target whose hidden states a head reads by default, if its file does not say."""
+    """Layers of a target whose hidden states a head reads if its file does not say."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def _aux_layers(fields: Fields) -> tuple[int, ...]:
-    """vLLM's field names the layers that the states enter; the one in `eagle_config`, as SGLang and
-    TensorRT-LLM read it, those that they leave."""
+    """vLLM's field names the layers that the states enter. The field in `eagle_config`, as SGLang
+    and TensorRT-LLM read it, names the layers that they leave.
+    """
     entered = fields.indices(_AUX_FIELD)
     left = fields.section("eagle_config").indices(_AUX_FIELD)
     layers = entered or tuple(layer + 1 for layer in left)

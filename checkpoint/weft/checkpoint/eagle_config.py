@@ -1,7 +1,4 @@
-"""The `config.json` of an EAGLE-1 or EAGLE-2 head, checked against its target.
-
-Pure Python, as `weft.checkpoint.config`.
-"""
+"""The `config.json` of an EAGLE-1 or EAGLE-2 head, checked against its target. Pure Python."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ class EagleConfig(HeadConfig):
         """Reads `config.json` of a directory.
 
         Raises:
-            ModelError: The file is missing or malformed, or of a head that is not supported; the
-                message names the field.
+            ModelError: The file is missing, malformed or not supported; the message names the
+                field.
         """
         return cls(**read_layer(eagle_fields(draft_dir)))
 
     def check_target(self, target: ModelConfig, where: Path) -> None:
-        """Refuses a target that the head was not made for; see `HeadConfig.check_sizes`."""
+        """Refuses a target that the head was not made for, as `HeadConfig.check_sizes` does."""
         self.check_sizes(target, where, ("hidden_size", self.hidden_size))
 
     def fingerprint(self) -> bytes:
@@ -39,11 +36,11 @@ class EagleConfig(HeadConfig):
 
 
 def eagle_fields(draft_dir: Path) -> Fields:
-    """The fields of a head's `config.json`; some keep them one level deeper, in `model`."""
+    """The fields of a head's `config.json`; some files keep them one level deeper, in `model`."""
     fields = Fields(read_json_file(draft_dir / "config.json"), str(draft_dir))
     return fields.section("model") if fields.get("model_type") == "eagle" else fields
 
 
 def head_kind(draft_dir: Path) -> HeadKind:
-    """Kind of draft head in a directory; see `kind_of`."""
+    """Kind of draft head in a directory, as from `kind_of`."""
     return kind_of(eagle_fields(draft_dir))

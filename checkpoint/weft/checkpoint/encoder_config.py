@@ -21,7 +21,7 @@ from weft.checkpoint.rotary_encoders import (
 )
 
 BODIES = ("bert", "roberta", "new", "gte", "nomic_bert")
-"""Prefixes of the names of an encoder's tensors, in files that also have a head."""
+"""Prefixes of the names of an encoder's tensors, in files that also contain a head."""
 _GLOBAL_THETA, _LOCAL_THETA = 160_000.0, 10_000.0
 
 
@@ -36,21 +36,21 @@ class EncoderConfig(ModelConfig):
     num_token_types: int = 0
     """Kinds of texts in a pair that have an embedding; 0: none."""
     position_offset: int = 0
-    """Number of the first position in the table of positions."""
+    """Row of the first position in the table of positions."""
     positions: Literal["table", "rotary", "alibi"] = "table"
-    """How tokens know their places: rows that are added to embeddings, rotated heads, or scores
+    """How tokens know their positions: rows that are added to embeddings, rotated heads, or scores
     that fall with the distance (ALiBi).
     """
     is_gated: bool = False
-    """Whether the feed-forward block multiplies an activated product by another one."""
+    """Whether the feed-forward block multiplies an activated product by another product."""
     down_bias: bool = True
-    """Whether the last product of the feed-forward block has a bias; `mlp_bias` says so of the
+    """Whether the last product of the feed-forward block has a bias; `mlp_bias` decides on the
     others.
     """
     reach: int | None = None
-    """Tokens to each side that local layers see; None: there are no local layers."""
+    """Tokens to each side that local layers attend to; None: there are no local layers."""
     global_layers: tuple[int, ...] = ()
-    """Layers, from 0, that see all tokens, where there are local ones."""
+    """If there are local layers: indices of the layers that attend to all tokens."""
     local_theta: float = _LOCAL_THETA
     """Base of the rotary wavelengths of local layers."""
     norm_bias: bool = True
@@ -58,22 +58,20 @@ class EncoderConfig(ModelConfig):
     classifier_activation: ActivationName = "tanh"
 
     def sees_all(self, layer: int) -> bool:
-        """Whether a layer, from 0, sees all tokens."""
+        """Whether a layer attends to all tokens."""
         return self.reach is None or layer in self.global_layers
 
 
 def tells_texts_apart(config: ModelConfig) -> bool:
-    """Whether the tokens of the second of a pair of texts have another embedding added."""
+    """Whether tokens of the second text of a pair have another embedding added."""
     return isinstance(config, EncoderConfig) and config.num_token_types > 1
 
 
 def read_encoder_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """Reads the config.json of an encoder; see `weft.engine.model.interface.ConfiguredModelClass`.
-
-    Raises:
-        ModelError: A value is missing, malformed or not supported.
+    """Reads the config.json of an encoder, as `weft.engine.model.interface.ConfiguredModelClass`
+    requires.
     """
     fields = Fields(with_usual_names(raw), where)
     architecture = str(raw["architectures"][0])
@@ -181,11 +179,13 @@ _READERS: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "Roberta": _roberta,
     "XLMRoberta": _roberta,
 }
-"""Readers of what differs between encoders, by the first part of an architecture's name."""
+"""Readers of the fields that differ between encoders, by the first part of an architecture's
+name.
+"""
 
 
 def is_unused_of_encoder(name: str, config: EncoderConfig) -> bool:
-    """Whether an encoder's tensor has no part in vectors: heads of its training, and counters."""
+    """Whether a tensor has no influence on vectors: heads of the training, and counters."""
     if name.endswith(("embeddings.position_ids", "rotary_emb.inv_freq")):
         return True
     if config.head == "classes":

@@ -15,10 +15,10 @@ _FIELD = "eos_token_id"
 def end_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], where: str = ""
 ) -> tuple[int, ...]:
-    """The end tokens that generation_config.json names; else those of config.json; else none.
+    """The end tokens of generation_config.json; else those of config.json; else none.
 
     `transformers` does the same, except that it ignores config.json if there is a
-    generation_config.json, even one that names no end tokens.
+    generation_config.json, even if that names no end tokens.
 
     Args:
         config: Content of config.json.
@@ -43,10 +43,10 @@ def tokenizer_end_token(folder: Path) -> tuple[int, ...]:
     """The id of the tokenizer's `eos_token`, for models whose files name no end tokens.
 
     Args:
-        folder: Folder of tokenizer.json, and of tokenizer_config.json or special_tokens_map.json.
+        folder: Has tokenizer.json, and tokenizer_config.json or special_tokens_map.json.
 
     Returns:
-        One id; none if the files are missing, malformed or name no `eos_token`.
+        One id; none if the files are missing or malformed, or name no `eos_token`.
     """
     name = None
     for file in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""Typed reading of JSON objects; every failure names the field and its file."""
+"""Typed reading of JSON objects; every error names the field and its file."""
 
 from __future__ import annotations
 
@@ -30,19 +30,17 @@ class Fields:
         return iter(self._values)
 
     def get(self, name: str) -> Any:
-        """The value as parsed; None if absent."""
         return self._values.get(name)
 
     def error(self, name: str, problem: str) -> ModelError:
-        """The failure to raise about a field."""
         return ModelError(f"{self._where}: {name}: {problem}", param=name)
 
     def replaced(self, **values: Any) -> Fields:
-        """The same object with some fields replaced or added."""
+        """A copy with some fields replaced or added."""
         return Fields({**self._values, **values}, self._where)
 
     def equals(self, other: Fields, *, but: str) -> bool:
-        """Whether all fields but one have the values that another object's have."""
+        """Whether all fields except `but` have the values of another object's."""
         own, others = ({**part._values, but: None} for part in (self, other))
         return own == others
 
@@ -70,14 +68,12 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Reads a boolean."""
         value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"expected true or false, got {value!r}")
         return value
 
     def text(self, name: str, default: str) -> str:
-        """Reads a string."""
         value = self._required(name, default)
         if not isinstance(value, str):
             raise self.error(name, f"expected a string, got {value!r}")
@@ -91,7 +87,7 @@ class Fields:
         return Fields(value, f"{self._where}: {name}")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Reads one token id or a list of them; empty if absent."""
+        """One token id or a list of them; empty if absent."""
         return self._numbers(name, "token ids")
 
     def indices(self, name: str) -> tuple[int, ...]:
@@ -120,7 +116,7 @@ def read_json_file(path: Path) -> Mapping[str, Any]:
     """Reads a JSON object from a file.
 
     Raises:
-        ModelError: The file cannot be read or holds something else.
+        ModelError: The file cannot be read, or does not hold a JSON object.
     """
     try:
         content = json.loads(path.read_bytes())

@@ -19,15 +19,15 @@ _MAX_NAME_BYTES = 255
 _MAX_HEADER_BYTES = 100 << 20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 GGUF_FILE = "model.gguf"
-"""The weights in a directory that was made for a GGUF file (`gguf_folder`)."""
+"""The weights in a directory that `gguf_folder` makes for a GGUF file."""
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
     """The files that hold the weights, in a fixed order.
 
     Raises:
-        ModelError: There are none, or of both kinds, or the index is malformed or names a missing
-            file.
+        ModelError: There are no files or files of both kinds, or the index is malformed or names a
+            missing file.
     """
     index = model_dir / _INDEX_FILE
     if (model_dir / GGUF_FILE).exists():
@@ -57,8 +57,8 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 
 def num_parameters(model_dir: Path) -> int:
-    """Number of the parameters in a directory's safetensors files, from their headers; 0 if there
-    are no such files, or if they are packed (quantised), so that shapes do not tell it.
+    """Number of parameters in a directory's safetensors files, from their headers; 0 if there are
+    no such files, or if weights are packed (quantised) so that their shapes do not tell it.
     """
     try:
         headers = [_header(path) for path in weight_files(model_dir)]

@@ -1,6 +1,6 @@
 """How a config.json says that products have FP8 weights.
 
-Formats are those that checkpoints have: DeepSeek's and Qwen3's blocks and AutoFP8's tensors
+Supported formats are those of checkpoints: DeepSeek's and Qwen3's blocks and AutoFP8's tensors
 (`quant_method` fp8), fbgemm_fp8, modelopt, and compressed-tensors.
 """
 
@@ -13,7 +13,7 @@ from weft.checkpoint.fields import Fields
 from weft.checkpoint.module_names import anywhere, names_in
 
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
-"""Values of `quant_method` that say FP8, beside compressed-tensors."""
+"""Values of `quant_method` that mean FP8, in addition to compressed-tensors."""
 _BLOCK = [128, 128]
 _ALL_PRODUCTS = "Linear"
 
@@ -28,16 +28,12 @@ class Fp8Config(NamedTuple):
 
 
 def read_fp8(section: Fields, method: str) -> Fp8Config | str:
-    """Reads a `quantization_config` of one of `FP8_METHODS`; a text says what is not supported.
-
-    Raises:
-        ModelError: A field has a value of another type.
-    """
+    """Reads a `quantization_config` of one of `FP8_METHODS`; a text says what is not supported."""
     if method == "modelopt":
         return _read_modelopt(section)
     ignore = tuple(anywhere(name) for name in names_in(section, "modules_to_not_convert"))
     if method == "fbgemm_fp8":
-        # `activation_scale_ub` bounds the scales of rows, which need no bound here.
+        # `activation_scale_ub` bounds the scales of rows; they need no bound here.
         return Fp8Config("channels", "weight_scale", False, ignore)
     if section.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return f"fmt {section.get('fmt')!r} is not supported (e4m3 is)"
@@ -64,16 +60,13 @@ def _read_modelopt(section: Fields) -> Fp8Config | str:
 
 
 def is_fp8(section: Fields) -> bool:
-    """Whether a configuration of compressed-tensors speaks of floats of 8 bits."""
+    """Whether a configuration of compressed-tensors is about 8-bit floats."""
     return section.text("format", "") in ("float-quantized", "naive-quantized")
 
 
 def read_fp8_compressed(section: Fields) -> Fp8Config | str:
-    """Reads a `quantization_config` of compressed-tensors that `is_fp8`; a text says what is not
-    supported.
-
-    Raises:
-        ModelError: A field has a value of another type.
+    """Reads a `quantization_config` of compressed-tensors for which `is_fp8` holds; a text says
+    what is not supported.
     """
     group = compressed_group(section)
     if isinstance(group, str):
@@ -100,10 +93,8 @@ def read_fp8_compressed(section: Fields) -> Fp8Config | str:
 
 
 def compressed_group(section: Fields) -> Fields | str:
-    """The one group of a configuration of compressed-tensors; a text says what is not supported.
-
-    Raises:
-        ModelError: A field has a value of another type.
+    """The single group of a configuration of compressed-tensors; a text says what is not
+    supported.
     """
     if section.text("quantization_status", "compressed") != "compressed":
         return "quantization_status must be compressed"
@@ -124,11 +115,7 @@ def compressed_group(section: Fields) -> Fields | str:
 
 
 def targeted_modules(section: Fields) -> tuple[str, ...]:
-    """The modules that a configuration of compressed-tensors quantises; empty: all products.
-
-    Raises:
-        ModelError: They are no list of names and regular expressions.
-    """
+    """The modules that a configuration of compressed-tensors quantises; empty: all products."""
     groups = section.section("config_groups")
     found = [name for group in groups for name in names_in(groups.section(group), "targets")]
     return () if _ALL_PRODUCTS in found else tuple(found)

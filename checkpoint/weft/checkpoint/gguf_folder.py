@@ -19,11 +19,11 @@ _VERSION = "1"
 
 
 def gguf_folder(path: Path) -> Path:
-    """The directory of a GGUF file, made in the cache if it is not there. The weights stay where
-    they are.
+    """The directory of a GGUF file, made in the cache if it does not exist. The weights stay in the
+    file.
 
     Args:
-        path: Of the file. Its name without the suffix becomes that of the directory.
+        path: Of the file. Its name without the suffix names the directory.
 
     Raises:
         ModelError: The file cannot be read, is no GGUF file, or is not supported.

@@ -30,24 +30,21 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Tensors of a layer to modules."""
+"""Names of a layer's tensors, with the names of the modules that they belong to."""
 OUTER_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 ROTATION_FACTORS = "rope_freqs.weight"
-"""Tensor of divisors of the wavelengths of Llama 3.1's rotation; `rope_parameters` replaces it."""
+"""Tensor of divisors of the wavelengths in Llama 3.1's rotation; `rope_parameters` replaces it."""
 
 
 class GgufMetadata:
     """Key-value section of a GGUF file, and its tensors.
 
-    Args:
-        path: Of the file.
-
     Raises:
-        ModelError: It is no GGUF file, or of an architecture that is not supported.
+        ModelError: The file is no GGUF file, or its architecture is not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +61,7 @@ class GgufMetadata:
         self.tensors: Mapping[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
         """`ReaderTensor` by GGUF's names."""
         self.architecture = str(self["general.architecture"])
-        """GGUF's name for it."""
+        """GGUF's name for the architecture."""
         if self.architecture not in ARCHITECTURES:
             raise ModelError(
                 f"{path}: architecture {self.architecture!r} is not supported "
@@ -80,24 +77,22 @@ class GgufMetadata:
         return self._readers[key]()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value; `default` if there is none."""
         reader = self._readers.get(key)
         return default if reader is None else reader()
 
     def own(self, key: str) -> Any:
-        """A value below the architecture's name."""
+        """A value whose key begins with the architecture's name."""
         return self[f"{self.architecture}.{key}"]
 
     def number(self, key: str) -> float:
-        """A float32 below the architecture's name, as the decimal number that it was written
-        from.
-        """
+        """Like `own`, for a float32, as the decimal number that it was written from."""
         return float(str(np.float32(self.own(key))))
 
     def heads_of(self, kind: str) -> int:
-        """Heads whose rows are in GGUF's order in a layer's tensors of this kind; 0: none are.
+        """Heads whose rows are in GGUF's order in a layer's tensors of this kind; 0: rows are in
+        order.
 
-        Files of the architecture llama pair neighbouring rows of a head for the rotation, where
+        Files of the architecture llama put rows that are rotated together next to each other, where
         Hugging Face pairs row i with i + head_dim / 2.
         """
         if self.architecture != "llama" or kind not in ("attn_q", "attn_k"):
@@ -105,10 +100,10 @@ class GgufMetadata:
         return int(self.own("attention.head_count" + ("_kv" if kind == "attn_k" else "")))
 
     def hugging_face_name(self, name: str) -> tuple[str, str]:
-        """The Hugging Face name of a tensor, and its kind in a layer or "".
+        """The Hugging Face name of a tensor, and its kind if it belongs to a layer, else "".
 
         Raises:
-            ModelError: There is no such tensor in these models.
+            ModelError: These models have no such tensor.
         """
         if name in OUTER_TENSORS:
             return OUTER_TENSORS[name], ""
@@ -121,7 +116,7 @@ class GgufMetadata:
         """Content of config.json.
 
         Raises:
-            ModelError: Metadata are missing, or say what is not supported.
+            ModelError: Metadata are missing, or ask for what is not supported.
         """
         architecture, model_type = ARCHITECTURES[self.architecture]
         heads, hidden_size = self.own("attention.head_count"), self.own("embedding_length")
@@ -161,7 +156,7 @@ class GgufMetadata:
         }
 
     def _refuse(self, key: str, only: int) -> None:
-        """Raises ModelError for a value of the architecture that changes what it computes."""
+        """Raises ModelError if a value of the architecture would change the computation."""
         value = self.get(f"{self.architecture}.{key}", only)
         if value != only:
             raise ModelError(
@@ -180,7 +175,7 @@ class GgufMetadata:
         raise ModelError(f"{self.where}: {prefix}.type {kind!r} is not supported")
 
     def _llama3_rotation(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """The parameters that Llama 3.1 and 3.2 have, if they explain the file's factors."""
+        """The parameters of Llama 3.1 and 3.2, if they explain the file's factors."""
         found = np.asarray(self.tensors[ROTATION_FACTORS].data, dtype=np.float64).reshape(-1)
         original, low, high, factor = 8192, 1.0, 4.0, float(round(found.max()))
         wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -201,6 +196,6 @@ class GgufMetadata:
 
 
 def split_halves(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """Undoes GGUF's order of the rows of `heads` heads (see `GgufMetadata.heads_of`)."""
+    """Undoes GGUF's order of the rows of `heads` heads, which `GgufMetadata.heads_of` describes."""
     paired = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)

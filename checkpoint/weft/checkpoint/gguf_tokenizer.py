@@ -1,4 +1,4 @@
-"""tokenizer.json of a GGUF file's vocabulary."""
+"""Makes tokenizer.json from a GGUF file's vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokenizer_files(metadata: GgufMetadata) -> dict[str, Mapping[str, Any]]:
     """Contents of tokenizer.json and tokenizer_config.json.
 
     Raises:
-        ModelError: A vocabulary that is not supported.
+        ModelError: The vocabulary is not supported.
     """
     is_smollm = metadata.get("tokenizer.ggml.pre") == "smollm"
     tokenizer = _smollm(metadata) if is_smollm else _by_transformers(metadata)

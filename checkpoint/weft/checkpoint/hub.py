@@ -1,8 +1,8 @@
 """Models by name from a Hugging Face hub, kept in huggingface_hub's own cache.
 
-The environment decides as for every program that uses that library: `HF_TOKEN` and its token file,
-`HF_HOME` and `HF_HUB_CACHE` (where models are kept), `HF_ENDPOINT` (a mirror), `HF_HUB_OFFLINE`. No
-code of a repository is fetched or run, and of weights only safetensors.
+The library's own environment variables apply: `HF_TOKEN` and its token file, `HF_HOME` and
+`HF_HUB_CACHE` (where models are kept), `HF_ENDPOINT` (a mirror), `HF_HUB_OFFLINE`. No code of a
+repository is fetched or run, and of weights only safetensors are fetched.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HubName:
 
     @classmethod
     def parse(cls, name: str) -> HubName | None:
-        """Reads `organisation/name` or `organisation/name@revision`; None for all else."""
+        """Reads `organisation/name` or `organisation/name@revision`; None for all other texts."""
         found = _NAME.fullmatch(name)
         if found is None or ".." in name or "--" in found["repository"]:
             return None
@@ -71,11 +71,11 @@ class CachedModel:
     folder: Path
     num_bytes: int
     problem: str
-    """Why it cannot be served; empty if nothing speaks against it."""
+    """Why it cannot be served; empty: it can."""
 
 
 def is_wanted(path: str) -> bool:
-    """Whether a file of a model, by its path in the model's folder, is needed to serve it."""
+    """Whether a file is needed to serve the model, by its path in the model's folder."""
     return not any(fnmatch(path, ignored) for ignored in _IGNORED) and any(
         fnmatch(path, allowed) for allowed in _ALLOWED
     )
@@ -84,13 +84,13 @@ def is_wanted(path: str) -> bool:
 def pull(name: HubName) -> Path:
     """Downloads the missing files of a model and returns its folder.
 
-    Shows bars of progress on a terminal's standard error. A download that was cut goes on where it
-    ended. The architecture is checked before any weights are fetched. Where the hub cannot be
-    reached, the cached state is used, if it is complete.
+    Shows progress bars on a terminal's standard error. An interrupted download continues where it
+    ended. The architecture is checked before any weights are fetched. If the hub cannot be reached,
+    the cached state is used if it is complete.
 
     Raises:
-        ModelError: There is no such repository or revision, it may not be read, its architecture is
-            not supported, it has no safetensors, or the download failed.
+        ModelError: The repository or revision does not exist or may not be read, its architecture
+            is not supported, it has no safetensors, or the download failed.
     """
     from huggingface_hub import snapshot_download
 
@@ -114,7 +114,6 @@ def pull(name: HubName) -> Path:
 
 
 def cached_models() -> list[CachedModel]:
-    """The models in the cache, by name."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -137,7 +136,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def find_cached(name: HubName) -> list[CachedModel]:
-    """The cached states that a name means; without a revision all of the repository.
+    """The cached states that a name means; without a revision, all states of the repository.
 
     Raises:
         ModelError: There are none.
@@ -155,7 +154,7 @@ def find_cached(name: HubName) -> list[CachedModel]:
 
 
 def remove(name: HubName) -> int:
-    """Removes the cached states that a name means; returns the bytes that are free again.
+    """Removes the cached states that a name means; returns the number of bytes that this frees.
 
     Raises:
         ModelError: There are none, or they cannot be removed.
@@ -198,7 +197,6 @@ def _problem(folder: Path) -> str:
 
 
 def _architecture_problem(folder: Path) -> str:
-    """Why the architecture cannot be served, or nothing."""
     try:
         names = json.loads((folder / "config.json").read_bytes()).get("architectures")
         check_architecture(str(names[0]))
@@ -213,7 +211,6 @@ def _architecture_problem(folder: Path) -> str:
 
 @contextmanager
 def _explained(name: HubName) -> Iterator[None]:
-    """Turns what huggingface_hub raises into errors that say what to do."""
     from huggingface_hub import errors
 
     try:

@@ -1,7 +1,7 @@
 """How a config.json says that products have weights of 4 or 8 bits, packed into words.
 
-Formats are those of AutoGPTQ and GPTQModel (`quant_method` gptq), AutoAWQ (awq), auto-round with
-either packing, and compressed-tensors' pack-quantized.
+Supported formats are those of AutoGPTQ and GPTQModel (`quant_method` gptq), AutoAWQ (awq),
+auto-round with either packing, and compressed-tensors' pack-quantized.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from weft.checkpoint.fields import Fields
 from weft.checkpoint.module_names import anywhere
 
 INT_METHODS = ("gptq", "awq", "auto-round")
-"""Values of `quant_method` that say packed integers, beside compressed-tensors."""
+"""Values of `quant_method` that mean packed integers, in addition to compressed-tensors."""
 _BITS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntPacking:
-    """Where a checkpoint keeps integers, and what they stand for."""
+    """Where a checkpoint keeps integers, and which numbers they mean."""
 
     layout: Literal["gptq", "awq", "compressed-tensors"]
-    """Names and order of the tensors (`weft.engine.model.weights.schemes.int_layouts`)."""
+    """Decides names and order of the tensors (`weft.engine.model.weights.schemes.int_layouts`)."""
     bits: int
     """Bits of a number: 4 or 8."""
     group: int
-    """Columns with the same scale; 0: all of a row."""
+    """Columns that share a scale; 0: all columns of a row."""
     zero_shift: int = 0
-    """Number to add to the file's zero points: 1 in GPTQ's first version, else 0."""
+    """Added to the file's zero points: 1 in GPTQ's first version, else 0."""
     is_symmetric: bool = False
-    """Whether all zero points are the middle. compressed-tensors omits them then; GPTQ keeps them,
+    """Whether all zero points are the middle. compressed-tensors omits them then. GPTQ keeps them,
     and they tell which version wrote the file.
     """
 
     @property
     def packed_name(self) -> str:
-        """What a checkpoint calls a module's packed numbers."""
+        """Name of a module's packed numbers in the checkpoint."""
         return "weight_packed" if self.layout == "compressed-tensors" else "qweight"
 
 
@@ -44,8 +44,8 @@ def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ..
     """Reads a `quantization_config` of one of `INT_METHODS`.
 
     Returns:
-        The packing and the patterns of modules that stay in floats (other modules do if they have
-        a `weight` in the checkpoint), or a text that says what is not supported.
+        The packing, and patterns of modules that stay in floats; or a text that says what is not
+        supported. Other modules with a `weight` in the checkpoint are in floats too.
 
     Raises:
         ModelError: A field has a value of another type.

@@ -1,4 +1,4 @@
-"""Models whose K and V can be kept in 8 bits, by their configuration. Pure Python."""
+"""Which models can keep K and V in 8 bits, by their configuration. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError
 
 _UNIT = 16
-"""A head's elements are a multiple of it."""
+"""A head's elements must be a multiple of it."""
 
 
 def why_not_8_bits(model: ModelConfig) -> str:
@@ -21,10 +21,10 @@ def why_not_8_bits(model: ModelConfig) -> str:
 
 
 def check_kv_dtype(kv_dtype: str, model: ModelConfig) -> None:
-    """Refuses a number format of K and V that a model cannot have.
+    """Refuses a number format in which a model's K and V cannot be kept.
 
     Raises:
-        ConfigError: There is no such form of the model's KV.
+        ConfigError: The model's KV has no such form.
     """
     if kv_dtype != "auto" and (reason := why_not_8_bits(model)):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """How a quantization_config says that KV was meant to be kept in FP8, with fixed scales.
 
-Weft needs no such scales: pages in FP8 have one for each vector, which rounds it less. They are
-checked and left out.
+Weft needs no such scales: its pages in FP8 have one for each vector, which loses less by rounding.
+The scales of the file are checked and left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders in the cache that are made of a model's files by the first process that needs them."""
+"""Folders in the cache that the first process that needs them makes from a model's files."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 _LOCK_TIMEOUT_S = 120.0
-"""Many times what a conversion takes, seconds."""
+"""Seconds, many times the duration of a conversion."""
 
 
 def make_once(target: Path, is_made: Callable[[], bool], write: Callable[[Path], None]) -> None:
-    """Makes a folder unless it is there; of several processes that ask, one makes it.
+    """Makes a folder unless it exists; if several processes ask for it, one of them makes it.
 
     Args:
-        target: The folder. It is there as a whole or not at all.
-        is_made: Whether the folder is there and good.
-        write: Writes the folder's files into an empty one.
+        target: The folder. It exists as a whole or not at all.
+        is_made: Whether the folder exists and is good.
+        write: Writes the folder's files into an empty folder.
 
     Raises:
-        OSError: Something cannot be read or written, or another process has held the lock for two
+        OSError: A file cannot be read or written, or another process has held the lock for two
             minutes.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # The services of a mesh ask at the same moment.
+        # The services of a mesh ask at the same time.
         with FileLock(target.parent / ".lock", timeout=_LOCK_TIMEOUT_S):
             if not is_made():
                 _replace(target, write)

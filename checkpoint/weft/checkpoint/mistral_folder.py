@@ -1,4 +1,6 @@
-"""A folder in Mistral's own layout as a Hugging Face folder: links, and the files that it lacks."""
+"""Makes a Hugging Face folder of a folder in Mistral's own layout: links, and the files that it
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _WEIGHTS = {
 
 
 def needs_conversion(folder: Path) -> bool:
-    """Whether a folder is a model's whose configuration or tokenizer is Mistral's alone."""
+    """Whether a folder holds a model whose configuration or tokenizer exists only in Mistral's
+    layout.
+    """
     lacks_tokenizer = not (folder / "tokenizer.json").is_file()
     has_tekken = (folder / TEKKEN_FILE).is_file() and lacks_tokenizer
     is_config = (folder / "config.json").is_file()
@@ -31,13 +35,14 @@ def needs_conversion(folder: Path) -> bool:
 
 
 def mistral_folder(path: Path) -> Path:
-    """The folder as Hugging Face has it, made in the cache if it is not there. Weights are links.
+    """The folder in Hugging Face's layout, made in the cache if it does not exist. Weights are
+    links.
 
     Args:
         path: A folder for which `needs_conversion` holds.
 
     Raises:
-        ModelError: A file is malformed or not supported, or nothing can be written.
+        ModelError: A file is malformed or not supported, or the cache cannot be written.
     """
     path = path.resolve()
     try:

@@ -1,7 +1,7 @@
-"""config.json of a params.json, the configuration in Mistral's own layout. Pure Python.
+"""Makes config.json of a params.json, the configuration in Mistral's own layout. Pure Python.
 
-The layout: https://github.com/mistralai/mistral-inference (args.py); of mixtures with latent
-attention, Mistral Large 3's.
+The layout: https://github.com/mistralai/mistral-inference (args.py); for mixtures with latent
+attention, that of Mistral Large 3.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ _NAMES = (
 LEFT_OUT = (
     "vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.",
 )  # fmt: skip
-"""Prefixes of what takes images in this layout."""
+"""Prefixes of the parts that take images in this layout."""
 
 
 def mistral_name(name: str) -> str:
-    """What this layout calls a tensor."""
+    """Name of a tensor in this layout."""
     for pattern, ours in _NAMES:
         name = re.sub(pattern, ours, name)
     return name
@@ -88,7 +88,7 @@ def config_of_params(path: Path) -> Mapping[str, Any]:
         path: The params.json.
 
     Raises:
-        ModelError: A model that is not supported; the message names the field.
+        ModelError: The model is not supported; the message names the field.
     """
     fields = Fields(read_json_file(path), str(path))
     config = {ours: fields.get(name) for name, ours in _GENERAL.items() if name in fields}

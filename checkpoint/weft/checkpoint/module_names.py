@@ -7,15 +7,11 @@ import re
 from weft.checkpoint.fields import Fields
 
 _WRAPPED = ".linear"
-"""What llm-compressor adds to the name of a module that it wraps."""
+"""Suffix that llm-compressor adds to the name of a module that it wraps."""
 
 
 def names_in(section: Fields, field: str) -> tuple[str, ...]:
-    """A list of names, each of which may be `re:` and a regular expression.
-
-    Raises:
-        ModelError: It is no such list.
-    """
+    """A list of names; each may be `re:` followed by a regular expression."""
     names = section.get(field) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise section.error(field, f"expected a list of names, got {names!r}")
@@ -29,12 +25,12 @@ def names_in(section: Fields, field: str) -> tuple[str, ...]:
 
 
 def anywhere(name: str) -> str:
-    """A pattern of all modules that have this name, end with it, or lie below such a one."""
+    """A pattern of all modules that have this name, end with it, or lie below such a module."""
     return rf"re:(?:.*\.)?{re.escape(name)}(?:\..*)?$"
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a full name is the pattern, or its beginning matches `re:` and an expression."""
+    """Whether a full name equals the pattern, or its beginning matches a pattern `re:...`."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return module in (pattern, pattern.removesuffix(_WRAPPED))

@@ -1,7 +1,4 @@
-"""Configurations of mixtures of experts.
-
-Pure Python, as `weft.checkpoint.config`.
-"""
+"""Configurations of mixtures of experts. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How a router's logits become experts and shares (`weft.kernels.moe.RouterForm`)."""
+    """How a router's logits become experts and shares, as in `weft.kernels.moe.RouterForm`."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     has_correction: bool = False
-    """Whether scores are corrected where experts are chosen, by the checkpoint's numbers."""
+    """Whether the checkpoint has numbers that correct scores when experts are chosen."""
     has_bias: bool = False
     groups: int = 1
     kept_groups: int = 1
@@ -30,18 +27,18 @@ class RouterConfig:
     least_sum: float = 1e-20
     scale: float = 1.0
     scales_input: bool = False
-    """Whether an expert's share is a factor on its input, in place of its result."""
+    """Whether an expert's share scales its input instead of its result."""
     softcap: float | None = None
     """Bound of the logits; None: there is none."""
     has_factors: bool = False
-    """Whether the checkpoint has a further factor on each expert's shares."""
+    """Whether the checkpoint has one more factor on each expert's shares."""
     jitter: float | None = None
-    """See `RouterForm.jitter`."""
+    """Jitter of SparseMixer; None: another form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatingConfig:
-    """gate * sigmoid(alpha * gate) * (up + offset), both limited before."""
+    """gate * sigmoid(alpha * gate) * (up + offset), with both limited first."""
 
     alpha: float
     limit: float
@@ -50,32 +47,32 @@ class GatingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoENamesConfig:
-    """What a checkpoint calls the parameters of a mixture, below a layer's feed-forward block."""
+    """Names of a mixture's parameters in a checkpoint, below a layer's feed-forward block."""
 
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
     factors: str = "router.per_expert_scale"
     correction_axes: int = 0
-    """Axes that its tensor has before that of the experts, each of size 1."""
+    """Number of axes of size 1 that the correction's tensor has before the axis of experts."""
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     """Names of an expert's own gate and up projection."""
     down: str = "down_proj"
     stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
-    """Names of tensors of all experts, where files have such; gate and up may be two of them."""
+    """Names of tensors of all experts, in files that have such; gate and up may be two of them."""
     is_transposed: bool = False
-    """Stacked tensors are [experts, columns, rows]."""
+    """Whether stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False
     """Whether rows of gate and up alternate in stacked tensors."""
     experts: str = "experts"
     """Module of the experts; empty: stacked tensors lie beside the router."""
     shared: str = "shared_experts"
     is_shared_outside: bool = False
-    """Whether the checkpoint keeps the shared experts in a module of the layer. Else they are part
-    of the module that has the router.
+    """Whether the shared experts are in a module of the layer, and not of the module that has the
+    router.
     """
     shared_gate: str = "shared_expert_gate"
     shared_gate_up: str | None = None
-    """Module of all rows of the shared experts' gate and up."""
+    """Module with all rows of the shared experts' gate and up; None: gate and up are separate."""
     shared_down: str = "down_proj"
 
 
@@ -85,46 +82,47 @@ class MoEConfig:
 
     num_experts: int
     num_experts_per_tok: int
-    """Number of experts that each token is routed to."""
     intermediate_size: int
     """Inner width of one expert."""
     norm_topk_prob: bool
-    """Whether the weights of a token's experts are normalised to sum to 1."""
+    """Whether the weights of a token's experts are normalised to a sum of 1."""
     decoder_sparse_step: int = 1
     """Every layer whose number, counted from 1, is a multiple of this has experts."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Layers, from 0, that have one MLP nevertheless."""
+    """Indices of layers that have one MLP nevertheless."""
     router: RouterConfig = field(default_factory=RouterConfig)
     shared_size: int = 0
-    """Inner width of the experts that every token has besides; 0: none."""
+    """Inner width of the experts that every token also takes; 0: none."""
     shared_factor: float = 1.0
     """Factor on the shared experts' result."""
     has_shared_gate: bool = False
-    """Whether the shared experts' result is weighed by the sigmoid of a projection."""
+    """Whether the sigmoid of a projection scales the shared experts' result."""
     gating: GatingConfig | None = None
-    """How an expert joins gate and up; None: silu(gate) * up."""
+    """How an expert combines gate and up; None: silu(gate) * up."""
     has_expert_bias: bool = False
     is_gated: bool = True
-    """Whether experts have a gate; else they are MLPs with squared ReLU."""
+    """Whether experts have a gate; without one they are MLPs with squared ReLU."""
     latent_size: int | None = None
-    """Width that the stream is projected to for the experts; None: it is not."""
+    """Width to which the stream is projected for the experts; None: it is not projected."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of an expert's gate where `gating` is None."""
     limits: tuple[float, ...] = ()
-    """For each layer, the largest activated gate of its experts and the largest magnitude of what
-    it gates; 0 or no entry: any.
+    """For each layer, the largest activated gate of its experts and the largest magnitude of the
+    gated value; 0 or no entry: no limit.
     """
     shared_limits: tuple[float, ...] = ()
     """`limits` of the shared experts."""
     is_beside_mlp: bool = False
-    """Whether sparse layers also have their MLP, each of both with norms of its own: Gemma 4's."""
+    """Whether layers with experts also have their MLP, each with norms of its own (Gemma 4)."""
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
+        """Whether a layer has experts; layers count from 0."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def values(self) -> Mapping[str, Any]:
-        """The fields for a fingerprint: those that families differ in only where they do."""
+        """The fields for a fingerprint. Fields that only some families use are in it only where
+        they are set.
+        """
         values = without_defaults(self, 6)
         if "router" in values:
             values["router"] = without_defaults(self.router, 8)
@@ -132,8 +130,8 @@ class MoEConfig:
 
 
 def without_defaults(record: DataclassInstance, first: int) -> dict[str, Any]:
-    """A record's fields for a fingerprint; of those behind the `first` ones, which came later,
-    those alone that differ from their defaults.
+    """A record's fields for a fingerprint: the `first` ones always, and of the others, which were
+    added later, those that differ from their defaults.
     """
     values = asdict(record)
     for known in fields(record)[first:]:
@@ -157,7 +155,7 @@ def qwen_experts(config: Fields) -> MoEConfig:
 
 
 def counts(config: Fields, name: str, chosen: str = "num_experts_per_tok") -> dict[str, Any]:
-    """Experts, and how many of them a token is routed to, by the names of their fields."""
+    """Number of experts, and of experts for each token, by the names of their fields."""
     count, per_token = config.positive(name), config.positive(chosen)
     if per_token > count:
         raise config.error(chosen, f"{per_token} of {count} experts")

@@ -1,6 +1,5 @@
-"""Where a checkpoint keeps its multi-token-prediction (MTP) head, and the head's form.
-
-Pure Python, as `weft.checkpoint.config`.
+"""Where a checkpoint keeps its multi-token-prediction (MTP) head, and the head's form. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from weft.contract.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
-    """A head that a checkpoint brings to predict the token after the next one (DeepSeek-V3, arXiv
+    """A checkpoint's head that predicts the token after the next one (DeepSeek-V3, arXiv
     2412.19437, section 2.2): one more decoder layer over a projection of two normalised vectors.
 
-    Of several heads this is the first; the others are left out. Names are full.
+    If there are several heads this is the first, and the others are left out. Names are full.
     """
 
     layer: str
@@ -35,7 +34,7 @@ class MtpConfig:
     is_state_first: bool = False
     """Whether the projection takes the state before the embedding."""
     is_sparse: bool = True
-    """Whether the layer has experts, if the model's layers have."""
+    """Whether the layer has experts if the model's layers have them."""
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -44,18 +43,17 @@ class MtpConfig:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the names of all tensors of the head."""
         names = (self.layer, self.embedding_norm, self.state_norm, self.projection)
         last = () if self.last_norm is None else (self.last_norm,)
         return tuple(f"{name}." for name in (*names, *last, *self.copies))
 
     def has_below(self, prefix: str) -> bool:
-        """Whether names of the head begin so."""
+        """Whether names of the head begin with `prefix`."""
         return any(name.startswith(prefix) for name in self.prefixes)
 
 
 def head_behind(num_layers: int) -> MtpConfig:
-    """DeepSeek V3's and GLM-4.5's: a layer behind the model's own."""
+    """The head of DeepSeek V3 and GLM-4.5: a layer after the model's own."""
     layer = f"model.layers.{num_layers}"
     return MtpConfig(
         layer=layer,
@@ -69,7 +67,7 @@ def head_behind(num_layers: int) -> MtpConfig:
 
 
 def ernie_head() -> MtpConfig:
-    """ERNIE 4.5's: a layer without experts, and no norm behind it."""
+    """The head of ERNIE 4.5: a layer without experts, and no norm after it."""
     return MtpConfig(
         layer="model.mtp_block.0",
         embedding_norm="model.mtp_emb_norm.0",
@@ -81,7 +79,7 @@ def ernie_head() -> MtpConfig:
 
 
 def mimo_head() -> MtpConfig:
-    """MiMo's (arXiv 2505.07608)."""
+    """The head of MiMo (arXiv 2505.07608)."""
     layer = "model.mtp_layers.0"
     return MtpConfig(
         layer=layer,
@@ -94,7 +92,7 @@ def mimo_head() -> MtpConfig:
 
 
 def qwen_head() -> MtpConfig:
-    """Qwen3-Next's and Qwen3.5's."""
+    """The head of Qwen3-Next and Qwen3.5."""
     return MtpConfig(
         layer="mtp.layers.0",
         embedding_norm="mtp.pre_fc_norm_embedding",
@@ -105,7 +103,7 @@ def qwen_head() -> MtpConfig:
 
 
 def missing_head(where: str, why: str) -> ModelError:
-    """The error for a checkpoint whose MTP head is asked for and that has none."""
+    """The error about a checkpoint that has no MTP head although settings ask for it."""
     return ModelError(
         f"{where} has no MTP head: {why}; take another drafter, and leave mtp_head off",
         param="mtp_head",

@@ -1,4 +1,4 @@
-"""Models in object stores and on other file systems that fsspec knows: s3://, gs://, az://, ..."""
+"""Models in object stores and other file systems that fsspec knows: s3://, gs://, az://, ..."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from weft.contract.cache_folder import cache_folder
 from weft.contract.errors import ModelError
 
 _MANIFEST = "fetched.json"
-"""Name of a file beside the folder. It lists the files of the store that are in the folder, each
-with what `ukey` said of it.
-"""
+"""A file beside the folder that lists the store's files in the folder, each with its `ukey`."""
 _LOCK = "lock"
 _LOCK_TIMEOUT_S = 3600.0
 """Longest wait for another process that fetches the same model."""
@@ -28,19 +26,20 @@ def is_url(model: str) -> bool:
 
 
 def fetch(url: str) -> Path:
-    """A copy of a model's folder in the cache, with what is missing or has changed downloaded.
+    """A copy of a model's folder in the cache, after downloading files that are missing or have
+    changed.
 
-    Shows a bar of progress for each file on a terminal's standard error. A file that is there whole
-    is not fetched again. Of several processes one fetches, and the others wait.
+    It shows a progress bar for each file on a terminal's standard error. A file that is complete is
+    not fetched again. If several processes ask for a folder, one fetches and the others wait.
 
     Args:
         url: Of the folder. Credentials come from the environment, as the store's library reads
-            them; in the URL itself they would be seen in the list of processes.
+            them; in the URL they would be visible in the list of processes.
 
     Raises:
-        ModelError: The library for this kind of URL is not installed, the folder cannot be read,
-            has no config.json or a file whose name leads out of it, or another process fetches it
-            for too long.
+        ModelError: The library for this kind of URL is not installed; the folder cannot be read,
+            has no config.json or has a file whose name leads out of it; or another process takes
+            too long to fetch it.
     """
     import fsspec
 
@@ -54,7 +53,7 @@ def fetch(url: str) -> Path:
         if "config.json" not in files:
             raise ModelError(f"model {url}: there is no config.json", param="model")
         for name in files:
-            # Keys of a store are any texts.
+            # Keys of a store may be any texts.
             if ".." in PurePosixPath(name).parts:
                 raise ModelError(f"model {url}: {name!r} leads out of the folder", param="model")
         return _copy(store, url, files)
@@ -83,14 +82,13 @@ def _copy(store: Any, url: str, files: dict[str, str]) -> Path:
 
 
 def _update(store: Any, folder: Path, files: dict[str, str]) -> None:
-    """Fetches what is missing or has changed, and removes what the store has no more."""
     from fsspec.callbacks import TqdmCallback
 
     here = _read_manifest(folder)
     for gone in here.keys() - files.keys():
         (folder / gone).unlink(missing_ok=True)
         del here[gone]
-    # Weights come last, so that of an interrupted copy the index names what it lacks.
+    # Weights come last, so that the index of an interrupted copy names the files that it lacks.
     for file in sorted(files, key=lambda name: (name.endswith(".safetensors"), name)):
         state, target = str(store.ukey(files[file])), folder / file
         if here.get(file) == state and target.is_file():

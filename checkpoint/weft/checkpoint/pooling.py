@@ -35,13 +35,13 @@ _ACTIVATIONS: Mapping[str, ActivationName] = {
     "SiLU": "silu",
 }
 _TOKEN_HEADS: Mapping[Output, str] = {"sparse": "sparse_linear", "multi_vector": "colbert_linear"}
-"""Names of files with heads of tokens, as BGE-M3's authors keep them."""
+"""Names of files with heads of tokens, as BGE-M3's authors use them."""
 TASK_CHOICES = ("auto", "generate", "embed", "classify", "score")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
-    """A linear layer that embeddings go through, in a folder of its own."""
+    """A linear layer that embeddings go through, from a folder of its own."""
 
     folder: Path
     in_features: int
@@ -58,23 +58,23 @@ class PoolingConfig:
     pooling: Pooling
     normalises: bool
     is_encoder: bool = False
-    """Whether tokens see those behind them too, so that prompts are computed whole."""
+    """Whether tokens also attend to later tokens, so that prompts are computed whole."""
     token_heads: Mapping[Output, Path] = field(default_factory=dict)
-    """Files of the linear layers that make lexical weights and vectors of each token."""
+    """Files of the linear layers that compute lexical weights and vectors of each token."""
     dense: tuple[DenseConfig, ...] = ()
     """Layers between pooling and normalisation, in order."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts that may go ahead of inputs, by name."""
+    """Texts that may precede inputs, by name."""
     default_prompt: str = ""
-    """The text that goes ahead of inputs that name none; empty: none does."""
+    """The text that precedes inputs that name none; empty: no text."""
     max_tokens: int | None = None
     """Longest input; None: the model's context."""
     has_bare_scores: bool = False
-    """classify: whether scores of pairs are the head's values, not made probabilities."""
+    """classify: whether scores of pairs are the head's values instead of probabilities."""
     true_token_id: int | None = None
-    """score: the token that says that a document is relevant; None: `yes`."""
+    """score: the token that means that a document is relevant; None: `yes`."""
     false_token_id: int | None = None
-    """score: the token that says the contrary; None: as the model was trained, `no` or none."""
+    """score: the token that means the contrary; None: as the model was trained, `no` or none."""
 
 
 def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
@@ -82,7 +82,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
 
     Args:
         model_dir: The directory.
-        task: The task to serve; auto: what the files are for; generate: no file is read.
+        task: The task to serve; auto: the task of the files; generate: no file is read.
 
     Raises:
         ModelError: A file is malformed, or asks for what is not supported.
@@ -136,7 +136,7 @@ def with_head_for(task: Task, config: ModelConfig, model_dir: Path) -> ModelConf
     """The configuration with the head that the task needs.
 
     Raises:
-        ModelError: The model has none.
+        ModelError: The model has no such head.
     """
     if task == "embed" and config.head == "tokens":
         return replace(config, head="none")
@@ -156,7 +156,6 @@ def with_head_for(task: Task, config: ModelConfig, model_dir: Path) -> ModelConf
 
 
 def _has_bare_scores(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json of a cross-encoder says that its scores are not made probabilities."""
     own = raw.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = named or raw.get("sbert_ce_default_activation_function")
@@ -181,7 +180,6 @@ def _checked_task(task: str) -> Task:
 
 
 def _of_modules(model_dir: Path, modules: list[tuple[str, Path]]) -> dict[str, Any]:
-    """Pooling, layers and normalisation of modules in their order."""
     config: dict[str, Any] = {"normalises": False}
     dense: list[DenseConfig] = []
     for kind, folder in modules:
@@ -212,7 +210,6 @@ def _of_logit_score(model_dir: Path, modules: list[tuple[str, Path]]) -> dict[st
 
 
 def _modules(model_dir: Path) -> list[tuple[str, Path]]:
-    """Kind and folder of each module, in order; none without modules.json."""
     path = model_dir / "modules.json"
     listed = _read(path, [])
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
@@ -227,7 +224,6 @@ def _modules(model_dir: Path) -> list[tuple[str, Path]]:
 
 
 def _token_heads(model_dir: Path) -> dict[Output, Path]:
-    """The file of each head of tokens that a model has; safetensors go ahead of torch's format."""
     files = {
         output: [model_dir / f"{name}.{end}" for end in ("safetensors", "pt")]
         for output, name in _TOKEN_HEADS.items()

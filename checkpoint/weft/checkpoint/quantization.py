@@ -1,4 +1,4 @@
-"""How a model's products are quantised: as its checkpoint says, or as they are made at load.
+"""How a model's products are quantised: as its checkpoint says, or at load.
 
 Pure Python: settings are resolved and digests computed without torch.
 """
@@ -31,55 +31,55 @@ from weft.checkpoint.quantization_files import declared_quantization
 from weft.contract.errors import ConfigError
 
 AskedFormat = Literal["auto", "int8", "int4", "fp8"]
-"""What settings may ask for: what the checkpoint has, or a format to be made at load of floats."""
+"""What settings may ask for: the checkpoint's format, or a format that is made from floats
+at load.
+"""
 AT_LOAD = tuple(name for name in get_args(AskedFormat) if name != "auto")
 """Formats that can be made at load from weights in floats."""
 ASKED_HELP = (
     "number format of the products' weights; auto = what the checkpoint has; int8, int4 and "
     "fp8 (for GPUs) = made at load from floats"
 )
-"""Describes such a setting."""
+"""Help text of such a setting."""
 GGUF = "gguf"
-"""`quant_method` of a directory made of a GGUF file."""
+"""`quant_method` of a directory that was made from a GGUF file."""
 ROUTERS = r"re:.*\.gate$"
-"""Pattern of routers, which stay in floats: they are small, and results depend on them strongly."""
+"""Pattern of routers, which stay in floats: they are small, and results depend strongly on them."""
 _OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
 """Ends of the names of other families' routers, and of a shared expert's gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """The number format of a model's products."""
-
     format: Literal["int8", "int4", "fp8", "gguf", "mxfp4"]
-    """Which scheme reads it (`weft.engine.model.weights.schemes`)."""
+    """Decides which scheme of `weft.engine.model.weights.schemes` reads the weights."""
     source: Literal["checkpoint", "load"]
-    """Whether the checkpoint has it, or it is made of floats at load."""
+    """Whether the checkpoint has the format, or it is made from floats at load."""
     ignore: tuple[str, ...] = ()
-    """Modules whose weights are in floats (`module_names.matches`). Where a checkpoint has a
-    module's tensors, these decide instead.
+    """Modules whose weights are in floats (`module_names.matches`). For a checkpoint that has a
+    module's tensors, the tensors decide instead.
     """
 
     targets: tuple[str, ...] = ()
-    """Modules whose weights are quantised, in the same way; empty: all that are not ignored."""
+    """Modules whose weights are quantised, likewise; empty: all that are not ignored."""
     scales: Literal["channels", "blocks", "tensors"] = "channels"
     """Unit with one scale: a row, a block of 128 rows and columns, or a projection."""
     scale_name: str = "weight_scale"
-    """What a checkpoint calls a projection's scales."""
+    """Name of a projection's scales in the checkpoint."""
     has_input_scale: bool = False
-    """Whether each projection also has an `input_scale`. Rows get scales of their own instead,
-    which round them less.
+    """Whether each projection also has an `input_scale`. It is not used: rows get scales of their
+    own, which lose less by rounding.
     """
 
     has_kv_scales: bool = False
     """Whether attention layers may have `KV_SCALES`, which change nothing."""
 
     packing: IntPacking | None = None
-    """How a checkpoint packs integers into words; None: it does not."""
+    """How the checkpoint packs integers into words; None: it does not."""
 
     @property
     def file_format(self) -> str:
-        """What the checkpoint has, in words."""
+        """The checkpoint's format, in words."""
         if self.source == "load":
             return "floats"
         if self.packing is not None:
@@ -109,15 +109,15 @@ def resolve_quantization(
     """What to load a model with.
 
     Args:
-        asked: auto (what the checkpoint has), or one of `AT_LOAD`.
-        found: What the checkpoint has; None: floats.
-        device: Where products are computed, a torch device; empty: anywhere.
+        asked: auto (the checkpoint's format), or one of `AT_LOAD`.
+        found: The checkpoint's format; None: floats.
+        device: A torch device on which products are computed; empty: any.
 
     Returns:
         None: products stay in floats.
 
     Raises:
-        ConfigError: There is no such format, or not for this checkpoint.
+        ConfigError: The format does not exist, or not for this checkpoint.
     """
     if asked not in ("auto", *AT_LOAD):
         raise _refused(f"{asked!r} is none of auto, {', '.join(AT_LOAD)}")
@@ -136,7 +136,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     """Reads how a config.json says that weights are quantised; None: it says nothing.
 
     Raises:
-        ModelError: A format that is not supported; the message names the field.
+        ModelError: The format is not supported; the message names the field.
     """
     if (section := declared_quantization(fields)) is None:
         return None
@@ -150,7 +150,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
 def _read(fields: Fields, section: Fields) -> Quantization:
     method = section.text("quant_method", "")
     if method == "mxfp4":
-        # Only experts can be; what else is listed is in floats.
+        # Only experts can be quantised so; other listed modules are in floats.
         return Quantization(format="mxfp4", source="checkpoint")
     if method in FP8_METHODS:
         found = read_fp8(section, method)
@@ -201,7 +201,6 @@ def _compressed_packing(section: Fields) -> IntPacking | str:
 
 
 def _problem_of_compressed_tensors(section: Fields) -> str:
-    """What of a configuration of compressed-tensors is not supported; empty: nothing."""
     layout = section.text("format", "")
     if layout != "int-quantized":
         return f"format {layout!r} is not supported (int-quantized and pack-quantized are)"
@@ -217,14 +216,12 @@ def _problem_of_compressed_tensors(section: Fields) -> str:
 
 
 def _dynamic_group(section: Fields) -> Fields | str:
-    """The one group of a configuration whose inputs have no fixed scales; a text says what is not
-    supported.
-    """
     group = compressed_group(section)
     if isinstance(group, str):
         return group
     activations = group.section("input_activations")
-    # Rows are kept more exactly than their 8 bits; a fixed scale would be one more tensor a layer.
+    # Rows are kept more exactly than in 8 bits; a fixed scale would be one more tensor for each
+    # layer.
     if list(activations) and activations.get("dynamic") is not True:
         return "input_activations with fixed scales are not supported, only dynamic ones"
     return group

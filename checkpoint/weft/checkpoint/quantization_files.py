@@ -1,4 +1,4 @@
-"""Files beside a config.json that say how weights are quantised where it does not do so itself."""
+"""Files beside a config.json that say how weights are quantised if config.json does not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ _Document = Mapping[str, Any]
 
 
 def with_quantization(raw: _Document, model_dir: Path) -> tuple[_Document, Path | None]:
-    """The content of config.json with the `quantization_config` of another file, and which it is;
-    None: config.json is complete, or there is no such file.
-
-    Raises:
-        ModelError: A file cannot be read or is malformed.
+    """The content of config.json with the `quantization_config` of another file, and the path of
+    that file; None: config.json is complete, or there is no such file.
     """
     if any(name in raw for name in ("quantization_config", "compression_config")):
         return raw, None
@@ -33,8 +30,8 @@ def with_quantization(raw: _Document, model_dir: Path) -> tuple[_Document, Path 
 def declared_quantization(fields: Fields) -> Fields | None:
     """The section of a config.json that says how weights are quantised; None: there is none.
 
-    Older files of compressed-tensors have another name for it, and models that also take images
-    may have it in their text model's section.
+    Older files of compressed-tensors have another name for it, and models that also take images may
+    have it in their text model's section.
     """
     for where in (fields, fields.section("text_config")):
         for name in ("quantization_config", "compression_config"):
@@ -62,4 +59,6 @@ _FILES: Mapping[str, Callable[[_Document], object]] = {
     "quant_config.json": _of_awq,
     "hf_quant_config.json": _of_modelopt,
 }
-"""What AutoGPTQ, AutoAWQ and ModelOpt write, and how it becomes a `quantization_config`."""
+"""The files that AutoGPTQ, AutoAWQ and ModelOpt write, and how each becomes a
+`quantization_config`.
+"""

@@ -1,6 +1,5 @@
-"""Layers that keep a state of fixed size in place of K and V, as configurations say them.
-
-Pure Python, as `weft.checkpoint.parts`.
+"""Layers that keep a state of fixed size in place of K and V, as configurations describe them. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaConfig:
-    """A gated delta net (arXiv 2412.06464) behind a short convolution of q, k and v."""
+    """A gated delta net (arXiv 2412.06464) after a short convolution of q, k and v."""
 
     key_heads: int
-    """Heads of q and k."""
     value_heads: int
     """Heads of v and of the state; a multiple of `key_heads`."""
     key_dim: int
@@ -24,8 +22,8 @@ class GatedDeltaConfig:
     eps: float
     """Epsilon of the norm of each head's result."""
     is_fused: bool = False
-    """Whether the checkpoint keeps all rows of a key head together, `in_proj_qkvz` and
-    `in_proj_ba`; else q, k and v, z, b and a.
+    """Whether the checkpoint keeps all rows of a key head together, in `in_proj_qkvz` and
+    `in_proj_ba`; if not, it has modules for q, k and v, for z, for b and for a.
     """
 
 
@@ -40,14 +38,16 @@ class DeltaAttentionConfig:
     eps: float
     """Epsilon of the norm of each head's result."""
     is_low_rank: bool = True
-    """Whether decays and gates are projected by way of as few columns as a head has."""
+    """Whether decays and gates are projected through as few columns as a head has."""
     least_decay: float | None = None
-    """Least logarithm of a decay, of which it is a sigmoid's share; None: any, by a softplus."""
+    """Least logarithm of a decay, which is then a sigmoid's share of it; None: no bound, with a
+    softplus.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """Mamba 2 (arXiv 2405.21060) behind a short convolution of x, B and C."""
+    """Mamba 2 (arXiv 2405.21060) after a short convolution of x, B and C."""
 
     heads: int
     head_dim: int
@@ -66,9 +66,9 @@ class Mamba2Config:
     out_bias: bool = False
     least_step: float = 0.0
     largest_step: float | None = None
-    """Bounds of dt; None: there is none."""
+    """Bounds of dt; None: no upper bound."""
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """Factors on z, x, B, C and dt as they are projected."""
+    """Factors on z, x, B, C and dt after their projection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +76,10 @@ class MambaConfig:
     """Mamba (arXiv 2312.00752) with norms of dt, B and C (arXiv 2403.19887)."""
 
     width: int
-    """Channels."""
     state_size: int
     """Elements of a channel's state, and of B and C."""
     rank: int
-    """Width from which dt of all channels is projected."""
+    """Width of the vector from which dt of all channels is projected."""
     taps: int
     """Rows that the convolution sees, a row's own included."""
     eps: float
@@ -101,14 +100,14 @@ class ShortConvConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningConfig:
-    """Lightning attention (arXiv 2401.04658; arXiv 2501.08313): linear attention whose heads forget
-    at rates that are fixed by head and layer.
+    """Lightning attention (arXiv 2401.04658; arXiv 2501.08313): linear attention whose heads decay
+    at rates that head and layer fix.
     """
 
     heads: int
     dim: int
     num_layers: int
-    """Number of the model's layers of all kinds."""
+    """Layers of the model, of all kinds."""
     eps: float
     """Epsilon of the norm of all heads' results together."""
 

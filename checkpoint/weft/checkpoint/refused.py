@@ -1,4 +1,4 @@
-"""What known architectures need that is missing here, for messages about those that are refused."""
+"""What is missing here for known architectures, for messages about those that are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MISSING = {
         *("Pegasus", "ProphetNet", "T5", "TrOCR", "Whisper"),
     ),
 }
-"""Parts, and beginnings of the names of architectures that have them."""
+"""Missing parts, and beginnings of the names of architectures that have them."""
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 
 
@@ -35,7 +35,7 @@ def unsupported(architecture: str, supported: tuple[str, ...]) -> ModelError:
 
     Args:
         architecture: `architectures[0]` of its config.json.
-        supported: Those that there are.
+        supported: Architectures that have a class.
     """
     stem = next((architecture.removesuffix(e) for e in _ENDS if architecture.endswith(e)), "")
     part = next((part for part, stems in _MISSING.items() if stem in stems), None)

@@ -19,7 +19,7 @@ from weft.contract.errors import ModelError
 
 
 def resolve_model(model: str, progress: Progress | None = None) -> Path:
-    """The directory of a model, made or downloaded first if need be.
+    """The directory of a model, which is made or downloaded first if necessary.
 
     Args:
         model: `demo`, `demo-gguf` (its GGUF file), a directory in Hugging Face's or Mistral's
@@ -28,7 +28,7 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
         progress: Called with (bytes written, bytes in all) while the demo model is converted.
 
     Raises:
-        ModelError: There is no such model, it cannot be converted or downloaded, or a GGUF file is
+        ModelError: The model does not exist or cannot be converted or downloaded, or a GGUF file is
             damaged or not supported.
     """
     if model == DEMO_NAME:
@@ -54,11 +54,11 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
 
 
 def default_name(model: str, folder: Path) -> str:
-    """What a model is called in requests if its user gives it no name.
+    """The name of a model in requests if its user gives it none.
 
     Args:
         model: As in `resolve_model`.
-        folder: What that returned.
+        folder: As `resolve_model` returned it.
     """
     if model == DEMO_NAME:
         return DEMO_MODEL

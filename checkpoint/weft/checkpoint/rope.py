@@ -23,27 +23,27 @@ class RopeConfig:
     scaling: str = "none"
     """Kind of scaling: none, linear, llama3, yarn, longrope or proportional."""
     factor: float = 1.0
-    """Context extension; 1 for none."""
+    """Extension of the context; 1: none."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_max_positions / this are stretched by `factor`."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths below original_max_positions / this stay as they are."""
     original_max_positions: int = 0
-    """llama3, yarn: context length before the extension; 0 where it plays no part."""
+    """llama3, yarn: context length before the extension; 0 where it is not used."""
     partial: float = 1.0
-    """Share of a head, its first elements, that is rotated; proportional: share of its pairs, whose
+    """Share of a head, its first elements, that is rotated. proportional: share of its pairs, whose
     wavelengths are those of the whole head.
     """
     is_interleaved: bool = False
-    """Whether pairs are neighbours, in place of elements half of what is rotated apart."""
+    """Whether pairs are adjacent elements, instead of elements half of the rotated size apart."""
     beta_fast: float = 32.0
     """yarn: pairs that turn more often than this over the original context stay as they are."""
     beta_slow: float = 1.0
     """yarn: pairs that turn less often than this are stretched by `factor`."""
     truncate: bool = True
-    """yarn: whether the ramp between them begins and ends at whole pairs."""
+    """yarn: whether the ramp between the two begins and ends at whole pairs."""
     attention_factor: float = 1.0
-    """yarn, longrope: what cosines and sines are multiplied by."""
+    """yarn, longrope: factor on cosines and sines."""
     wavelength_factors: tuple[float, ...] = ()
     """longrope: the stretch of each pair."""
 
@@ -52,7 +52,7 @@ class RopeConfig:
         return head_dim if self.scaling == "proportional" else int(head_dim * self.partial)
 
     def num_adjacent(self, head_dim: int) -> int:
-        """Pairs that are neighbours; see `weft.kernels.rope.rope_and_cache`."""
+        """Number of adjacent pairs, as in `weft.kernels.rope.rope_and_cache`."""
         if self.is_interleaved:
             return head_dim // 2
         return (head_dim - self.rotary_dim(head_dim)) // 2
@@ -62,8 +62,8 @@ _OF_FINGERPRINTS = tuple(field.name for field in fields(RopeConfig))[:6]
 
 
 def rope_values(rope: RopeConfig) -> dict[str, Any]:
-    """The fields that are part of fingerprints: those that there have always been, and those of the
-    others that are not at their defaults.
+    """The fields for fingerprints: the original ones always, and later ones only if they differ
+    from their defaults.
     """
     usual = RopeConfig(theta=rope.theta)
     values = asdict(rope)
@@ -86,21 +86,20 @@ def rope_config(
     versions `rope_theta` and `rope_scaling`.
 
     Args:
-        fields: Of the model.
-        kind: Of layers, of `layer_types`, where each may have parameters of its own.
-        theta: Where the file has none.
-        partial: Share of a head that is rotated where the file does not say; None: heads are
-            rotated whole, and another share is refused.
-        is_interleaved: See `RopeConfig`.
+        kind: Kind of layers in `layer_types`, if each kind may have parameters of its own.
+        theta: Default if the file has none.
+        partial: Default share of a head that is rotated; None: heads are rotated whole, and another
+            share is refused.
+        is_interleaved: As in `RopeConfig`.
 
     Raises:
-        ModelError: A rotation that is not supported; the message names the field.
+        ModelError: The rotation is not supported; the message names the field.
     """
     names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
     first, *others = [
         _rotation(fields, name, kind, theta, partial) for name in names or ["rope_scaling"]
     ]
-    # transformers lets the second win: whoever adds it to a newer file means it.
+    # In transformers the second wins: whoever adds it to a newer file means it.
     if any(replace(other, theta=first.theta) != first for other in others):
         raise fields.error("rope_scaling", "is not what rope_parameters say; keep one of them")
     return replace(first, is_interleaved=is_interleaved)
@@ -109,7 +108,6 @@ def rope_config(
 def _rotation(
     fields: Fields, name: str, layers: str | None, default_theta: float, partial: float | None
 ) -> RopeConfig:
-    """The rotation that one section describes."""
     rope = fields.section(name)
     if any(isinstance(rope.get(key), dict) for key in rope):
         if layers is None:
@@ -123,7 +121,7 @@ def _rotation(
         raise fields.error(f"{name}.{share}", "only 1.0 is supported")
     plain = RopeConfig(theta=theta, partial=turned)
     if kind in ("default", "dynamic"):
-        # Dynamic scaling begins behind max_position_embeddings, which no request passes.
+        # Dynamic scaling begins after max_position_embeddings, which no request exceeds.
         if rope.get("alpha") is not None:
             raise rope.error("alpha", "is not supported for this architecture")
         return plain
@@ -157,8 +155,8 @@ def _original_positions(fields: Fields, rope: Fields) -> int:
 
 
 def _yarn(plain: RopeConfig, fields: Fields, rope: Fields) -> RopeConfig:
-    """YaRN (Peng et al., arXiv 2309.00071): pairs are stretched by how often they turn over the
-    original context, and scores get steeper.
+    """YaRN (Peng et al., arXiv 2309.00071): the stretch of a pair depends on how often it turns
+    over the original context, and scores get steeper.
     """
     original = _original_positions(fields, rope)
     factor = rope.number("factor", fields.positive("max_position_embeddings") / original)
@@ -186,13 +184,13 @@ def _steepness(factor: float, scale: float) -> float:
 def for_context(
     raw: Mapping[str, Any], max_tokens: int | None, original: int | None = None
 ) -> Mapping[str, Any]:
-    """A config.json for contexts of at most `max_tokens`: where no context is beyond LongRoPE's
-    original length, its short factors take the place of the long ones.
+    """A config.json for contexts of at most `max_tokens`. If no context exceeds LongRoPE's original
+    length, its short factors replace the long ones.
 
     Args:
         raw: Content of config.json, or a section of it.
         max_tokens: None: the model's longest context.
-        original: The original length, if what encloses the section names it.
+        original: The original length, if the enclosing object names it.
     """
     if max_tokens is None:
         return raw
@@ -213,8 +211,8 @@ def _long_rope(plain: RopeConfig, fields: Fields, rope: Fields) -> RopeConfig:
     """LongRoPE (Ding et al., arXiv 2402.13753): each pair has a stretch of its own.
 
     Files have two lists, for contexts within and beyond the original length. Pages are shared
-    between requests of any length, so that one list must do: the long one, unless
-    `max_position_embeddings` is no longer than the original (see also `for_context`).
+    between requests of any length, so that only one list can be used: the long one, unless
+    `max_position_embeddings` is no longer than the original (`for_context` may make it so).
     """
     longest, original = (
         fields.positive("max_position_embeddings"),

@@ -1,5 +1,5 @@
-"""Configurations of encoders of BERT's form with rotated heads or ALiBi: GTE, Nomic BERT, Jina.
-Pure Python.
+"""Configurations of encoders like BERT with rotated heads or ALiBi: GTE, Nomic BERT, Jina. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _USUAL = {
     "max_trained_positions": "max_position_embeddings",
     "rotary_emb_base": "rope_theta",
 }
-"""GPT-2's names of fields, which Nomic's first files have."""
+"""GPT-2's names of fields, which Nomic's first files use."""
 _NTK = "ntk"
 
 
@@ -43,7 +43,7 @@ def activation(fields: Fields, name: str) -> ActivationName:
     """The activation that a field names.
 
     Raises:
-        ModelError: It is not supported.
+        ModelError: The activation is not supported.
     """
     given = fields.text(name, "gelu")
     found = _ACTIVATIONS.get(given)
@@ -53,7 +53,7 @@ def activation(fields: Fields, name: str) -> ActivationName:
 
 
 def read_gte(fields: Fields) -> dict[str, Any]:
-    """GTE (arXiv 2407.19669), of transformers and of its authors' files ("new")."""
+    """GTE (arXiv 2407.19669), in the layout of transformers or of its authors' files ("new")."""
     _only(fields, position_embedding_type="rope", layer_norm_type="layer_norm")
     _only(fields, logn_attention_scale=False)
     rope = _gte_rope(fields)
@@ -118,8 +118,8 @@ def _biases(*, qkv: bool, up: bool, down: bool) -> dict[str, bool]:
 
 
 def _gte_rope(fields: Fields) -> RopeConfig:
-    """The rotation, which the authors' files may stretch by a fixed "NTK" factor: a larger base,
-    and all wavelengths times factor^(2 / dim).
+    """The authors' files may stretch the rotation by a fixed "NTK" factor: a larger base, and all
+    wavelengths times factor^(2 / dim).
     """
     scaling = fields.section("rope_scaling")
     if scaling.text("type", "") != _NTK:
@@ -133,7 +133,6 @@ def _gte_rope(fields: Fields) -> RopeConfig:
 
 
 def _only(fields: Fields, **values: object) -> None:
-    """Raises ModelError where a field has another value."""
     for name, value in values.items():
         if name in fields and fields.get(name) != value:
             raise fields.error(name, f"only {value!r} is supported")

@@ -1,10 +1,11 @@
-"""tokenizer.json of a tekken.json, Mistral's file of a vocabulary in tiktoken's form.
+"""Makes tokenizer.json of a tekken.json, Mistral's file of a vocabulary in tiktoken's form. Pure
+Python.
 
-tiktoken merges, in a piece of text, the neighbours whose concatenation has the lowest rank, the
-leftmost first, until no concatenation is a token. A token that comes about so has one pair from
-which it can: all earlier merges lie within its own bytes, or it would not come about, and they are
-the same wherever these bytes stand. So a list with this one pair for each token, in the order of
-ranks, makes the BPE of `tokenizers` compute the same tokens. Pure Python.
+Within a piece of text, tiktoken merges the two neighbours whose concatenation has the lowest rank,
+leftmost first, until no concatenation is a token. A token that can result from this results from
+exactly one pair: all earlier merges lie within its own bytes, and are the same wherever these bytes
+occur. So a list with this one pair for each token, in the order of ranks, makes the BPE of
+`tokenizers` compute the same tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
 
     Args:
         path: The tekken.json.
-
-    Raises:
-        ModelError: The file is malformed.
     """
     fields = Fields(read_json_file(path), str(path))
     config = fields.section("config")
@@ -106,7 +104,7 @@ def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The pair of tokens from which tiktoken makes a token; None: it makes it of none."""
+    """The pair of tokens from which tiktoken makes a token; None: no pair makes it."""
     parts = [token[place : place + 1] for place in range(len(token))]
     while len(parts) > 1:
         pairs = [first + second for first, second in itertools.pairwise(parts)]
@@ -130,7 +128,7 @@ def byte_letters() -> Sequence[str]:
 
 
 def _special_tokens(fields: Fields, count: int) -> list[str]:
-    """The special tokens, which have the first ids; those without a name get one."""
+    """The special tokens, which have the first ids; tokens without a name get one."""
     listed = fields.get("special_tokens")
     if listed is None:
         listed = [{"token_str": text} for text in _DEFAULT_SPECIAL]
@@ -145,7 +143,6 @@ def _special_tokens(fields: Fields, count: int) -> list[str]:
 
 
 def _tokens(fields: Fields, count: int) -> list[bytes]:
-    """The bytes of tokens, by rank."""
     listed = fields.get("vocab")
     try:
         found = [base64.b64decode(entry["token_bytes"], validate=True) for entry in listed[:count]]

@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer from all of its files: one rule for engine and gateway."""
+"""Reads a model's tokenizer from all of its files, by one rule for engine and gateway."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 
 
 class TokenizerFiles(NamedTuple):
-    """Content of the files of a tokenizer."""
-
     tokenizer: Tokenizer
     config: dict[str, Any]
     """Content of tokenizer_config.json."""
@@ -54,11 +52,8 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """The tokenizer of tokenizer.json with the additions that transformers makes: tokens that only
-    other files name, and the marks of special tokens.
-
-    Args:
-        folder: Folder of the model.
+    """The tokenizer of tokenizer.json with the additions of transformers: tokens that only other
+    files name, and the marks of special tokens.
 
     Raises:
         ModelError: There is no tokenizer.json, or a token cannot have the id that a file gives it.
@@ -91,21 +86,19 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def decoder_types(tokenizer: Tokenizer) -> list[str]:
-    """Names of the tokenizer's decoders, in turn."""
+    """Types of the tokenizer's decoders, in order."""
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     parts = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
     return [str(part.get("type")) for part in parts]
 
 
 def _make_special(tokenizer: Tokenizer, token: AddedToken) -> None:
-    """Marks a token as special and keeps its other flags, if the vocabulary has the token."""
     if tokenizer.token_to_id(token.content) is not None:
         token.special = True
         tokenizer.add_special_tokens([token])
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens by name, as written in the files."""
     found = {name: fields.get(name) for name in _ROLES}
     more = fields.get(_MORE_SPECIAL[1])
     if isinstance(more, dict):
@@ -139,7 +132,7 @@ def _token(entry: Mapping[str, Any], *, special: bool) -> AddedToken:
 def _added_tokens(
     folder: Path, tokenizer_config: Mapping[str, Any]
 ) -> dict[int, tuple[AddedToken, str]]:
-    """Tokens by id, and the file that names each."""
+    """Tokens by id, each with the file that names it."""
     listed = tokenizer_config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         older = read_json(folder / "added_tokens.json").items()
@@ -157,7 +150,6 @@ def _added_tokens(
 
 
 def _add(tokenizer: Tokenizer, token_id: int, token: AddedToken, where: str) -> None:
-    """Adds a token, or changes the flags of an existing one to those that a file gives."""
     if tokenizer.token_to_id(token.content) is None and token_id != tokenizer.get_vocab_size():
         raise ModelError(
             f"{where}: {token.content!r} is token {token_id}, which tokenizer.json lacks, with "

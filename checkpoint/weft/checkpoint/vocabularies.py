@@ -12,11 +12,8 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def num_tokens(model_dir: Path, config: ModelConfig) -> int:
-    """Tokens of a model's tokenizer, which may be fewer than its embedding has rows; as many as
-    rows where there is no `tokenizer.json`.
-
-    Raises:
-        ModelError: The file is malformed.
+    """Number of tokens in a model's tokenizer, which may be fewer than the rows of its embedding;
+    the number of rows if there is no `tokenizer.json`.
     """
     file = model_dir / TOKENIZER_FILE
     if not file.is_file():
@@ -25,8 +22,8 @@ def num_tokens(model_dir: Path, config: ModelConfig) -> int:
 
 
 def token_ids(file: Path) -> dict[str, int]:
-    """Token ids by token, for BPE, WordPiece and WordLevel models, and for Unigram, which has a
-    list.
+    """Token ids by token, for BPE, WordPiece and WordLevel models, and for Unigram, whose file has
+    a list.
     """
     fields = Fields(read_json_file(file), str(file))
     vocabulary, added = fields.section("model").get("vocab"), fields.get("added_tokens") or []
@@ -45,10 +42,10 @@ def check_same_vocabulary(
 ) -> None:
     """Refuses a draft model whose token ids differ in meaning from the target's.
 
-    Without a `tokenizer.json` beside each of them only the sizes are compared.
+    If one of them has no `tokenizer.json`, only the sizes are compared.
 
     Raises:
-        ModelError: They differ; the message says in what. Or a file is malformed.
+        ModelError: They differ, and the message says how; or a file is malformed.
     """
     if draft.vocab_size != target.vocab_size:
         raise ModelError(

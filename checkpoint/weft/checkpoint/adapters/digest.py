@@ -19,8 +19,9 @@ from weft.contract.errors import AdapterError
 _VERSION = b"weft-adapter-3"
 _PIECE_BYTES = 1 << 22
 _CORES_OF_A_THREAD, _MAX_THREADS = 4, 4
-"""Cores per hashing thread, and most threads. They hash in parallel, since BLAKE2b (0.4 to 1.2 GB/s
-per core) takes most of the time of a load."""
+"""Cores for each hashing thread, and most threads. They hash in parallel, since BLAKE2b (0.4 to 1.2
+GB/s per core) takes most of a load's time.
+"""
 # Fields that change hidden states or logits, or whether the adapter is accepted. Fields about its
 # training, such as dropout and paths, do not count.
 _FIELDS = (
@@ -46,20 +47,20 @@ _UNORDERED = ("target_modules", "target_parameters", "exclude_modules", "modules
 
 
 def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
-    """BLAKE2b-256 over an adapter's content, independent of its name and location. The weights
-    enter it by the digests of their pieces, which threads compute in parallel.
+    """BLAKE2b-256 over an adapter's content, independent of its name and location. It includes the
+    weights as digests of their pieces, which threads compute in parallel.
 
     Args:
-        directory: PEFT directory.
-        is_lenient: Whether a read leaves out tensors that cannot be applied. That may change the
-            generated text, so the digest differs.
+        directory: A PEFT directory.
+        is_lenient: Whether reading leaves out tensors that cannot be applied. That may change the
+            generated text, so that the digest differs.
 
     Returns:
         32 bytes.
 
     Raises:
-        AdapterError: The directory's files are missing or damaged (see `open_adapter`). Whether
-            the tensors fit a model is found out by `read_adapter`.
+        AdapterError: The directory's files are missing or damaged. Only `read_adapter` checks
+            whether the tensors fit a model.
     """
     with open_adapter(directory) as files:
         return digest_of(files, is_lenient=is_lenient)
@@ -78,7 +79,6 @@ def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
 
 
 def _piece_digests(files: AdapterFiles) -> list[bytes]:
-    """Digests of the weight file's pieces, computed by several threads."""
     pieces = files.pieces(_PIECE_BYTES)
     digests, errors = [b""] * len(pieces), list[Exception]()
     num_threads = min(_MAX_THREADS, max(1, num_cores() // _CORES_OF_A_THREAD))
@@ -111,8 +111,8 @@ class Hashing:
     It is a context manager; after its exit the caller may close the file.
 
     Args:
-        files: Open files; they must stay open until the exit.
-        is_lenient: See `adapter_digest`.
+        files: They must stay open until the exit.
+        is_lenient: As in `adapter_digest`.
     """
 
     def __init__(self, files: AdapterFiles, *, is_lenient: bool) -> None:
@@ -129,11 +129,7 @@ class Hashing:
         self._thread.join()
 
     def result(self) -> bytes:
-        """Waits for the digest and returns it.
-
-        Raises:
-            AdapterError: See `adapter_digest`.
-        """
+        """Waits for the digest and returns it; raises the errors of `adapter_digest`."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""The files of an adapter's directory, opened and validated. No torch."""
+"""Opens and validates the files of an adapter's directory. No torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ DTYPE_BYTES: Mapping[str, int] = {
 _MAX_CONFIG_BYTES = 2 << 20
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_NAME, _MAX_DIMENSIONS, _TOO_LARGE = 1024, 8, 1 << 48
-"""Bounds of tensors. Products of thousands of long numbers take minutes, and names are reported."""
+"""Limits on tensors. Products of thousands of long numbers take minutes, and error messages contain
+names.
+"""
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 
@@ -71,9 +73,7 @@ class TensorEntry:
     """Dtype as the format spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
-    """First byte, from the beginning of the file."""
     end: int
-    """Offset just past the last byte."""
 
 
 class AdapterFiles:
@@ -107,7 +107,6 @@ class AdapterFiles:
         return data
 
     def pieces(self, num_bytes: int) -> list[range]:
-        """Offsets of the weight file's pieces, each of `num_bytes` but the last."""
         size = os.fstat(self._weights).st_size
         return [range(at, min(size, at + num_bytes)) for at in range(0, size, num_bytes)]
 
@@ -123,14 +122,13 @@ class AdapterFiles:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer of its own."""
         return os.path.lexists(self.directory / TOKENIZER_FILE)
 
     def text_files(self) -> dict[str, bytes]:
-        """The files of its own tokenizer that are there, by name.
+        """The files of the adapter's own tokenizer that exist, by name.
 
         Raises:
-            AdapterError: One is too large, or no regular file of the directory.
+            AdapterError: A file is too large, or is no regular file of the directory.
         """
         if not self.has_tokenizer:
             return {}
@@ -138,11 +136,7 @@ class AdapterFiles:
         return {name: bytes(_read_file(self.directory, name, size)) for name, size in there.items()}
 
     def check_unchanged(self) -> None:
-        """Checks that the file has not changed since it was opened.
-
-        Raises:
-            AdapterError: It was written to.
-        """
+        """Raises AdapterError if the weight file has been written to since it was opened."""
         if _identity(self._weights) != self._stat:
             raise AdapterError(
                 f"adapter {self.directory}: {WEIGHTS_FILE} was changed while it was read; "
@@ -171,10 +165,8 @@ def open_adapter(directory: Path) -> Iterator[AdapterFiles]:
 
 
 def _open_inside(directory: Path, name: str) -> int:
-    """Opens a regular file that lies in the directory itself; returns its descriptor.
-
-    The function resolves the name and then opens it without following links. If the file was
-    replaced by a link meanwhile, the system refuses to open it.
+    """Resolves the name, then opens it without following links. If a link has replaced the file
+    meanwhile, the system refuses to open it.
     """
     path = directory / name
     try:
@@ -218,7 +210,6 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 
 
 def _read_file(directory: Path, name: str, max_bytes: int) -> bytearray:
-    """Reads a file that lies in the directory itself, of so many bytes at most."""
     descriptor = _open_inside(directory, name)
     try:
         size = os.fstat(descriptor).st_size
@@ -308,7 +299,6 @@ def _entry(where: str, name: str, entry: Any, base: int) -> TensorEntry:
 def _check_coverage(
     where: str, tensors: Mapping[str, TensorEntry], base: int, file_bytes: int
 ) -> None:
-    """Checks that the tensors fill the file without holes or overlap."""
     position = base
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.end > file_bytes:

@@ -1,4 +1,4 @@
-"""Limits of a worker on adapters, and the messages for adapters that exceed them. Pure Python."""
+"""Limits of a worker on adapters, and the messages about adapters that exceed them. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from weft.contract.errors import AdapterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraLimits:
-    """Limits that follow from the settings and the model."""
-
     max_loras: int
     """Most adapters on the device at once."""
     memory_bytes: int
-    """Bytes of device memory as set, which determine the number of device rows; rows of a draft
-    head come in addition.
+    """Bytes of device memory as configured, which determine the number of device rows. Rows of a
+    draft head come in addition.
     """
     num_rows: Needs
     """Device rows by kind of projection, for all kinds that can be changed."""
     row_bytes: Mapping[str, int]
-    """Bytes of one row, by kind."""
+    """Bytes of a row, by kind."""
     host_bytes: int
     """Bytes of host memory for adapters."""
 
     def describe(self) -> str:
-        """A one-line summary for logs and status."""
         kinds = {k: count for k, count in self.num_rows.items() if not k.endswith(WHOLE_SUFFIX)}
         rows = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
         whole = self.num_rows.keys() - kinds.keys()
@@ -46,8 +43,7 @@ class LoraLimits:
         """Checks that an adapter fits into an empty device.
 
         Args:
-            name: For the message.
-            needs: Its rows.
+            needs: The adapter's rows.
             num_bytes: Bytes of its weights on the host.
 
         Raises:
@@ -69,14 +65,13 @@ class LoraLimits:
         *,
         is_pinned: bool,
     ) -> None:
-        """Checks that pinned adapters leave room for any one of the others.
+        """Checks that pinned adapters leave room for any one of the other adapters.
 
         Args:
-            name: Name of an adapter.
-            needs: Its rows.
-            pinned: Rows of each pinned one beside it.
-            others: Name and rows of each one beside it that is not pinned.
-            is_pinned: Whether it is to be pinned.
+            needs: Rows of the adapter `name`.
+            pinned: Rows of each other adapter that is pinned.
+            others: Name and rows of each other adapter that is not pinned.
+            is_pinned: Whether the adapter is to be pinned.
 
         Raises:
             AdapterError: They leave too little room; the message shows the arithmetic.

@@ -22,7 +22,7 @@ RECURRENT_KINDS = (
 """Projections of a recurrent layer, as checkpoints call them."""
 
 ROUTER = "router"
-"""Kind of the product that chooses a token's experts."""
+"""The product that chooses a token's experts."""
 
 _PREFIX = re.compile(
     r"(?:base_model\.model\.)?(?P<path>(?:(?:model|transformer|gpt_neox)\.)?"
@@ -112,7 +112,7 @@ _EXPERT_LEAVES: Mapping[str, tuple[str, ...]] = {
 }
 VOCABULARY = ("embed_tokens", "lm_head")
 _VOCABULARY = {"wte": VOCABULARY[0], "embed_in": VOCABULARY[0], "embed_out": VOCABULARY[1]}
-"""What GPT-2 and its kin call them."""
+"""Names of the embedding and the LM head in GPT-2 and its kin."""
 
 
 # PEFT nests its wrappers of the experts' parameters gate_up_proj and down_proj. Only shapes tell
@@ -131,12 +131,12 @@ class ModuleName:
     layer: int = -1
     """The layer's index; -1: outside the layers."""
     kinds: tuple[str, ...] = ()
-    """Projections that it computes, whose outputs are stacked; empty: unknown."""
+    """Projections that the module computes, with their outputs stacked; empty: unknown."""
     is_expert: bool = False
     expert: int | None = None
-    """Number of the expert; None: no expert, or all of them."""
+    """Index of the expert; None: no expert, or all experts."""
     parameter: str | None = None
-    """The expert parameter that PEFT wraps; "" while it is not yet known which."""
+    """The experts' parameter that PEFT wraps; "": not yet known which."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ class TensorName:
 
     module: ModuleName
     part: str
-    """Role of the tensor. A, B: halves of a LoRA pair. embedding_A, embedding_B: those of an
+    """Role of the tensor. A, B: matrices of a LoRA pair. embedding_A, embedding_B: the pair of an
     embedding. weight: the whole parameter. copy: a second copy of it. frozen: the untrained
     parameter below a LoRA. original: the base's parameter that another replaces. tokens: some rows
     of the parameter. magnitude: DoRA's vector. bias: bias of B. other: none of these.
@@ -165,7 +165,7 @@ class TensorName:
 
 
 def parse_name(name: str) -> TensorName:
-    """Parses the name of a tensor; never fails (see `TensorName.part`)."""
+    """Parses the name of a tensor. It never fails: the part of an unknown name is "other"."""
     if found := _PART.fullmatch(name):
         part = found["part"].removeprefix("lora_").replace("magnitude_vector", "magnitude")
         part = "bias" if found["field"] == "bias" else part

@@ -1,4 +1,4 @@
-"""What a worker needs so that it can hold given adapters, from their files' headers. No torch."""
+"""What a worker needs to hold given adapters, read from the headers of their files. No torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ from weft.checkpoint.vocabularies import num_tokens
 
 @dataclass(frozen=True, slots=True)
 class AdapterNeeds:
-    """What one adapter needs."""
-
     projections: frozenset[str]
     """Projections beyond `default_projections`, as `EngineConfig.lora_projections` names them."""
     rank: int
-    """Largest rank."""
     has_whole_matrix: bool
-    """Whether it brings a whole embedding or LM head."""
+    """Whether the adapter brings a whole embedding or LM head."""
     num_added_tokens: int
-    """Tokens that it adds to the vocabulary."""
+    """Tokens that the adapter adds to the vocabulary."""
 
 
 def needs_of(folder: Path, model_dir: Path, model: ModelConfig, max_rank: int) -> AdapterNeeds:
-    """Reads what an adapter needs.
+    """Reads from its files what an adapter needs.
 
     Args:
         folder: The adapter's.
-        model_dir: The directory of the model that it is for.
+        model_dir: The directory of the model that the adapter is for.
         model: That model's configuration.
         max_rank: Largest rank that any worker takes.
 

@@ -13,7 +13,7 @@ import regex
 from weft.contract.errors import AdapterError
 
 MATCH_S = 0.2
-"""Seconds that a match may take; names match in some microseconds."""
+"""Seconds that a match may take; matching a name takes a few microseconds."""
 _MAX_LENGTH = 4096
 _MAX_DEGREE = 6
 _REPEAT = re.compile(r"(?:[*+?]|\{\d*,?\d*\})[?+]?")
@@ -25,9 +25,9 @@ class _Group:
     """The part of an open parenthesis group seen so far."""
 
     degree: int = 0
-    """Consecutive repeats in the alternative being read."""
+    """Consecutive repeats in the alternative that is being read."""
     highest: int = 0
-    """Highest value among the alternatives before this one."""
+    """Highest such number among the alternatives before it."""
     has_alternatives: bool = False
 
     def total(self) -> int:
@@ -35,7 +35,7 @@ class _Group:
 
 
 def match(pattern: str, name: str, *, is_whole: bool = False) -> regex.Match[str] | None:
-    """Matches the beginning of a name as `re.match` does, or all of it; releases the GIL.
+    """Matches the beginning of a name as `re.match` does, or the whole name; releases the GIL.
 
     Raises:
         AdapterError: The match takes too long.
@@ -79,7 +79,7 @@ def is_quick(pattern: str) -> bool:
 
 
 def _item(pattern: str, i: int, stack: list[_Group]) -> tuple[int, _Group | None]:
-    """Steps over the item that begins at `i`; returns its end, and the item if a repeat may follow
+    """Returns the end of the item that begins at `i`, and the item itself if a repeat may follow
     it.
     """
     character = pattern[i]

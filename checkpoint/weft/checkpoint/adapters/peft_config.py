@@ -20,7 +20,7 @@ from weft.contract.errors import AdapterError
 ALL_LINEAR = "all-linear"
 
 _UNLIKE_RE = re.compile(r"\[\[:|(?<!\\)\{(?!\d+(?:,\d*)?\}|,\d+\})")
-"""Forms that the `regex` library, used here, reads differently from `re`, which PEFT uses."""
+"""Forms that `regex`, the library used here, reads differently from PEFT's `re`."""
 _LAYER_OF = r".*?\.[^.]*\.(?P<layer>\d+)\."
 
 VARIANTS: Mapping[str, str] = {
@@ -35,17 +35,17 @@ VARIANTS: Mapping[str, str] = {
     "monteclora_config": "Monte Carlo LoRA",
     "megatron_config": "Megatron's layers",
 }
-"""Fields of LoRA variants with different arithmetic; a falsy value is PEFT's "off"."""
+"""Fields of LoRA variants with different arithmetic; a falsy value means that the variant is
+off.
+"""
 
 _INITIALISED = "init_lora_weights"
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of its values with which PEFT also changes the base's weights, even on load."""
+"""Prefixes of initialisations with which PEFT also changes the base's weights, even on load."""
 
 
 def variants_of(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Fields of a configuration that make the adapter one of a variant that is not supported, with
-    what they mean.
-    """
+    """Fields of a configuration that select an unsupported variant, with the variant's name."""
     found = {name: meaning for name, meaning in VARIANTS.items() if raw.get(name)}
     kind = raw.get(_INITIALISED)
     if isinstance(kind, str) and kind.lower().startswith(_BASE_CHANGING):
@@ -70,7 +70,7 @@ class PeftConfig:
     rank_pattern: Patterns
     alpha_pattern: Patterns
     target_modules: tuple[str, ...] | str | None
-    """Names, a regular expression, `all-linear`, or None: not given."""
+    """Names, a regular expression, or `all-linear`; None: the file has none."""
     target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...] | str
     modules_to_save: tuple[str, ...]
@@ -88,8 +88,8 @@ class PeftConfig:
         """Checks a parsed adapter_config.json.
 
         Raises:
-            AdapterError: It is no LoRA, a variant of LoRA that is not supported, or a field is
-                malformed; the message names the field.
+            AdapterError: The adapter is no LoRA or an unsupported variant, or a field is malformed;
+                the message names the field.
         """
         fields = _Fields(raw, f"adapter {directory}: {CONFIG_FILE}")
         kind = fields.raw.get("peft_type")
@@ -121,8 +121,8 @@ class PeftConfig:
         return int(_first_match(self.rank_pattern, self._pattern_names(names), self.rank))
 
     def scaling_of(self, names: Sequence[str], rank: int) -> float:
-        """The factor on the module's product B A: alpha / r, or with rsLoRA (Kalajdzievski 2023,
-        arXiv:2312.03732) alpha / sqrt(r).
+        """The factor on the module's product B A: alpha / r, or alpha / sqrt(r) with rsLoRA
+        (Kalajdzievski 2023, arXiv:2312.03732).
         """
         alpha = _first_match(self.alpha_pattern, self._pattern_names(names), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -130,9 +130,10 @@ class PeftConfig:
     def is_targeted(self, names: Sequence[str]) -> bool:
         """Whether the configuration targets a module with these names.
 
-        Names are full ones, such as model.layers.0.self_attn.q_proj, or of a wrapped parameter.
+        Names are full, such as model.layers.0.self_attn.q_proj, or those of a wrapped parameter.
         """
-        # As in PEFT, parameters are excluded by nothing, and modules named in full by no layer.
+        # As in PEFT, nothing excludes parameters, and layers do not exclude modules that are named
+        # in full.
         if any(_lists(self.target_parameters, name) for name in names):
             return True
         if any(_lists(self.exclude_modules, name) for name in names):
@@ -148,8 +149,8 @@ class PeftConfig:
         return any(name in self.target_modules or self._has_layer(name) for name in names)
 
     def _pattern_names(self, names: Sequence[str]) -> Sequence[str]:
-        """The names that patterns of ranks and alphas match: the parameter's name if PEFT wraps a
-        parameter (as for routers that are not linear modules), else the module's name.
+        """Patterns of ranks and alphas match the parameter's name if PEFT wraps a parameter, as for
+        routers that are not linear modules; else the module's name.
         """
         return [name for name in names if _lists(self.target_parameters, name)] or names
 
@@ -209,8 +210,6 @@ def _token_indices(fields: _Fields) -> Mapping[str, tuple[int, ...]]:
 
 
 class _Fields:
-    """Typed access to fields; every error names the field."""
-
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self._where = where
@@ -255,8 +254,8 @@ class _Fields:
         return None if value is None else self.texts(name)
 
     def pattern(self, name: str, pattern: str, around: str = "{}") -> str:
-        """Reads a regular expression that compiles, by itself and within another one, and is not
-        slow by its form; returns it within that one.
+        """Reads a regular expression that compiles by itself and within `around`, and whose form is
+        not slow; returns it within `around`.
         """
         whole = around.replace("{}", pattern)
         try:

@@ -1,7 +1,7 @@
 """Plans how an adapter's tensors apply to the model, from the file's header alone. No torch.
 
-This module does not read the tensors' contents, so that a worker reserves memory only after it has
-checked all sizes.
+It does not read the tensors' contents, so that a worker reserves memory only after all sizes have
+been checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ EXPERTS = "experts"
 PARTS = (DENSE, EXPERTS, ROUTER, *VOCABULARY)
 """Parts of a model that adapters can change."""
 DTYPES = ("F32", "F16", "BF16")
-"""Dtypes accepted for an adapter's tensors."""
 
 _LINEAR_HALVES = ("A", "B")
 _EMBEDDING_HALVES = ("embedding_A", "embedding_B")
@@ -49,26 +48,24 @@ _NAMES_OF_SOME = (
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """The two tensors of one LoRA pair."""
-
     module: ModuleName
     a: str
     """Name of the tensor A."""
     b: str
     rank: int
     scaling: float
-    """Factor applied to B."""
+    """Factor on B."""
     experts: tuple[int, int] = (0, 0)
-    """Entries along the first axis of A and of B; 0: no such axis."""
+    """Entries along the first axis of A and of B; 0: the tensor has no axis of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPlan:
-    """The tensors of the embedding or of the LM head; an empty name: none."""
+    """The tensors of the embedding or of the LM head; an empty name: there is none."""
 
     weight: str = ""
     copy: str = ""
-    """Name of a second tensor that must be equal."""
+    """Name of a second tensor, which must be equal."""
     tokens: str = ""
     token_ids: tuple[int, ...] = ()
     pair: PairPlan | None = None
@@ -85,13 +82,12 @@ class AdapterPlan:
     ties_vocabulary: bool
     """Whether a change of the embedding also applies to the LM head."""
     ignored: tuple[str, ...]
-    """Names of tensors that a lenient reading leaves out, or on which no vector depends."""
+    """Names of tensors that a lenient reading leaves out, or that no result depends on."""
     num_elements: int
-    """Number of elements that reading keeps in memory."""
+    """Elements that reading keeps in memory."""
 
     @property
     def pairs(self) -> tuple[PairPlan, ...]:
-        """Pairs of all parts."""
         vocabulary = (plan.pair for plan in self.vocabulary.values())
         return (*self.dense, *self.experts, *(pair for pair in vocabulary if pair is not None))
 
@@ -108,12 +104,11 @@ def plan_adapter(
     """Sorts an adapter's tensors and checks their names, shapes, dtypes and ranks.
 
     Args:
-        files: The open directory.
-        config: The model that it is for.
         max_rank: Largest rank of any module.
-        parts: Which of `PARTS` are applied.
-        is_lenient: Leave out tensors that cannot be applied, instead of refusing the adapter.
-        num_tokens: See `read_adapter`.
+        parts: Those of `PARTS` that are applied.
+        is_lenient: Whether to leave out tensors that cannot be applied, instead of refusing the
+            adapter.
+        num_tokens: As in `read_adapter`.
 
     Raises:
         AdapterError: The message names the tensor or field.
@@ -127,7 +122,7 @@ def plan_adapter(
 
 
 def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tuple[int, int]:
-    """Sizes (in, out) of one projection; the input of the embedding has the vocabulary's size."""
+    """Sizes (in, out) of one projection; the input of the embedding is the vocabulary."""
     hidden, inner = config.hidden_size, config.intermediate_size
     if kind in RECURRENT_KINDS:
         _, width, out, _ = recurrent_shapes(config)[kind]
@@ -149,9 +144,6 @@ def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tupl
 
 
 def _has_projection(config: ModelConfig, module: ModuleName) -> bool:
-    """Whether a layer has what a module's name says, as far as recurrent layers and their models'
-    own names are concerned.
-    """
     kind, leaf = module.kinds[0], module.rest.rpartition(".")[2]
     recurrent = () if config.decoder is None else config.decoder.recurrent_layers
     if kind in RECURRENT_KINDS:
@@ -190,7 +182,6 @@ class _Planner:
         return AdapterError(f"adapter {self.files.directory}: {problem}")
 
     def sort(self) -> None:
-        """Groups the tensors of a module."""
         if not self.files.tensors:
             raise self.error("it has no tensors")
         for name in self.files.tensors:
@@ -213,8 +204,8 @@ class _Planner:
             tensors[parsed.part] = name
 
     def _has_no_part(self, module: ModuleName) -> bool:
-        """Whether nothing depends on a module: an encoder's unused pooler, or K and V of a layer
-        that uses those of another, which PEFT gave a LoRA where transformers still built them.
+        """True for an encoder's unused pooler, and for K and V of a layer that uses those of
+        another layer, which PEFT gave a LoRA where transformers still built them.
         """
         config = self.config
         if isinstance(config, EncoderConfig):
@@ -223,7 +214,6 @@ class _Planner:
         return is_kv and config.kv_source(module.layer) != module.layer
 
     def plan(self, module: ModuleName, tensors: dict[str, str]) -> None:
-        """Plans a module's tensors, after checking them."""
         if module.parameter is not None and self.config.moe is not None:
             module = self._resolve(module, *self._halves(module, tensors))
         if problem := self._problem(module, tensors):
@@ -236,7 +226,6 @@ class _Planner:
             self._dense.append(self._plan_pair(module, tensors))
 
     def finish(self) -> AdapterPlan:
-        """Checks the rules that concern all modules together."""
         self._check_saved()
         self._check_mixture()
         ties = self.config.tie_word_embeddings
@@ -255,7 +244,7 @@ class _Planner:
         self._ignored.extend(names)
 
     def _resolve(self, module: ModuleName, a: str, b: str) -> ModuleName:
-        """Finds which expert parameter is wrapped, from the widths of A and B."""
+        """The widths of A and B tell which expert parameter is wrapped."""
         assert self.config.moe is not None, "asked before"
         hidden, inner = self.config.hidden_size, self.config.moe.intermediate_size
         shape = self.files.tensors[b].shape[:1] + self.files.tensors[a].shape[1:]
@@ -269,11 +258,6 @@ class _Planner:
         )
 
     def _halves(self, module: ModuleName, tensors: Mapping[str, str]) -> tuple[str, str]:
-        """Names of the tensors A and B.
-
-        Raises:
-            AdapterError: One is missing.
-        """
         parts = _EMBEDDING_HALVES if module.rest == "embed_tokens" else _LINEAR_HALVES
         a, b = (tensors.get(part, "") for part in parts)
         if not a or not b:
@@ -282,7 +266,6 @@ class _Planner:
         return a, b
 
     def _problem(self, module: ModuleName, tensors: dict[str, str]) -> str:
-        """Why a module's tensors cannot be applied; empty if they can."""
         config, moe = self.config, self.config.moe
         is_vocabulary, is_router = module.rest in VOCABULARY, module.kinds == (ROUTER,)
         if not module.kinds or (config.latent is not None and module.kinds[0] in _QKV_KINDS):
@@ -320,9 +303,6 @@ class _Planner:
     def _plan_pair(
         self, module: ModuleName, tensors: Mapping[str, str], vocab_size: int | None = None
     ) -> PairPlan:
-        """Plans a pair; checks that both halves exist, with shapes that fit the model and each
-        other.
-        """
         a, b = self._halves(module, tensors)
         config = replace(self.config, vocab_size=vocab_size or self.config.vocab_size)
         shapes = [projection_shape(config, module, kind) for kind in module.kinds]
@@ -348,7 +328,6 @@ class _Planner:
         return PairPlan(module, a, b, rank, scaling, experts)
 
     def _expert_axes(self, module: ModuleName, a: str, b: str) -> tuple[int, int]:
-        """Entries of A and of B along the axis of experts, if tensors have one."""
         if not module.is_expert or module.expert is not None or module.parameter is not None:
             return 0, 0
         assert self.config.moe is not None, "checked before"
@@ -385,7 +364,6 @@ class _Planner:
             )
 
     def _check_once(self, module: ModuleName, name: str) -> None:
-        """Checks that no projection is changed under two names, such as q_proj and qkv_proj."""
         for kind in module.kinds:
             all_experts = (module.layer, kind, None)
             one = (module.layer, kind, _SOME_EXPERT if module.expert is None else module.expert)
@@ -396,7 +374,6 @@ class _Planner:
                 self._changed[module.layer, kind, _SOME_EXPERT] = name
 
     def _plan_vocabulary(self, module: ModuleName, tensors: Mapping[str, str]) -> VocabularyPlan:
-        """Plans the embedding or the LM head."""
         weights = [tensors[part] for part in ("weight", "copy", "frozen") if part in tensors]
         weight, copy = (*weights, "", "")[:2]
         rows = self.config.vocab_size
@@ -440,7 +417,6 @@ class _Planner:
         raise self.error(f"tensor {name}: trainable_token_indices does not name its module")
 
     def _check_saved(self) -> None:
-        """Checks that the modules listed as saved are present."""
         saved = [m for m, tensors in self.modules.items() if tensors.keys() & {"weight", "copy"}]
         names = [name for module in saved for name in module.names]
         for target in self._peft.modules_to_save:
@@ -453,7 +429,6 @@ class _Planner:
                 )
 
     def _check_mixture(self) -> None:
-        """Checks that either all experts share their outer sides, or none do."""
         forms: dict[bool, str] = {}
         for pair in self._experts:
             outer = pair.experts[pair.module.kinds == ("down",)]
@@ -465,8 +440,8 @@ class _Planner:
             )
 
     def _num_elements(self) -> int:
-        """Number of elements in memory; pairs of single experts are stacked, with zeros for experts
-        and ranks that the adapter leaves out.
+        """Pairs of single experts are stacked, with zeros for experts and ranks that the adapter
+        leaves out.
         """
         count = sum(
             math.prod(self.files.tensors[name].shape)

@@ -31,25 +31,23 @@ WHOLE_SUFFIX = ".whole"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """One kind of projection, in all layers that have it."""
-
     name: str
-    """Name of its rows; `expert_gate` for `gate` of experts."""
+    """Name of the projection's rows; `expert_gate` for `gate` of experts."""
     kind: str
-    """Name of the kind in adapters: router, embed_tokens, lm_head, or one of
+    """Kind in adapters: router, embed_tokens, lm_head, or one of
     `weft.checkpoint.adapters.names.DENSE_KINDS` or `RECURRENT_KINDS`.
     """
     group: str
-    """Name of its field in `weft.kernels.lora.LoraStep`."""
+    """The field of `weft.kernels.lora.LoraStep` that the projection belongs to."""
     in_features: int
-    """Width of the input, on one rank."""
+    """Width of the input on one rank."""
     out_features: int
-    """Width of the output, on one rank."""
+    """Width of the output on one rank."""
     column: int = 0
-    """First column of its results in the fused product."""
+    """First column of the projection's results in the fused product."""
     num_layers: int
     num_experts: int = 1
-    """Number of experts in each layer, on one rank; 1: no experts."""
+    """Experts of each layer on one rank; 1: no experts."""
     is_share: bool = False
     """Whether other ranks have further experts."""
     is_a_shared: bool = False
@@ -57,25 +55,25 @@ class Projection:
     is_b_shared: bool = False
     """Whether all experts of a layer share one B."""
     is_draft: bool = False
-    """Whether it belongs to the draft head rather than to the model."""
+    """Whether the projection belongs to the draft head rather than to the model."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether A and B have separate rows: adapters may share one of them among experts."""
+        """Whether A and B have separate rows, since adapters may share one of them among
+        experts.
+        """
         return self.num_experts > 1 or self.is_share
 
     @property
     def num_places(self) -> int:
-        """Entries of an adapter in each layer's table: one for each expert and, of a share, an
-        empty one for all experts of other ranks.
+        """Entries of an adapter in each layer's table: one for each expert and, if the rank has a
+        share of the experts, an empty one that stands for all experts of other ranks.
         """
         return self.num_experts + self.is_share
 
     def rows(self, item_bytes: int) -> Mapping[str, tuple[int, int]]:
-        """Rows that a change of rank `ROW_RANK` in all layers takes, and bytes of each.
-
-        Args:
-            item_bytes: Bytes of a number.
+        """For each kind of row, the number of rows that a change of rank `ROW_RANK` in all layers
+        takes, and the bytes of a row. `item_bytes`: bytes of an element.
         """
         # On a CPU columns are padded to whole blocks.
         columns = -(-self.out_features // B_COLUMNS) * B_COLUMNS
@@ -95,13 +93,13 @@ def projections_of(
     """The projections of a model that adapters may change, as each rank has them.
 
     Args:
-        model: Its configuration.
         names: `EngineConfig.lora_projections`.
-        num_ranks: Ranks among which the model can be divided.
-        ep: Number of ranks among which whole experts are divided; 1: each expert is divided.
+        num_ranks: Ranks among which the model is divided.
+        ep: Ranks among which whole experts are divided; 1: each expert is divided.
 
     Raises:
-        ConfigError: The model has nothing of such a name, or it is not divided among ranks.
+        ConfigError: The model has no projection of such a name, or cannot be divided among the
+            ranks.
     """
     known = _dense(model, num_ranks)
     if not isinstance(model, EncoderConfig):
@@ -126,20 +124,20 @@ def projections_of(
 
 
 def default_projections(model: ModelConfig) -> tuple[str, ...]:
-    """The projections that adapters may change where settings name none."""
+    """The projections that adapters may change if settings name none."""
     return tuple(_dense(model))
 
 
 def q_rows(model: ModelConfig) -> int:
-    """Rows of the projection to q, which may have a gate of each head beside it."""
+    """Rows of the projection to q, which may include a gate of each head."""
     gate = None if model.decoder is None else model.decoder.attention.gate
     has_gate = gate is not None and gate.name is None
     return (2 if has_gate else 1) * model.num_heads * model.head_dim
 
 
 def recurrent_shapes(model: ModelConfig) -> dict[str, tuple[str, int, int, int]]:
-    """Group, sizes (in, out) and first column of each projection of a model's recurrent layers that
-    adapters may change.
+    """For each projection of a model's recurrent layers that adapters may change: group, sizes (in,
+    out) and first column.
     """
     layer = None if model.decoder is None else model.decoder.recurrent
     hidden = model.hidden_size

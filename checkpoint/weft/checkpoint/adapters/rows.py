@@ -1,4 +1,4 @@
-"""Rows of the device's adapter memory: the rows that adapters need, and those that each one has."""
+"""Rows of the device's adapter memory: how many adapters need, and which ones each adapter has."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ Rows = npt.NDArray[np.int32]
 
 
 Needs = Mapping[str, int]
-"""Rows needed by kind; kinds that are absent: none."""
+"""Rows needed by kind; a kind that is absent needs none."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """An adapter's place on the device."""
-
     slot: int
-    """Slot number from 1; 0 means no adapter."""
+    """Slot from 1; 0 means no adapter."""
     rows: Mapping[str, Rows]
     """Row indices by kind of projection (`checkpoint.adapters.names.DENSE_KINDS`), ascending."""
 
@@ -31,7 +29,7 @@ class AdapterWeights(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """Content digest of the adapter, 32 bytes."""
+        """32 bytes that name the adapter's content."""
         ...
 
     @property
@@ -40,9 +38,7 @@ class AdapterWeights(Protocol):
         ...
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory."""
-        ...
+    def num_bytes(self) -> int: ...
 
     @property
     def needs(self) -> Needs:
@@ -51,5 +47,5 @@ class AdapterWeights(Protocol):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Tensors that a lenient read left out."""
+        """Names of tensors that a lenient read left out."""
         ...
