@@ -551,7 +551,6 @@ class EngineConfig:
 
     @property
     def reads_mtp(self) -> bool:
-        """Whether the checkpoint's MTP head is loaded."""
         return self.mtp_head or self.drafter == "mtp"
 
     @property
@@ -571,12 +570,10 @@ class EngineConfig:
 
     @property
     def _tree_rows(self) -> int:
-        """Rows of the largest step that verifies trees."""
         return (1 + MAX_TREE_NODES) * min(MAX_TREE_REQUESTS, self.max_running_requests)
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether the model is on a CUDA device."""
         return self.device.partition(":")[0] == "cuda"
 
     @property
@@ -611,12 +608,10 @@ class EngineConfig:
 
     @property
     def never_fills(self) -> bool:
-        """Whether this engine never asks other workers for pages."""
         return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
 
     @property
     def has_tiers(self) -> bool:
-        """Whether the engine has tiers of its own."""
         return bool(self.host_cache_bytes) or self.disk_cache_dir is not None
 
     @property

@@ -30,8 +30,6 @@ _TORCH_DTYPES = {
 
 
 class PinnedBuffer(NamedTuple):
-    """A buffer that copies to a device start from."""
-
     tensor: torch.Tensor
     """[bytes] uint8."""
     host: npt.NDArray[np.uint8]
@@ -134,7 +132,6 @@ class Mark:
             self._event.synchronize()
 
     def is_reached(self) -> bool:
-        """Whether the device has reached the mark."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def hold(self, stream: torch.cuda.Stream | None) -> None:
@@ -150,7 +147,7 @@ class Marks:
     further marks were added.
 
     Args:
-        device: See `Mark`.
+        device: The device; on a CPU every mark is reached at once.
         number: Number of marks that are valid at a time.
     """
 
@@ -162,7 +159,6 @@ class Marks:
         self._next = 0
 
     def add(self) -> Mark:
-        """Marks the work that was enqueued so far."""
         event = self._events[self._next]
         self._next = (self._next + 1) % len(self._events)
         return Mark(self._device, event)

@@ -21,7 +21,6 @@ class DraftShape(NamedTuple):
 
     @classmethod
     def chain(cls, num_drafts: int) -> DraftShape:
-        """A chain of drafts, each following the one before."""
         return cls(num_drafts, num_drafts)
 
     @property

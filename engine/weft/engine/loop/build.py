@@ -350,7 +350,6 @@ def _load_models(
 def _windows(
     config: EngineConfig, layout: CacheLayout, counts: Sequence[int], prefixes: PrefixTree | None
 ) -> tuple[WindowPages, ...]:
-    """The pages of the page groups after the first one."""
     windows = []
     for group, num_pages in zip(layout.groups[1:], counts, strict=True):
         assert group.reach is not None

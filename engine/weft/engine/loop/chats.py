@@ -42,9 +42,7 @@ class Sessions:
             self.pins.pin(key, request.tenant, request.cache_leaf, self._clock())
 
     def release(self, cache_salt: str, session_id: str) -> None:
-        """Ends a session at its client's request."""
         self.pins.release(cache_salt, session_id)
 
     def tick(self) -> None:
-        """Ends sessions that have been idle for too long."""
         self.pins.expire(self._clock())

@@ -67,7 +67,10 @@ IDLE_S = 0.1
 (`QUIET_REPORT_S`).
 """
 STANDSTILL_S = 0.001
-"""Longest time between two turns while requests wait for something that no message announces."""
+"""Interval between two looks for NIXL's notifications, which do not wake this process. The engine
+looks only while a notification is due, or, if a device computes beside this process, while any may
+come.
+"""
 ARRIVAL_POLL_S = 2e-4
 """Interval between two looks for NIXL's notifications, which do not wake this process. It holds
 while one is due, or, on a worker whose device computes beside this process, while any may come.
@@ -489,7 +492,6 @@ class Engine:
             self._out.outbox.state_replies.append((query_id, state))
 
     def _take_transfers(self) -> None:
-        """Takes fillers' notifications, requested digests, and the outcomes of shipping."""
         transport = self.parts.transport
         if self.fills.num_open:
             for notification in transport.notifications():
@@ -570,7 +572,6 @@ class Engine:
     # -- the step --------------------------------------------------------------------------------
 
     def _note_plan(self) -> None:
-        """Reports preemptions and cached pages of fill jobs, and zeroes the pages that need it."""
         for request in self.scheduler.preempted:
             self._out.preempted(request)
         self.scheduler.preempted.clear()
@@ -621,7 +622,6 @@ class Engine:
             gate.observe(plan, runs, duration_s)
 
     def _take_vectors(self, plan: Plan, vectors: LaterVectors) -> None:
-        """Sends vectors, and ends the requests whose prompts are complete."""
         before = len(plan.decodes) + len(plan.verifies)
         for pooled, made in vectors.wait():
             request, start, *_ = plan.chunks[pooled.request - before]

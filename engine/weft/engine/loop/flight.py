@@ -54,7 +54,6 @@ class FlightRecorder:
         self._decodes: Sequence[Request] = ()
 
     def begin(self, plan: Plan) -> None:
-        """Records the start of a step."""
         self._num_steps += 1
         num_decodes = min(len(plan.decodes), MAX_ITEMS)
         if plan.decodes is not self._decodes:  # Many successive steps have the same list object.
@@ -75,7 +74,6 @@ class FlightRecorder:
         _HEADER.pack_into(self._map, 0, self._num_steps, began_at, 0.0, num_items, num_tokens)
 
     def end(self) -> None:
-        """Records the end of the step."""
         began_at, num_items, num_tokens = self._last
         ended_at = self._clock()
         _HEADER.pack_into(self._map, 0, self._num_steps, began_at, ended_at, num_items, num_tokens)

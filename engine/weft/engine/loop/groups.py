@@ -116,7 +116,6 @@ class RequestGroups:
             self._scheduler.add(request, is_held=first in self._scheduler.held)
 
     def end_sample(self, request: Request, reason: str, stop_token_id: int | None) -> None:
-        """Finishes one sample without an error."""
         request.timeline.finish_s = self._clock() - request.timeline.submitted_at
         if request.unforked_samples:
             self.fork(request, self._clock())
@@ -145,7 +144,6 @@ class RequestGroups:
             self._constraints.end(request, is_last=request.key not in self._groups)
 
     def _end_unforked(self, first: Request, sample: int) -> None:
-        """Cancels a sample that was not forked yet."""
         generated = first.unforked_samples.pop(sample)
         never = self._intake.sibling(first, sample, generated, self._clock())
         never.timeline.finish_s = self._clock() - never.timeline.submitted_at

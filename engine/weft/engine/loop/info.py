@@ -1,4 +1,4 @@
-"""What an engine tells its worker of itself at start."""
+"""Describes an engine to its worker, when it starts."""
 
 from __future__ import annotations
 

@@ -190,7 +190,6 @@ class Intake:
         )
 
     def _samples(self, submit: Submit, max_tokens: int) -> dict[int, list[int]]:
-        """The samples that are to run, with the tokens that earlier attempts generated."""
         samples: dict[int, list[int]] = {sample: [] for sample in range(submit.sampling.n)}
         for entry in submit.progress:
             self._check_progress(entry, submit.sampling.n, max_tokens)

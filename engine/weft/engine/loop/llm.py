@@ -34,8 +34,6 @@ _IDLE_S = 0.05
 
 @dataclass(slots=True)
 class GeneratedSample:
-    """The result of one sample of one prompt."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 class StepOwner(Protocol):
-    """Receives the results of steps."""
-
     def step_done(self, plan: Plan, drawn: SampledTokens | None, duration_s: float) -> None:
         """Called when a step was computed and its KV committed, in the order in which steps began.
 
@@ -179,11 +177,9 @@ class StepPipeline:
         )
 
     def _passed_s(self, step: _Step) -> float:
-        """Seconds for which the device has worked at the step under way."""
         return self._clock() - max(step.began_at, self._last_ended_at)
 
     def _is_left(self, step: _Step) -> bool:
-        """Whether this turn leaves a step under way instead of waiting for it."""
         if step.end is None or step.end.is_reached():
             return False
         return self.rest_s() > 0.0

@@ -33,8 +33,6 @@ DEFAULT_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Sizes of the pools."""
-
     num_pages: int
     """Pages of the pool, its null page included."""
     window_pages: tuple[int, ...]
@@ -184,7 +182,6 @@ def _measure(
 def _configured(
     config: EngineConfig, layout: CacheLayout, page_bytes: int, device: torch.device
 ) -> tuple[int, int]:
-    """Numbers of pages and of blocks of recurrent layers, as configured or by default."""
     default = DEFAULT_KV_BYTES if layout.states is None else 2 * DEFAULT_KV_BYTES
     size = default if config.kv_memory_bytes is None else config.kv_memory_bytes
     size = size if config.num_pages is None else config.num_pages * page_bytes

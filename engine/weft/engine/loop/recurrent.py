@@ -37,7 +37,6 @@ def keeps_windows(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
-    """Sentences about the memory of recurrent layers."""
     states = layout.states
     if states is None:
         return []
@@ -79,7 +78,6 @@ def make_states(
 
 
 def block_access(parts: EngineComponents, states: StateBlocks, pages: RequestPages) -> BlockAccess:
-    """Access to the blocks of a model with recurrent layers, for tiers."""
     num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes
     return BlockAccess(
         owner=states,

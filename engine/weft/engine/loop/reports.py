@@ -81,7 +81,6 @@ def load_report(engine: Engine) -> LoadReport:
 
 
 def _window_counts(engine: Engine) -> list[tuple[PageGroup, PageCounts]]:
-    """The page groups after the first one, and their pages."""
     groups, memories = engine.parts.layout.groups[1:], engine.memories[1:]
     return [(group, memory.counts()) for group, memory in zip(groups, memories, strict=True)]
 

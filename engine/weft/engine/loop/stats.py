@@ -135,7 +135,6 @@ class EngineStats:
         return self._clock() - self._last_prompt_at <= 2 * RATE_WINDOW_S
 
     def _is_idle_at(self, now: float) -> bool:
-        """Whether there were no steps for so long that the window begins anew."""
         return now - self._window_start > 2 * RATE_WINDOW_S
 
     def _end_window(self, elapsed_s: float) -> None:
@@ -148,7 +147,6 @@ class EngineStats:
         self._window_decode_s = 0.0
 
     def _observe_prompts(self, num_tokens: int, duration_s: float) -> None:
-        """Updates the estimated duration of a full step, at the slowest recent rate."""
         full_step_s = duration_s / num_tokens * self._max_step_tokens
         known_s = 0.99 * self._full_step_s if self._is_measured else 0.0
         self._full_step_s, self._is_measured = max(known_s, full_step_s), True

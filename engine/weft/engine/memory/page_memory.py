@@ -282,7 +282,6 @@ class PageMemory:
         assert NULL_PAGE not in free
 
     def _evict(self) -> Evicted | None:
-        """Frees the least valuable cached page; None if there is none."""
         evicted = self._index.evict() if self._index is not None else None
         if evicted is None:
             return None

@@ -43,7 +43,6 @@ class PageTable:
         self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
 
     def clear(self, slot: int) -> None:
-        """Clears the slot's row for its next request."""
         self.num_pages[slot] = 0
 
     def is_short(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:

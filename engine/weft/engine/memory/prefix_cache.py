@@ -63,8 +63,6 @@ class PageIndex(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PageEntry:
-    """A page of a `PageKeyCache` and its usage."""
-
     key: bytes
     page: int
     parent: bytes

@@ -77,7 +77,6 @@ class StateIndex:
 
     @property
     def num_prefix_pages(self) -> int:
-        """Number of pages in the tree."""
         return self._tree.num_pages
 
     @property

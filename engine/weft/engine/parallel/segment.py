@@ -52,7 +52,6 @@ class Segment:
         return self._file.fileno()
 
     def bytes_at(self, begin: int, size: int) -> NDArray[np.uint8]:
-        """A part of the segment, uint8."""
         return np.frombuffer(self._map, np.uint8, size, begin)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

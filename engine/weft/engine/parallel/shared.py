@@ -49,7 +49,6 @@ _STOPPED, _LATE, _DIFFER = 1, 2, 1 << 20
 
 
 def segment_bytes(size: int) -> int:
-    """Size of the segment of a group of `size` ranks."""
     return _sums_at(size) + 2 * size * _SUM_FLOATS * 4
 
 
@@ -145,7 +144,6 @@ class SharedGroup:
 
     @property
     def reason(self) -> str:
-        """Why the group has ended."""
         late = ctypes.c_uint32.from_address(self._stop).value - _LATE
         if late < 0:
             return self.why()

@@ -388,7 +388,6 @@ class Drawer:
         return lost_s
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
-        """Passes the computed masks to the sampler. Returns errors by index of the request."""
         errors: dict[int, WeftError] = {}
         if not self._has_masks:
             return errors
@@ -521,7 +520,6 @@ class Drawer:
         self._constraints.take_masks()
 
     def free(self, slot: int) -> None:
-        """Frees the sampling state of a slot whose request is gone."""
         if self._has_row[slot]:
             self._has_row[slot] = False
             self.num_slots -= 1

@@ -109,7 +109,6 @@ def _ones(count: int) -> Int64Array:
 
 
 def _joined(columns: Sequence[Int64Array]) -> Int64Array:
-    """Joins the columns of all groups, without a copy if there is one group."""
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
@@ -232,6 +231,5 @@ def _pooled(plan: Plan) -> list[PooledRows]:
 
 
 def _num_scored(item: PlanItem) -> int:
-    """Number of a chunk's rows that are followed by a token of the prompt."""
     last_scored = item.request.num_prompt_tokens - 1
     return min(item.start + item.num_tokens, last_scored) - item.start

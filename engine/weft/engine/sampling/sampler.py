@@ -463,7 +463,6 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, slots: Int64Array, tokens: Int64Array
     ) -> list[TokenLogprob | None]:
-        """Log-probabilities come from unchanged logits."""
         logprobs: list[TokenLogprob | None] = [None] * len(slots)
         wanted = {r: top for r, top in self._num_tops(slots).items() if tokens[r] >= 0}
         if not wanted:
@@ -479,7 +478,6 @@ class Sampler:
         return logprobs
 
     def _num_tops(self, slots: Int64Array) -> dict[int, int]:
-        """Number of most likely tokens wanted by row, for the rows that want log-probabilities."""
         if not self._is_special[slots].any():
             return {}
         return {

@@ -39,7 +39,6 @@ class NewTokenEstimate:
         return int(left * self.ratio)
 
     def on_preemption(self, running: Iterable[Request]) -> None:
-        """Raises the ratio after a preemption for lack of pages."""
         generated = allowed = 0
         for request in running:
             generated += request.num_generated + SPARE_TOKENS
@@ -48,5 +47,4 @@ class NewTokenEstimate:
             self.ratio = max(self.ratio, min(1.0, generated / allowed))
 
     def on_success(self) -> None:
-        """Lowers the ratio when a running request has ended without an error."""
         self.ratio *= DECAY

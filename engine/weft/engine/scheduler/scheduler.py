@@ -541,7 +541,6 @@ class Scheduler:
         self.preempted.append(request)
 
     def _plan_chunk(self, request: Request, budget: int, items: list[PlanItem]) -> int:
-        """Returns the tokens that the chunk takes from the budget."""
         page_size = self._limits.page_size
         start = request.num_computed + request.num_launched
         pending = len(request.tokens) - start
@@ -656,7 +655,6 @@ class Scheduler:
         return active + self.estimate.expected_tokens(others) // self._limits.page_size
 
     def _make_room_for_urgent(self, now: float, threshold: int) -> None:
-        """Preempts only if the first candidate is urgent enough, and fits afterwards."""
         urgent = next(self.waiting.candidates(now), None)
         if urgent is None or urgent.num_launched or now < urgent.lookup_until:
             return

@@ -64,7 +64,6 @@ class _Held:
 
     @property
     def pages(self) -> list[int]:
-        """All its blocks."""
         return [block.number for block in self.blocks.values() if block is not _ZEROS]
 
     def written(self, num_computed: int) -> int:
@@ -105,8 +104,8 @@ class StateBlocks:
         block.
         """
         self.on_kept: list[Callable[[Node, int, int, bool], None]] = []
-        """Called with each block that is kept, the node that ends where the block lies, the
-        priority of its request, and whether a step here wrote it.
+        """Called with each block that is kept, the node at whose end the block is, the priority of
+        its request, and whether a step here wrote it.
         """
         self.on_given_up: Callable[[Evicted], None] = lambda evicted: None
         """Called with each kept block that is evicted, while its bytes are still there."""
@@ -423,7 +422,6 @@ class StateBlocks:
             self._release(held)
 
     def end_step(self, number: int) -> None:
-        """Notes that a step, and all before it, have ended on the device too."""
         while self._returning and self._returning[0][0] <= number:
             self._release(self._returning.popleft()[1])
 

@@ -237,7 +237,6 @@ class WindowPages:
         self.memory.forget(page)
 
     def _free_behind(self, held: _Held, num_computed: int) -> None:
-        """Frees pages that no row from position `num_computed` on attends to."""
         num_behind = min(self._first_read(num_computed) - held.first, len(held.pages))
         if num_behind > 0:
             behind, held.pages = held.pages[:num_behind], held.pages[num_behind:]
@@ -247,7 +246,6 @@ class WindowPages:
                 self._index.leave_behind(behind)
 
     def _first_read(self, position: int) -> int:
-        """The first page that rows from `position` on attend to."""
         return max(0, position - self._reach + 1) // self._page_size
 
     # -- room ------------------------------------------------------------------------------------
@@ -327,7 +325,6 @@ class WindowPages:
             self._release(held)
 
     def end_step(self, number: int) -> None:
-        """Notes that a step, and all before it, have ended on the device too."""
         while self._returning and self._returning[0][0] <= number:
             self._release(self._returning.popleft()[1])
 

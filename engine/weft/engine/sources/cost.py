@@ -235,9 +235,6 @@ class FillCosts:
         return FillDecision(is_remote, remote_s, local_s, is_overflow)
 
     def _rate_beside(self, load: LocalLoad, num_tokens: int, filler_rate: float) -> float:
-        """Prompt tokens per second of this engine for a remainder, in steps with its running
-        requests.
-        """
         step_tokens = min(num_tokens, load.chunk_tokens)
         if load.num_running:
             step_tokens = min(step_tokens, load.step_tokens)
@@ -245,9 +242,6 @@ class FillCosts:
         return self._beside.of(step_tokens, alone) if load.num_running else alone
 
     def _computing_s(self, num_tokens: int, load: LocalLoad, rate: float) -> float:
-        """Seconds until this engine has computed a remainder, in steps with its running
-        requests.
-        """
         num_tokens += load.queued_tokens
         num_steps = math.ceil(num_tokens / load.step_tokens) if load.num_running else 0
         return num_tokens / rate + num_steps * self._decode_s

@@ -33,7 +33,6 @@ class DataBudget:
         return True
 
     def leave(self, stream: int) -> None:
-        """Notes that a stream waits no more."""
         self._waiting.pop(stream, None)
 
     def taken(self, stream: int) -> None:

@@ -15,8 +15,6 @@ from weft.engine.transfer.staging import StagingArea
 
 
 class FillState(Enum):
-    """State of a lease at the owner."""
-
     STARTING = "starting"
     ACTIVE = "active"
     STOPPING = "stopping"
@@ -27,8 +25,6 @@ class FillState(Enum):
 
 
 class OwnerTransport(Protocol):
-    """The owner's transport (`weft.engine.transfer.transport`)."""
-
     @property
     def target(self) -> NixlTargetInfo | None:
         """Where fillers write over NIXL; None: they send `data` instead. Changes with `fence`."""

@@ -464,7 +464,6 @@ class Filler:
             self._shipper.ship(lease.held.popleft())
 
     def _ship_waiting(self) -> None:
-        """Passes on chunks of leases that waited because of other leases' data."""
         while (stream := self._data.first_waiting) is not None:
             lease = self._by_stream.get(stream)
             if lease is not None:
@@ -475,12 +474,10 @@ class Filler:
                 return
 
     def _drop_early(self, lease: Lease) -> None:
-        """Gives up chunks whose step is not committed."""
         while lease.early:
             self._memory.release(lease.early.popleft().local_pages)
 
     def _drop_held(self, lease: Lease) -> None:
-        """Drops chunks that the shipper has not been given."""
         while lease.held:
             chunk = lease.held.popleft()
             del lease.shipping[chunk.index]

@@ -367,7 +367,6 @@ class OwnerFills:
         return end
 
     def _next_token(self, request: Request) -> int:
-        """The first position whose KV the request lacks."""
         if self.block_pages is None:
             return request.num_computed
         return len(request.pages) * self._config.page_size
@@ -440,7 +439,6 @@ class OwnerFills:
         return request.state is not State.LOADING or request.candidates[0].kind == "kvstore"
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
-        """Whether the candidate's answer about a stopped lease is overdue."""
         limit = self._clock() - SILENCE_S
         return any(fill.is_owed_by(candidate, limit) for fill in self._fills.values())
 
@@ -586,7 +584,6 @@ class OwnerFills:
             self._accept(fill, index, chunk.end_token)
 
     def _report_corrupt(self, fill: Fill, start_token: int, page: int, digest: int) -> None:
-        """Reports a page to its store if its digest differs from the announced one."""
         request = fill.request
         assert request is not None
         index = start_token // self._config.page_size + page
@@ -741,7 +738,6 @@ class OwnerFills:
             self._end_quarantine(fill)
 
     def _fence_if_due(self) -> None:
-        """Ends proven quarantines by a fence, which waits for open fills."""
         proven = [fill for fill in self._fills.values() if fill.is_proven]
         if proven and all(fill.state is FillState.STOPPING for fill in self._fills.values()):
             self._transport.fence()

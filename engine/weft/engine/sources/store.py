@@ -214,7 +214,6 @@ class StoreLink:
                 self._known.pop(block_keys(key, 1)[0], None)
 
     def _num_pages(self, request: Request) -> int:
-        """Number of pages of a prompt for which a store is useful."""
         return request.num_reusable_tokens // self._page_size
 
     # -- puts ------------------------------------------------------------------------------------
@@ -284,7 +283,6 @@ class StoreLink:
 
     @property
     def _room(self) -> int:
-        """Number of pages that can be queued for puts."""
         room = self._max_queued_pages - len(self._queue)
         return max(0, min(room, self._max_held_pages - self.num_open_pages))
 

@@ -63,7 +63,6 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
 
 
 def _device_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Default size, bytes."""
     if device.type != "cuda":
         return DEFAULT_STAGING_BYTES
     memory = torch.cuda.get_device_properties(device).total_memory

@@ -28,7 +28,6 @@ class LeaseTerm:
         self.renew()
 
     def renew(self) -> None:
-        """Starts the term anew."""
         self.expires_at = self._clock() + self._lease_s
 
     @property
@@ -79,8 +78,6 @@ class ChunkPosted:
 
 @dataclass(slots=True)
 class ShipResult:
-    """Outcome of shipping a chunk."""
-
     lease_id: bytes
     index: int
     digests: list[int] = field(default_factory=list)

@@ -88,7 +88,6 @@ def digest_pages_numpy(
 
 
 def _check(pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-    """Validates page numbers and converts them for the C form."""
     if pool.dtype != np.uint8 or pool.ndim != 2:
         raise ValueError(
             f"pool must be uint8 [num_pages, page_bytes], not {pool.dtype} {pool.shape}"

@@ -80,7 +80,6 @@ class DigestThread:
         return False
 
     def take(self) -> list[Digested]:
-        """Results since the last call."""
         taken = []
         while self._out:
             taken.append(self._out.popleft())
@@ -91,7 +90,6 @@ class DigestThread:
         return {"digests": self._jobs.qsize() + len(self._out)}
 
     def close(self) -> None:
-        """Stops the thread."""
         self._jobs.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 

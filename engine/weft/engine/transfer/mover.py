@@ -245,7 +245,6 @@ class _Lane:
             yield self
 
     def send(self, pages: Sequence[int]) -> torch.Tensor:
-        """Copies page numbers to the device, int64."""
         (numbers,) = self._copies.send([np.array(pages, np.int64)])
         return numbers
 
@@ -266,7 +265,6 @@ class _Lane:
         return event
 
     def wait(self) -> None:
-        """Waits until everything enqueued so far is done."""
         if self._stream is not None:
             self._stream.synchronize()
 

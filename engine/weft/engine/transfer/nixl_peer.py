@@ -292,7 +292,6 @@ class Peer:
             self._update(transfer, lambda: agent.agent.check_xfer_state(transfer._handle))
 
     def _update(self, transfer: TransferHandle, call: Any) -> None:
-        """Runs a NIXL call that returns a transfer's state, and records the state."""
         failure = None
         try:
             with self._binding.calls(self._doing):

@@ -170,7 +170,6 @@ class PeerPool:
                 self._forget(peer)
 
     def _close_unused(self, since_s: float, *, most: int) -> int:
-        """Closes up to `most` idle peers not used after `since_s`, longest unused first."""
         with self._lock:
             peers = sorted(self._peers.values(), key=lambda peer: peer.last_used_s)
         closed = 0

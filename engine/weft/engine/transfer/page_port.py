@@ -14,9 +14,7 @@ class PagePort(Protocol):
     """
 
     @property
-    def max_put_pages(self) -> int:
-        """Most pages of one put."""
-        ...
+    def max_put_pages(self) -> int: ...
 
     @property
     def max_queued_pages(self) -> int:

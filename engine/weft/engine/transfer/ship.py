@@ -172,7 +172,6 @@ class ShipThread:
                 time.sleep(min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S))
 
     def _connect(self, owner: PeerKey, target: NixlTargetInfo) -> None:
-        """Connects ahead of the first write, while the first chunk is computed."""
         try:
             if self._agents is not None:
                 self._agents.connect(owner, target)
@@ -243,7 +242,6 @@ class ShipThread:
         return True
 
     def _post_read(self, read: _Read) -> bool:
-        """Posts the oldest chunk once it is read; False: it is not ready."""
         result = read.result
         handle: TransferHandle | None = None
         try:
@@ -330,7 +328,6 @@ class ShipThread:
                 self._emit((chunk.lease_id, event))
 
     def _poll(self) -> bool:
-        """Polls every posted write once. Returns whether one ended."""
         before = len(self._posted)
         self._posted = [posted for posted in self._posted if not self._ended(posted)]
         return len(self._posted) < before
@@ -374,6 +371,5 @@ class ShipThread:
 
 
 def _check_term(chunk: ShipChunk) -> None:
-    """Raises TransferError if the lease has expired, so that nothing more may be posted for it."""
     if chunk.term.is_over:
         raise TransferError(RAN_OUT, worker_id=chunk.owner_id)

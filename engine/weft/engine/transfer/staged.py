@@ -307,7 +307,6 @@ class StagedPort:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Makes `take` raise."""
         logger.error("moving pages failed", exc_info=error)
         self._failure = error
         self._wake()

@@ -20,8 +20,6 @@ class PageName(NamedTuple):
 
 
 class PagePlace(NamedTuple):
-    """Location of a page in a tier."""
-
     slot: int
     """Slot number, from 1."""
     name: PageName

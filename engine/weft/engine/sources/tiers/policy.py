@@ -73,7 +73,6 @@ class TierPolicy:
         return self.num_losing % TRY_AGAIN == 0
 
     def observe(self, tier: str, num_bytes: int, duration_s: float) -> None:
-        """Updates the tier's speed from a load."""
         if num_bytes and duration_s > 0:
             rate, old = num_bytes / duration_s, self._bytes_per_s.get(tier)
             smooth = rate if old is None else (1 - SMOOTHING) * old + SMOOTHING * rate

@@ -275,7 +275,6 @@ class Tiers:
             self._write_through(move.save.name.key)
 
     def _write_through(self, key: bytes) -> None:
-        """Copies a page from host memory to disk, unless the disk has it."""
         if self.disk is None or self.disk.pages.knows(key) or not self._may_write:
             return
         place = self.host.pages.pin(key, is_reader=False)
@@ -563,7 +562,6 @@ class Tiers:
         return record
 
     def _loaded(self, chunk: LoadChunk) -> None:
-        """Handles the end of a chunk: its valid pages belong to the request."""
         load, request = chunk.load, chunk.load.request
         num_bytes = chunk.num_good * self._page_bytes
         chunk.tier.counters.load_us += int(chunk.duration_s * 1e6)
@@ -629,7 +627,6 @@ class Tiers:
         self._blocks.adopt(request, block.border, block.pieces)
 
     def _end_fence(self, chunk: LoadChunk) -> None:
-        """Ends the quarantine of a chunk whose load was abandoned."""
         block = chunk.load.block
         if not chunk.is_of_block:
             self._memory.end_quarantine(chunk.pages)
@@ -642,7 +639,6 @@ class Tiers:
     # -- every turn ------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Takes the results of the threads."""
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.take()
         for mover, tier in list(self._stuck):
@@ -775,7 +771,6 @@ class Tiers:
         return num_pages
 
     def report(self) -> list[TierReport]:
-        """State and counters of each tier."""
         reports = []
         for tier in self._tiers:
             counts = tier.counts()
