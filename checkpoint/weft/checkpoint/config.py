@@ -194,8 +194,6 @@ class ModelConfig:
         distribution, its class does so (`interface.py`).
 
         Args:
-            raw: Content of config.json.
-            generation: Content of generation_config.json, or None.
             where: What messages call the source.
         """
         fields = Fields(raw, where)

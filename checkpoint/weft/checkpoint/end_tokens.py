@@ -21,7 +21,6 @@ def end_token_ids(
     generation_config.json, even if that names no end tokens.
 
     Args:
-        config: Content of config.json.
         generation: Content of generation_config.json; empty if there is none.
         where: Directory of both, for messages.
 

@@ -46,9 +46,6 @@ def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ..
     Returns:
         The packing, and patterns of modules that stay in floats; or a text that says what is not
         supported. Other modules with a `weight` in the checkpoint are in floats too.
-
-    Raises:
-        ModelError: A field has a value of another type.
     """
     if method == "awq":
         return _read_awq(section)
@@ -120,10 +117,8 @@ def _packing(
 
 
 def read_packed_compressed(weights: Fields) -> IntPacking | str:
-    """Reads the `weights` of compressed-tensors' pack-quantized; a text says what is not supported.
-
-    Raises:
-        ModelError: A field has a value of another type.
+    """Reads the `weights` of compressed-tensors' pack-quantized; a text says what is not
+    supported.
     """
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
     if bits not in _BITS or weights.get("type") != "int":

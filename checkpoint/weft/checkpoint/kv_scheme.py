@@ -13,11 +13,7 @@ KV_SCALES = ("k_scale", "v_scale")
 
 
 def read_kv_scheme(section: Fields) -> bool | str:
-    """Whether a checkpoint may have `KV_SCALES`; a text says what is not supported.
-
-    Raises:
-        ModelError: A field has a value of another type.
-    """
+    """Whether a checkpoint may have `KV_SCALES`; a text says what is not supported."""
     algorithm = section.get("kv_cache_quant_algo")
     if algorithm not in (None, "FP8"):
         return f"kv_cache_quant_algo {algorithm!r} is not supported (FP8 is)"

@@ -81,7 +81,6 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
     """Reads modules.json and the files that it names, where there are any.
 
     Args:
-        model_dir: The directory.
         task: The task to serve; auto: the task of the files; generate: no file is read.
 
     Raises:

@@ -28,7 +28,6 @@ def needs_of(folder: Path, model_dir: Path, model: ModelConfig, max_rank: int) -
     """Reads from its files what an adapter needs.
 
     Args:
-        folder: The adapter's.
         model_dir: The directory of the model that the adapter is for.
         model: That model's configuration.
         max_rank: Largest rank that any worker takes.

@@ -1,1 +1,1 @@
-"""Readers of the configurations of model families, a file each: what their layers are made of."""
+"""Readers of the configurations of model families, one file each: what their layers are made of."""

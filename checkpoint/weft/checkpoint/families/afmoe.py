@@ -19,7 +19,7 @@ from weft.checkpoint.parts import (
 
 
 def read_afmoe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """AFMoE: layers without a window do not rotate, every fourth one."""
+    """AFMoE: every fourth layer has no window and does not rotate."""
     family = Family(raw, generation, where)
     fields, dim, norm = family.fields, family.head_dim(128), family.rms(eps=1e-5)
     every = fields.positive("global_attn_every_n_layers", 4)

@@ -1,4 +1,4 @@
-"""Command R (Cohere), Command A and R7B (Cohere 2), and Cohere 2 with experts: both blocks read one
+"""Command R (Cohere), Command A and R7B (Cohere 2), and Cohere 2 with experts. Both blocks read one
 norm.
 """
 
@@ -21,7 +21,7 @@ from weft.checkpoint.rope import RopeConfig
 
 
 def read_cohere(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Command R and R+, whose heads may be normalised, each by a weight of its own."""
+    """Command R and R+; heads may be normalised, each with a weight of its own."""
     family = Family(raw, generation, where)
     kinds = (FULL,) * family.num_layers
     has_norms = family.fields.flag("use_qk_norm", False)
@@ -29,7 +29,7 @@ def read_cohere(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
 
 
 def read_cohere2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Command A and R7B: windows in three of four layers; the others do not rotate."""
+    """Command A and R7B: three of four layers have windows, and the others do not rotate."""
     family = Family(raw, generation, where)
     family.only("use_qk_norm", False)
     pattern = family.fields.positive("sliding_window_pattern", 4)

@@ -112,7 +112,7 @@ def _config(
         value_dim=fields.positive("v_head_dim", family.hidden_size // family.num_heads),
     )
     dim = latent.nope_dim + latent.rope_dim
-    # Some files give the share of the whole head, of which only this part is rotated at all.
+    # Some files give the share of the whole head, although only this part is rotated at all.
     share = latent.rope_dim / dim
     turned = fields.flag("rope_interleave", is_interleaved)
     rope = family.rope(is_interleaved=turned, partial=1.0)

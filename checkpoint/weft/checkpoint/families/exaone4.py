@@ -19,7 +19,7 @@ from weft.checkpoint.parts import (
 
 
 def read_exaone4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """EXAONE 4.0: where there are windows, the other layers do not rotate."""
+    """EXAONE 4.0: if there are windows, layers without one do not rotate."""
     return _config(Family(raw, generation, where))
 
 
@@ -64,8 +64,8 @@ def _config(
 
 
 def _kind(family: Family, layer: int) -> str:
-    """The kind of a layer: a pattern has a letter for each, or a number says how far layers without
-    a window lie apart.
+    """A pattern has a letter for each layer; a number is the distance between layers without a
+    window.
     """
     pattern = family.fields.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:

@@ -10,7 +10,7 @@ from weft.checkpoint.moe_config import GatingConfig, MoEConfig, RouterConfig, co
 
 
 def qwen2_experts(config: Fields) -> MoEConfig:
-    """Qwen2-MoE's: a shared expert with a gate."""
+    """Qwen2-MoE: a shared expert with a gate."""
     if not config.flag("qkv_bias", True):
         raise config.error("qkv_bias", "only true is supported")
     name = "num_experts" if "num_experts" in config else "num_local_experts"
@@ -26,7 +26,7 @@ def qwen2_experts(config: Fields) -> MoEConfig:
 
 
 def flint_experts(config: Fields) -> MoEConfig:
-    """Flint's: sigmoids, and a shared expert without a gate."""
+    """Flint: sigmoids, and a shared expert without a gate."""
     dense = (0, 1) if config.get("mlp_only_layers") is None else config.indices("mlp_only_layers")
     return MoEConfig(
         **counts(config, "num_experts"),
@@ -40,7 +40,7 @@ def flint_experts(config: Fields) -> MoEConfig:
 
 
 def mixtral_experts(config: Fields, *, shared_size: int = 0) -> MoEConfig:
-    """Mixtral's: the softmax is over the chosen experts. `shared_size`: see `MoEConfig`."""
+    """Mixtral: the softmax is over the chosen experts. `shared_size` as in `MoEConfig`."""
     return MoEConfig(
         **counts(config, "num_local_experts"),
         intermediate_size=config.positive("intermediate_size"),
@@ -50,8 +50,8 @@ def mixtral_experts(config: Fields, *, shared_size: int = 0) -> MoEConfig:
 
 
 def cohere_experts(config: Fields) -> MoEConfig:
-    """Cohere 2's: a softmax over the chosen experts, or sigmoids; their sum and the shared experts'
-    are added up or averaged.
+    """Cohere 2: a softmax over the chosen experts, or sigmoids. Their sum and that of the shared
+    experts are added or averaged.
     """
     scores, inner = config.text("expert_selection_fn", "softmax"), "intermediate_size"
     if scores not in ("softmax", "sigmoid"):
@@ -75,7 +75,7 @@ def cohere_experts(config: Fields) -> MoEConfig:
 
 
 def phi_experts(config: Fields) -> MoEConfig:
-    """Phi-3.5-MoE's: SparseMixer, which is for two experts."""
+    """Phi-3.5-MoE: SparseMixer, which is for two experts."""
     chosen = counts(config, "num_local_experts")
     if chosen["num_experts_per_tok"] != 2:
         raise config.error("num_experts_per_tok", "only 2 is supported")
@@ -88,7 +88,7 @@ def phi_experts(config: Fields) -> MoEConfig:
 
 
 def olmoe_experts(config: Fields) -> MoEConfig:
-    """OLMoE's."""
+    """OLMoE."""
     return MoEConfig(
         **counts(config, "num_experts"),
         intermediate_size=config.positive("intermediate_size"),
@@ -97,7 +97,7 @@ def olmoe_experts(config: Fields) -> MoEConfig:
 
 
 def mellum_experts(config: Fields) -> MoEConfig:
-    """Mellum 2's, as Qwen3-MoE's."""
+    """Mellum 2, like Qwen3-MoE."""
     return MoEConfig(
         **counts(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         intermediate_size=config.positive("moe_intermediate_size"),
@@ -107,7 +107,7 @@ def mellum_experts(config: Fields) -> MoEConfig:
 
 
 def minimax_experts(config: Fields) -> MoEConfig:
-    """MiniMax M2's: sigmoids with a correction."""
+    """MiniMax M2: sigmoids with a correction."""
     if config.text("scoring_func", "sigmoid") != "sigmoid":
         raise config.error("scoring_func", "only sigmoid is supported")
     if not config.flag("use_routing_bias", True):
@@ -123,7 +123,7 @@ def minimax_experts(config: Fields) -> MoEConfig:
 
 
 def gpt_oss_experts(config: Fields) -> MoEConfig:
-    """gpt-oss's: biases everywhere, and a limited gate."""
+    """gpt-oss: biases everywhere, and a limited gate."""
     gating = GatingConfig(
         alpha=config.number("swiglu_alpha", 1.702),
         limit=config.number("swiglu_limit", 7.0),
@@ -140,7 +140,7 @@ def gpt_oss_experts(config: Fields) -> MoEConfig:
 
 
 def hunyuan_experts(config: Fields) -> MoEConfig:
-    """Hunyuan's: a shared expert of an expert's width. Files list numbers by layer."""
+    """Hunyuan: a shared expert of an expert's width. Files list numbers by layer."""
     width, count = config.positive("intermediate_size"), config.positive("num_experts")
     for name, value in (
         ("moe_intermediate_size", width),
@@ -163,7 +163,7 @@ def hunyuan_experts(config: Fields) -> MoEConfig:
 
 
 def _by_layer(config: Fields, name: str) -> Any:
-    """A value that all layers have, which may be listed by layer."""
+    """A value that all layers share, even if the file lists it by layer."""
     value = config.get(name)
     if not isinstance(value, list):
         return value
@@ -173,7 +173,7 @@ def _by_layer(config: Fields, name: str) -> Any:
 
 
 def ernie_experts(config: Fields) -> MoEConfig:
-    """ERNIE 4.5's: softmaxes with a correction, shared experts, dense layers at both ends."""
+    """ERNIE 4.5: softmaxes with a correction, shared experts, dense layers at both ends."""
     layers = config.positive("num_hidden_layers")
     interval = config.positive("moe_layer_interval", 1)
     first, last = config.count("moe_layer_start_index", 1), config.get("moe_layer_end_index")
@@ -192,7 +192,7 @@ def ernie_experts(config: Fields) -> MoEConfig:
 
 
 def llama4_experts(config: Fields) -> MoEConfig:
-    """Llama 4's: an expert's input is scaled by the sigmoid of its logit."""
+    """Llama 4: the sigmoid of an expert's logit scales the expert's input."""
     layers, inner = config.positive("num_hidden_layers"), config.positive("intermediate_size")
     step = config.positive("interleave_moe_layer_step", 1)
     listed = config.get("moe_layers")
@@ -208,7 +208,7 @@ def llama4_experts(config: Fields) -> MoEConfig:
 
 
 def gemma4_experts(config: Fields) -> MoEConfig:
-    """Gemma 4's, beside the MLP of every layer: shares with a factor of each expert."""
+    """Gemma 4, beside the MLP of every layer: shares with a factor for each expert."""
     return MoEConfig(
         **counts(config, "num_experts", "top_k_experts"),
         intermediate_size=config.positive("moe_intermediate_size"),
@@ -220,7 +220,7 @@ def gemma4_experts(config: Fields) -> MoEConfig:
 
 
 def laguna_experts(config: Fields) -> MoEConfig:
-    """Laguna's: sigmoids of bounded logits with a correction, and a shared expert."""
+    """Laguna: sigmoids of bounded logits with a correction, and a shared expert."""
     cap = config.get("moe_router_logit_softcapping")
     return MoEConfig(
         **counts(config, "num_experts"),
@@ -240,7 +240,7 @@ def laguna_experts(config: Fields) -> MoEConfig:
 def step3_experts(
     config: Fields, limits: tuple[float, ...], shared_limits: tuple[float, ...]
 ) -> MoEConfig:
-    """Step 3.5's: sigmoids with a correction, a shared expert, MLPs limited by layer."""
+    """Step 3.5: sigmoids with a correction, a shared expert, MLPs limited by layer."""
     if config.text("moe_router_activation", "sigmoid") != "sigmoid":
         raise config.error("moe_router_activation", "only sigmoid is supported")
     names = ("n_routed_experts", "moe_num_experts", "num_local_experts")
@@ -275,7 +275,7 @@ def _step3_dense(config: Fields) -> tuple[int, ...]:
 
 
 def hy3_experts(config: Fields) -> MoEConfig:
-    """Hy3's: sigmoids with a correction, and a shared expert."""
+    """Hy3: sigmoids with a correction, and a shared expert."""
     inner = config.positive("moe_intermediate_size")
     return MoEConfig(
         **counts(config, "num_experts" if "num_experts" in config else "num_local_experts"),
@@ -292,7 +292,7 @@ def hy3_experts(config: Fields) -> MoEConfig:
 
 
 def deepseek_v2_experts(config: Fields) -> MoEConfig:
-    """DeepSeek V2's: a softmax; the choice may be limited to the groups of the best experts."""
+    """DeepSeek V2: a softmax; experts may be chosen only from the groups of the best experts."""
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise config.error("topk_method", f"{method!r} is not supported for this architecture")
@@ -304,7 +304,7 @@ def deepseek_v2_experts(config: Fields) -> MoEConfig:
 
 
 def mistral4_experts(config: Fields) -> MoEConfig:
-    """Mistral Small 4's: a softmax; groups as in DeepSeek V3."""
+    """Mistral Small 4: a softmax; groups as in DeepSeek V3."""
     return _deepseek(
         config,
         0,
@@ -323,14 +323,13 @@ def deepseek_v3_experts(
     sparse: Sequence[bool] | None = None,
     scale: float = 1.0,
 ) -> MoEConfig:
-    """DeepSeek V3's, and those of GLM-4.5 and dots: sigmoids with a correction; a group's score is
-    the sum of its two best experts' scores.
+    """DeepSeek V3, GLM-4.5 and dots: sigmoids with a correction; a group's score is the sum of its
+    two best experts' scores.
 
     Args:
-        config: The configuration.
         num_dense: Default number of first layers without experts.
         renormalises: Default of whether shares add up to 1.
-        sparse: Which layers have experts, if the configuration has a list of its own for it.
+        sparse: Which layers have experts, if the configuration has a list of its own for that.
         scale: Default of the shares' factor.
     """
     method = config.text("topk_method", "noaux_tc")
@@ -351,7 +350,7 @@ def deepseek_v3_experts(
 
 
 def lfm2_experts(config: Fields) -> MoEConfig:
-    """LFM2's: sigmoids, with a correction where the file says so, dense first layers."""
+    """LFM2: sigmoids, with a correction if the file says so, and dense first layers."""
     has_correction = config.flag("use_expert_bias", True)
     return MoEConfig(
         **counts(config, "num_experts"),
@@ -368,11 +367,10 @@ def lfm2_experts(config: Fields) -> MoEConfig:
 
 
 def nemotron_experts(config: Fields, dense: tuple[int, ...]) -> MoEConfig:
-    """Nemotron 3's: DeepSeek V3's router, experts without gates, some of them of a narrower stream.
+    """Nemotron 3: DeepSeek V3's router, experts without gates, some of which read a narrower
+    stream.
 
-    Args:
-        config: The configuration.
-        dense: Layers without experts.
+    `dense`: layers without experts.
     """
     if config.flag("mlp_bias", False):
         raise config.error("mlp_bias", "is not supported with experts")
@@ -396,7 +394,7 @@ def nemotron_experts(config: Fields, dense: tuple[int, ...]) -> MoEConfig:
 
 
 def ling2_experts(config: Fields) -> MoEConfig:
-    """Ling 2.0's: as `kimi_experts`."""
+    """Ling 2.0, like `kimi_experts`."""
     inner = config.positive("moe_intermediate_size")
     if config.positive("moe_shared_expert_intermediate_size", inner) != inner:
         raise config.error("moe_shared_expert_intermediate_size", f"only {inner} is supported")
@@ -404,7 +402,9 @@ def ling2_experts(config: Fields) -> MoEConfig:
 
 
 def kimi_experts(config: Fields, *, scale: float = 2.446) -> MoEConfig:
-    """Kimi Linear's: DeepSeek V3's, by names of its own; `scale`: default of the shares' factor."""
+    """Kimi Linear: like DeepSeek V3, with other names of fields. `scale`: default of the shares'
+    factor.
+    """
     inner = config.positive("moe_intermediate_size", 1024)
     groups, kept = (
         config.positive(name, config.positive(other, 1))
@@ -458,7 +458,7 @@ def _deepseek(
 
 
 def _dense_layers(config: Fields, default: int) -> tuple[int, ...]:
-    """The first layers, or, as newer configurations list them, those that are dense."""
+    """The first layers or, as newer configurations list them, the layers that are dense."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         return tuple(range(config.count("first_k_dense_replace", default)))

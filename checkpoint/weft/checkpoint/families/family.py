@@ -27,11 +27,11 @@ from weft.checkpoint.rope import RopeConfig, rope_config
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _TOWERS = ("vision_tower", "multi_modal_projector")
 VISION = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
-"""Prefixes of tensors that are left out of models that also take images."""
+"""Prefixes of image tensors, which are left out."""
 
 _MOST_BEHIND = 8
 _OF_KINDS = ("layer_types", "full_attention_interval", "linear_attn_config")
-"""Fields that say which layers have attention; the first that there is counts."""
+"""Fields that say which layers have attention; the first one that exists counts."""
 
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]] = {
     "silu": "silu",
@@ -49,10 +49,8 @@ class Family:
     """A config.json as the reader of one family sees it.
 
     Args:
-        raw: Content of config.json.
-        generation: Content of generation_config.json.
         where: What messages call the source.
-        section: Object of the text model, where the file describes other parts too.
+        section: Object of the text model, if the file describes other parts too.
     """
 
     def __init__(
@@ -70,12 +68,10 @@ class Family:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return self.fields.positive("num_hidden_layers")
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads."""
         return self.fields.positive("num_attention_heads")
 
     @property
@@ -84,7 +80,7 @@ class Family:
         return self.fields.positive("hidden_size")
 
     def head_dim(self, default: int | None = None) -> int:
-        """Size of a head; by default the stream's width over the heads."""
+        """Size of a head; by default the stream's width over the number of heads."""
         hidden, heads = self.hidden_size, self.num_heads
         if default is None and hidden % heads == 0:
             default = hidden // heads
@@ -93,13 +89,12 @@ class Family:
     def rms(
         self, *, adds_one: bool = False, eps: float = 1e-6, name: str = "rms_norm_eps"
     ) -> NormConfig:
-        """The stream's RMS norm; `name`: field of its epsilon."""
+        """The stream's RMS norm; `name`: the field of its epsilon."""
         return NormConfig(eps=self.fields.number(name, eps), adds_one=adds_one)
 
     def activation(
         self, default: str = "silu", name: str = "hidden_act"
     ) -> Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]:
-        """The MLP's activation."""
         found = self.fields.text(name, default)
         if found not in _ACTIVATIONS:
             known = ", ".join(sorted(_ACTIVATIONS))
@@ -107,13 +102,13 @@ class Family:
         return _ACTIVATIONS[found]
 
     def only(self, name: str, value: object) -> None:
-        """Raises ModelError unless a field has the one value that is supported, or is absent."""
+        """Raises ModelError unless a field is absent or has the one value that is supported."""
         found = self.fields.get(name)
         if found is not None and found != value:
             raise self.fields.error(name, f"only {value!r} is supported, not {found!r}")
 
     def rope(self, kind: str | None = None, **options: Any) -> RopeConfig:
-        """The rotation, of one kind of layers if there are several; see `rope_config`."""
+        """The rotation, for one kind of layers if there are several, as from `rope_config`."""
         return rope_config(self.fields, kind=kind, **options)
 
     def llama4_query_scale(self) -> tuple[float, int] | None:
@@ -127,7 +122,7 @@ class Family:
         """Whether each layer's attention is full or has a window.
 
         Args:
-            default: Returns the kind of a layer, from 0, if the file has no list.
+            default: Returns the kind of a layer if the file has no list; layers count from 0.
             windowed: The kind of window that this family has.
         """
         listed, count = self.fields.get("layer_types"), self.num_layers
@@ -145,12 +140,12 @@ class Family:
     def listed(
         self, names: Sequence[str], kinds: Mapping[str, str], default: Callable[[int], str]
     ) -> tuple[str, ...]:
-        """The kind of each layer's mixer in a model that has several.
+        """The kind of each layer's mixer in a model that has several kinds.
 
         Args:
-            names: Fields that may list them.
-            kinds: Kinds by the words of files.
-            default: Returns the kind of a layer, from 0, if the file has no list.
+            names: Fields that may list the kinds.
+            kinds: Kinds by their names in files.
+            default: Returns the kind of a layer if the file has no list; layers count from 0.
         """
         name = next((name for name in names if name in self.fields), None)
         if name is None:
@@ -162,7 +157,7 @@ class Family:
         return tuple(kinds[word] for word in words)
 
     def switches(self, name: str) -> tuple[bool, ...] | None:
-        """A list of 0 or 1 by layer, which may go on for further layers; None if absent."""
+        """A list of 0 or 1 by layer, which may continue for further layers; None if absent."""
         if name not in self.fields:
             return None
         listed, count = self.fields.indices(name), self.num_layers
@@ -171,7 +166,7 @@ class Family:
         return tuple(map(bool, listed[:count]))
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers from 0 by layer, of which null is 0; empty if absent."""
+        """A list of numbers by layer, at least 0; null counts as 0. Empty if absent."""
         listed = self.fields.get(name)
         if listed is None:
             return ()
@@ -183,7 +178,7 @@ class Family:
         )
 
     def of_layer(self, name: str, layer: int, default: float) -> float:
-        """A number of a list by layer, or one for all."""
+        """A layer's number from a list by layer, or the one number for all layers."""
         listed = self.fields.get(name)
         return (
             self.numbers(name)[layer]
@@ -205,8 +200,8 @@ class Family:
     def window(
         self, kinds: Sequence[str], default: int | None = None, *, length: int | None = None
     ) -> SlidingWindow | None:
-        """The window of the layers that have one; None also where no context is longer. Its length
-        is that of the file unless it is given.
+        """The window of the layers that have one; None also where no context is longer. `length`
+        overrides the file's.
         """
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind in (SLIDING, CHUNKED))
         if not layers:
@@ -236,18 +231,11 @@ class Family:
         """The model's configuration.
 
         Args:
-            decoder: Parts of the layers.
-            head_dim: Size of a head.
-            window: Layers with a sliding window.
-            names: Names of the checkpoint's parts.
             is_tied: Default of whether the embedding is also the LM head.
             kv_heads: Default number of K and V heads; None: as many as query heads.
-            moe: Experts of some layers.
-            latent: Sizes of latent attention.
-            intermediate_size: Inner width of MLPs where the file's field does not say it.
+            intermediate_size: Inner width of MLPs, if the file's field does not hold it.
             longest: Field of the longest context.
-            is_encoder: Whether tokens also attend to later ones, where the file asks for it.
-            mtp: The MTP head that the checkpoint may bring.
+            is_encoder: Whether tokens also attend to later tokens, if the file asks for that.
         """
         fields, whole = self.fields, self.whole
         if moe is not None and moe.is_gated and decoder.mlp.activation != moe.activation:
@@ -318,10 +306,9 @@ def mistral_names() -> NamesConfig:
 
 
 def behind(num_layers: int) -> tuple[str, ...]:
-    """Prefixes of extra layers after the model's own, which predict further tokens."""
+    """Prefixes of further layers after the model's own, which predict further tokens."""
     return tuple(f"model.layers.{num_layers + number}." for number in range(_MOST_BEHIND))
 
 
 def same(layer: AttentionConfig, count: int) -> tuple[AttentionConfig, ...]:
-    """Layers that are all alike."""
     return (layer,) * count

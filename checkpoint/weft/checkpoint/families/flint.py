@@ -1,4 +1,4 @@
-"""Flint: normalised heads, sinks, windows in most layers, experts and a shared one."""
+"""Flint: normalised heads, sinks, windows in most layers, routed experts and a shared one."""
 
 from __future__ import annotations
 

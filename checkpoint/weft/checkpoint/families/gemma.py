@@ -59,7 +59,7 @@ def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
 def read_vault_gemma(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """VaultGemma: Gemma 2 without norms behind its blocks."""
+    """VaultGemma: Gemma 2 without norms after its blocks."""
     config = read_gemma2(raw, generation, where)
     assert config.decoder is not None, "it is made of parts"
     names = replace(config.names, feed_norm=_FEED_NORM)
@@ -107,14 +107,16 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
 
 
 def _bidirectional_window(family: Family, kinds: Sequence[str]) -> SlidingWindow | None:
-    """EmbeddingGemma's windows: a token sees half of the file's length to each side."""
+    """EmbeddingGemma: a token attends to half of the file's length on each side."""
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
     length = family.fields.positive("sliding_window", 4096)
     return SlidingWindow(length=length // 2 + 1, layers=layers) if layers else None
 
 
 def gemma3_rope(family: Family, kind: str) -> RopeConfig:
-    """Older files have a base for each kind of layers, and a scaling of those without a window."""
+    """Older files have one base for each kind of layers, and a scaling for those without a
+    window.
+    """
     fields = family.fields
     if fields.get("rope_parameters") is not None:
         return rope_config(fields, kind=kind, theta=1e6 if kind == FULL else 1e4)
@@ -141,7 +143,7 @@ def _scale(family: Family) -> float:
 
 
 def soft_cap(family: Family, name: str, default: float | None = None) -> float | None:
-    """A bound; a field that is null means none, one that is absent its default."""
+    """A bound; null means none, and an absent field means `default`."""
     if name in list(family.fields) and family.fields.get(name) is None:
         return None
     return default if name not in family.fields else family.fields.number(name)

@@ -22,7 +22,9 @@ from weft.checkpoint.parts import (
 )
 
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95
-"""What deep models without `activation_sparsity_pattern` have in their first layers."""
+"""Number of first layers with sparse gates, and their sparsity, for deep models without
+`activation_sparsity_pattern`.
+"""
 
 
 def read_gemma3n(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -90,7 +92,6 @@ def _altup(family: Family) -> AltUpConfig:
 
 
 def _sizes(family: Family) -> tuple[int, ...]:
-    """Inner widths of the MLPs, of which the file has one for all layers or one for each."""
     fields, count = family.fields, family.num_layers
     if not isinstance(fields.get("intermediate_size"), list):
         return (fields.positive("intermediate_size", 16_384),) * count

@@ -1,4 +1,4 @@
-"""Gemma 4, text: K and V shared between layers, wider heads where there is no window, a second
+"""Gemma 4, text: layers that share K and V, wider heads in layers without a window, a second
 embedding, and in one size experts beside the MLP.
 """
 
@@ -24,7 +24,7 @@ from weft.checkpoint.rope import RopeConfig
 
 _TOWERS = ("audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 OTHERS = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
-"""Prefixes of tensors that are left out of models that also take images and audio."""
+"""Prefixes of image and audio tensors, which are left out."""
 
 
 def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -82,8 +82,8 @@ def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
 
 
 def kv_sources(fields: Fields, kinds: tuple[str, ...], shared: int = 0) -> list[int | None]:
-    """For each layer, the layer whose K and V it uses; None: it has its own. The last layers use
-    those of the last layer of their kind that has its own. How many they are the file says, or else
+    """For each layer, the layer whose K and V it uses; None: its own. The last layers use those of
+    the last layer of their kind that has its own. The file says how many they are; by default
     `shared`.
     """
     own = len(kinds) - fields.count("num_kv_shared_layers", shared)
@@ -94,7 +94,9 @@ def kv_sources(fields: Fields, kinds: tuple[str, ...], shared: int = 0) -> list[
 
 
 def unused_kv(sources: Sequence[int | None]) -> tuple[str, ...]:
-    """Parts of the names of what files have for K and V of layers that use those of others."""
+    """Parts of the names of tensors that files have for K and V of layers that use another
+    layer's.
+    """
     sharing = (layer for layer, source in enumerate(sources) if source is not None)
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     return tuple(f"layers.{layer}.self_attn.{part}." for layer in sharing for part in parts)

@@ -24,7 +24,7 @@ _FIELDS = {
     "max_position_embeddings": "n_positions",
     "intermediate_size": "n_inner",
 }
-"""Fields by the names that newer families give them, and by those of GPT-2's files."""
+"""Names of fields in newer families, with GPT-2's names."""
 
 
 def read_gpt2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -54,8 +54,8 @@ def read_bigcode(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 
 
 def read_gptj(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """GPT-J: neighbours of a part of each head rotate, both blocks read one norm, and the LM head
-    has a bias.
+    """GPT-J: adjacent pairs in a part of each head rotate, both blocks read one norm, and the LM
+    head has a bias.
     """
     family = _family(raw, generation, where)
     dim = family.head_dim()
@@ -76,7 +76,7 @@ def read_gptj(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
 
 
 def read_codegen(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """CodeGen (arXiv 2203.13474): GPT-J, whose fused rows are in four parts, each with its queries,
+    """CodeGen (arXiv 2203.13474): GPT-J with fused rows in four parts, each with its queries,
     values and keys.
     """
     config = read_gptj({"rotary_dim": 64, **raw}, generation, where)
@@ -87,7 +87,9 @@ def read_codegen(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 
 
 def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """GPT-NeoX (arXiv 2204.06745), Pythia and Dolly: both blocks read the stream, by two norms."""
+    """GPT-NeoX (arXiv 2204.06745), Pythia and Dolly: both blocks read the stream, through two
+    norms.
+    """
     family = _family(raw, generation, where)
     fields, dim = family.fields, family.head_dim()
     bias = fields.flag("attention_bias", True)
@@ -119,7 +121,7 @@ def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
 
 
 def read_gpt_neo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """GPT-Neo: GPT-2 with windows in every other layer, and scores as they are."""
+    """GPT-Neo: GPT-2 with windows in every other layer, and scores without a scale."""
     own = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
     usual = {name: raw[old] for old, name in own.items() if old in raw}
     family = _family({**raw, **usual}, generation, where)
@@ -133,7 +135,7 @@ def read_gpt_neo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 
 
 def read_falcon(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Falcon (arXiv 2311.16867), but for those whose scores fall with the distance."""
+    """Falcon (arXiv 2311.16867), except models with ALiBi."""
     family = _family({"max_position_embeddings": 2048, **raw}, generation, where)
     fields, dim, bias = family.fields, family.head_dim(), family.fields.flag("bias", False)
     if fields.flag("alibi", False):
@@ -267,7 +269,7 @@ _GPT2: Mapping[str, Any] = {
 
 def _family(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> Family:
     usual = {name: raw[own] for name, own in _FIELDS.items() if own in raw}
-    # Their own classes know no grouped heads, whatever a file says.
+    # Their own classes have no grouped heads, whatever a file says.
     return Family({**raw, **usual, "num_key_value_heads": None}, generation, where)
 
 
@@ -293,7 +295,7 @@ def _gpt2(
 
 
 def _neo_kinds(family: Family) -> tuple[str, ...]:
-    """The kind of each layer. The field lists pairs of some kinds and how often they repeat."""
+    """The field lists pairs of some kinds and how often they repeat."""
     fields, words = family.fields, {"global": FULL, "local": SLIDING}
     listed = fields.get("attention_types") or [[["global", "local"], family.num_layers // 2]]
     try:

@@ -17,7 +17,6 @@ from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, Nam
 
 
 def read_granite(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Granite."""
     return _config(Family(raw, generation, where))
 
 
@@ -101,7 +100,7 @@ def read_minicpm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 def minicpm_factors(
     family: Family, *, embedding: float = 1.0, depth: float = 1.0, base: int = 1
 ) -> dict[str, Any]:
-    """Fields of a decoder: the factors of MiniCPM, by the defaults of its fields."""
+    """Arguments of a decoder: MiniCPM's factors, with the given defaults of its fields."""
     fields = family.fields
     return {
         "embedding_multiplier": fields.number("scale_emb", embedding),
@@ -111,7 +110,7 @@ def minicpm_factors(
 
 
 def shared_names() -> MoENamesConfig:
-    """Names of Granite's experts where there are shared ones, below a layer."""
+    """Names of Granite's parameters below a layer, for models with shared experts."""
     return MoENamesConfig(
         router="block_sparse_moe.router.layer",
         stacked=(

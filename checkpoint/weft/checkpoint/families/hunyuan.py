@@ -80,7 +80,7 @@ def _config(
 
 
 def _rope(family: Family, dim: int) -> RopeConfig:
-    """The rotation. Type `dynamic` with an alpha means a larger base at every length."""
+    """Type `dynamic` with an alpha means a larger base at every length."""
     name = next((n for n in ("rope_parameters", "rope_scaling") if family.fields.get(n)), "")
     values = family.fields.section(name)
     kind = values.text("rope_type", values.text("type", "default"))

@@ -63,7 +63,6 @@ def _experts(family: Family) -> MoEConfig | None:
 
 
 def _periodic(family: Family, name: str, period: int, offset: int) -> list[int]:
-    """The layers that one in so many is, as two fields say it."""
     every = family.fields.positive(f"{name}_period", period)
     first = family.fields.count(f"{name}_offset", offset)
     if first >= every:

@@ -76,7 +76,7 @@ def read_kimi_linear(
 
 
 def read_ling3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Ling and Ring 3: gates on the heads of latent attention, and decays with a bound."""
+    """Ling and Ring 3: gates on the heads of latent attention, and bounded decays."""
     family = Family(raw, generation, where)
     fields, norm, latent = family.fields, family.rms(), _latent(family)
     for name, value in (
@@ -105,7 +105,7 @@ def read_ling3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
         is_low_rank=False,
         least_decay=_least_decay(family) if has_bound else None,
     )
-    # The file's fields on partial rotation are about heads of another kind.
+    # The file's fields for partial rotation are about heads of another kind.
     rope = family.rope(theta=6e6, partial=0.5, is_interleaved=True)
     if rope.scaling != "none":
         raise fields.error("rope_scaling", f"{rope.scaling} is not supported for this architecture")
@@ -159,7 +159,6 @@ def _latent(family: Family) -> LatentConfig:
 
 
 def _least_decay(family: Family) -> float:
-    """A negative number."""
     found = family.fields.get("kda_lower_bound")
     found = -5.0 if found is None else found
     if not isinstance(found, int | float) or not -math.inf < found < 0:

@@ -1,5 +1,5 @@
-"""Laguna and Step 3.5: windows by layer, each kind with its own rotation and number of query heads,
-and a gate of attention's result.
+"""Laguna and Step 3.5: windows by layer, each kind of layer with its own rotation and number of
+query heads, and a gate on attention's result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.checkpoint.rope import RopeConfig, rope_config
 
 
 def read_laguna(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Laguna (XS.2 and S-2.1): a gate by softplus."""
+    """Laguna (XS.2 and S-2.1): a softplus gate."""
     family = Family(raw, generation, where)
     fields, count, dim = family.fields, family.num_layers, family.head_dim(128)
     family.only("moe_apply_router_weight_on_input", False)
@@ -66,8 +66,8 @@ def read_laguna(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
 
 
 def read_step3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Step 3.5 Flash and Step 3.7 Flash, text: a gate of each head, MLPs limited by layer. Lists by
-    layer may go on for the layers that predict further tokens.
+    """Step 3.5 Flash and Step 3.7 Flash, text: a gate on each head, MLPs limited by layer. Lists by
+    layer may continue for the layers that predict further tokens.
     """
     family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
     fields, count = family.fields, family.num_layers
@@ -119,7 +119,9 @@ def read_step3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 
 
 def _step3_rope(family: Family, layer: int, kind: str) -> RopeConfig:
-    """Files of its own code list bases and shares by layer; only whole contexts are scaled."""
+    """Files for its own code list bases and shares by layer; only layers without a window are
+    scaled.
+    """
     fields = family.fields
     if "rope_parameters" in fields:
         return family.rope(kind, partial=1.0)

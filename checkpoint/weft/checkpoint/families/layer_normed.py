@@ -40,8 +40,8 @@ def read_starcoder2(
 
 
 def read_stablelm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """StableLM 2: a quarter of each head is rotated; heads may be normalised, and both blocks read
-    one norm.
+    """StableLM 2: a quarter of each head is rotated; heads may be normalised, and both blocks may
+    read one norm.
     """
     family = Family(raw, generation, where)
     fields, dim = family.fields, family.head_dim()

@@ -33,7 +33,7 @@ def read_lfm2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
 
 
 def read_lfm2_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """LFM2 with experts behind its first layers."""
+    """LFM2 with experts after its first layers."""
     family = Family(raw, generation, where)
     inner = family.fields.positive("intermediate_size")
     return _config(family, inner, lfm2_experts(family.fields), norm="embedding_norm")
@@ -145,7 +145,7 @@ def _names(norm: str) -> NamesConfig:
 
 
 def _inner_size(family: Family) -> int:
-    """Columns of an MLP: two thirds of what the file says, times a factor, rounded up."""
+    """Columns of an MLP: two thirds of the file's number, times a factor, rounded up."""
     fields = family.fields
     size = fields.positive("block_ff_dim", fields.positive("intermediate_size", 12288))
     if not fields.flag("block_auto_adjust_ff_dim", True):

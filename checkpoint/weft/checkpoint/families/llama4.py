@@ -1,4 +1,6 @@
-"""Llama 4, text: chunks of attention with rotation, whole contexts without, experts."""
+"""Llama 4, text: layers that attend within chunks and rotate, layers that attend to all and do not,
+experts.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ _TOWER = tuple(f"{top}vision_model." for top in ("", "model."))
 
 
 def read_llama4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Scout and Maverick: layers without rotation see everything, and their q grows with the
-    position; the others see their chunk.
+    """Scout and Maverick: layers without rotation attend to all positions, and their q grows with
+    the position. The others attend to their chunk.
     """
     section = "text_config" if "text_config" in raw else None
     family = Family(raw, generation, where, section)

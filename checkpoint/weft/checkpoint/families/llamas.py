@@ -1,5 +1,5 @@
-"""Families whose layers are Llama's but for some numbers: Seed-OSS, ERNIE 4.5, InternLM3, SmolLM3,
-Ministral, Arcee, MiMo, Helium, Apertus.
+"""Families whose layers are Llama's except for some numbers: Seed-OSS, ERNIE 4.5, InternLM3,
+SmolLM3, Ministral, Arcee, MiMo, Helium, Apertus.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.checkpoint.rope import RopeConfig
 
 
 def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Llama and Mistral as text models of others."""
+    """Llama and Mistral as the text model of other models."""
     family = Family(raw, generation, where)
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
     is_mistral = fields.get("model_type") == "mistral"
@@ -40,7 +40,7 @@ def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 
 
 def read_qwen2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Qwen2 as the text model of others."""
+    """Qwen2 as the text model of other models."""
     family = Family(raw, generation, where)
     family.only("use_sliding_window", False)
     _check_no_window(family)
@@ -48,7 +48,7 @@ def read_qwen2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 
 
 def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Qwen3 as the text model of others."""
+    """Qwen3 as the text model of other models."""
     family = Family(raw, generation, where)
     family.only("use_sliding_window", False)
     bias, norms = family.fields.flag("attention_bias", False), HeadNormConfig(norm=family.rms())
@@ -58,7 +58,7 @@ def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 
 
 def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Seed-OSS: biases of q, k and v alone."""
+    """Seed-OSS: only q, k and v have biases."""
     family = Family(raw, generation, where)
     biases = {
         "qkv_bias": family.fields.flag("attention_bias", True),
@@ -190,8 +190,8 @@ def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
 
 
 def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Mistral Small 3.1 and 3.2, and Ministral 3, text: in the newer ones q grows with the position
-    behind the original context.
+    """Mistral Small 3.1 and 3.2, and Ministral 3, text. In the newer ones q grows with the position
+    after the original context.
     """
     section = "text_config" if "text_config" in raw else None
     family = Family(raw, generation, where, section)
@@ -204,7 +204,7 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     is_ministral = kind == "ministral3"
     if is_ministral and not (fields.get("rope_parameters") or fields.get("rope_scaling")):
         raise fields.error("rope_parameters", "is missing")
-    # Files in Mistral's own layout are for pairs of neighbours.
+    # Files in Mistral's own layout are for adjacent pairs.
     rope = family.rope(is_interleaved=fields.flag("rope_interleave", False))
     kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
     return _alike(
@@ -221,7 +221,7 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
 
 
 def _window(family: Family) -> SlidingWindow | None:
-    """A window of 4096 where the file has no such field; null means none."""
+    """A window of 4096 if the file has no such field; null means none."""
     fields = family.fields
     if "sliding_window" in list(fields) and "sliding_window" not in fields:
         _check_no_window(family)
@@ -230,7 +230,6 @@ def _window(family: Family) -> SlidingWindow | None:
 
 
 def _check_no_window(family: Family) -> None:
-    """Raises ModelError if the file lists layers with a window."""
     if SLIDING in family.kinds(lambda layer: FULL):
         raise family.fields.error("layer_types", "a window is listed, but the model has none")
 

@@ -92,7 +92,7 @@ def read_falcon_h1(
     family = Family(raw, generation, where)
     fields, norm = family.fields, family.rms(eps=1e-5)
     for name in ("attention_bias", "mamba_proj_bias"):
-        # Factors on a block's input could not be taken as factors on its products.
+        # Factors on a block's input could not be moved to its products.
         family.only(name, False)
     into = fields.number("attention_in_multiplier", 1.0)
     entering = fields.number("ssm_in_multiplier", 1.0)
@@ -138,7 +138,7 @@ def read_nemotron_h(
 ) -> ModelConfig:
     """Nemotron-H and Nemotron Nano 2 (arXiv 2504.03624), and Nemotron 3 with experts.
 
-    Checkpoints number blocks. A layer here is a mixer and the MLP behind it, if there is one.
+    Checkpoints number blocks. A layer here is a mixer and the MLP after it, if there is one.
     """
     family = Family(raw, generation, where)
     fields, norm = family.fields, family.rms(eps=1e-5, name="layer_norm_epsilon")
@@ -190,8 +190,8 @@ def read_nemotron_h(
 
 
 def _paired(family: Family) -> tuple[list[str], tuple[tuple[int, int | None], ...], list[str]]:
-    """The kind of each layer's mixer, the numbers of its blocks, and the kind of the feed-forward
-    block, empty where there is none.
+    """The kind of each layer's mixer, the numbers of its blocks, and the kind of its feed-forward
+    block, empty if it has none.
     """
     fields, pattern = family.fields, family.fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern and set(pattern) <= set(_LETTERS):
@@ -274,7 +274,6 @@ def _bias(family: Family) -> bool:
 
 
 def _numbers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
-    """A list of so many factors; all 1 if absent."""
     found = fields.get(name)
     if found is None:
         return (1.0,) * count
@@ -287,15 +286,15 @@ def _numbers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
 
 
 def _step_bounds(fields: Fields) -> tuple[float, float | None]:
-    """The least and the largest time step; None: any. `time_step_min`, `time_step_max` and
-    `time_step_floor` are ranges of the initialisation.
+    """None: no upper bound. `time_step_min`, `time_step_max` and `time_step_floor` are ranges of
+    the initialisation.
     """
     found = fields.get("time_step_limit")
     if found is None:
         return 0.0, None
     if isinstance(found, list) and len(found) == 2 and isinstance(found[0], int | float):
         least, largest = float(found[0]), found[1]
-        # transformers writes infinity as an object, since JSON has no word for it.
+        # transformers writes infinity as an object, since JSON has no literal for it.
         if isinstance(largest, dict) or largest == float("inf"):
             return least, None
         if isinstance(largest, int | float) and largest > least >= 0.0:

@@ -16,7 +16,7 @@ _THETAS = {FULL: ("rope_theta", 5e6), SLIDING: ("swa_rope_theta", 1e4)}
 
 
 def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """MiMo V2 Flash; files of its own code list windows and experts as 0 and 1 by layer."""
+    """MiMo V2 Flash; files for its own code list windows and experts as 0 and 1 by layer."""
     family = Family(raw, generation, where)
     fields = family.fields
     dim, value_dim = family.head_dim(192), fields.positive("v_head_dim", 128)
@@ -56,7 +56,7 @@ def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
     )
     window = family.window(kinds, 129)
     if "sliding_window_size" in fields:
-        # Counts the positions before a row's own.
+        # The field counts the positions before a row's own.
         window = family.window(kinds, length=fields.positive("sliding_window_size") + 1)
     moe = deepseek_v3_experts(fields, num_dense=1, sparse=family.switches("moe_layer_freq"))
     names = NamesConfig(sinks="attention_sink_bias", left_out=("model.mtp.",))

@@ -18,7 +18,7 @@ _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 def read_minimax(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """MiniMax-Text-01 (arXiv 2501.08313) and M1 (arXiv 2506.13585): blocks' results are added to
-    what the blocks read.
+    the blocks' input.
     """
     family = Family(raw, generation, where)
     fields, norm, dim = family.fields, family.rms(eps=1e-5), family.head_dim()
@@ -53,7 +53,7 @@ def read_minimax(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
 
 
 def _kinds(family: Family) -> tuple[str, ...]:
-    """Kinds of the layers, from `layer_types` or from a list in older files: 1 is attention."""
+    """1 means attention in the list of older files."""
     switches = family.switches("attn_type_list")
     if switches is not None:
         return tuple(FULL if has_attention else _LINEAR for has_attention in switches)
@@ -63,7 +63,9 @@ def _kinds(family: Family) -> tuple[str, ...]:
 
 
 def _factors(family: Family, kind: str) -> tuple[float, float]:
-    """Factors on what the mixer and the feed-forward block read; those on results must be 1."""
+    """Factors on the input of the mixer and of the feed-forward block; factors on results must be
+    1.
+    """
     fields, found = family.fields, []
     block = "full_attn" if kind == FULL else "linear_attn"
     older = "full_attention" if kind == FULL else "linear_attention"

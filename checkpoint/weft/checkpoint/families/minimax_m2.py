@@ -1,4 +1,4 @@
-"""MiniMax M2: heads rotated in part, normalised over all of them; experts in every layer."""
+"""MiniMax M2: heads rotated in part, with one norm over all heads; experts in every layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OLMo, first with norms without weights; from OLMo 2 on with norms of q and k over all heads
-together, and mostly with norms only after the blocks; OLMoE and FlexOlmo.
+"""OLMo, OLMoE and FlexOlmo. The first OLMo has norms without weights. From OLMo 2 on there are
+norms of q and k over all heads together, and mostly norms only after the blocks.
 """
 
 from __future__ import annotations

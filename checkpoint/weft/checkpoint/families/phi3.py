@@ -39,7 +39,7 @@ def read_phi(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
 
 
 def read_phi_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Phi-3.5-MoE: experts by SparseMixer, layer norms; LongRoPE has factors of its own on cosines
+    """Phi-3.5-MoE: experts by SparseMixer, layer norms; LongRoPE has separate factors on cosines
     and sines.
     """
     family = Family(raw, generation, where)

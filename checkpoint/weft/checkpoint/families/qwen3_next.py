@@ -27,7 +27,7 @@ _NAMES = NamesConfig(
     moe=MoENamesConfig(shared="shared_expert"),
 )
 _EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""What later configurations take for granted."""
+"""Values that later configurations leave out."""
 
 
 def read_qwen3_next(

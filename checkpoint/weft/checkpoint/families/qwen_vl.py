@@ -1,5 +1,5 @@
-"""The text of Qwen2-VL, 2.5-VL and 3-VL: Qwen's layers. Positions of text are the same along all of
-the rotation's axes, so that its sections play no part.
+"""The text of Qwen2-VL, 2.5-VL and 3-VL: Qwen's layers. Positions of text are the same along all
+axes of the rotation, so that its sections have no effect.
 """
 
 from __future__ import annotations

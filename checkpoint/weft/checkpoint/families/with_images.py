@@ -1,5 +1,5 @@
-"""The text of models that name their text model in `text_config`, among others those of LLaVA,
-InternVL, SmolVLM and LFM2-VL: read as that model, and served without their towers.
+"""Models that name their text model in `text_config`, among others LLaVA, InternVL, SmolVLM and
+LFM2-VL. They are read as the text model, and served without their towers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _USUAL: Mapping[str, Mapping[str, int]] = {
     "qwen2": _QWEN,
     "qwen3": _QWEN,
 }
-"""What transformers takes for fields that `text_config` leaves out, by its `model_type`."""
+"""Defaults of transformers for fields that `text_config` leaves out, by its `model_type`."""
 _TIED = ("InternVL", "Lfm2Vl")
 """Beginnings of architectures whose LM head is the embedding unless the file says otherwise."""
 _PARTS = ("vision_model", "vision_encoder", "vision_projection", "connector", "image_newline")
@@ -76,7 +76,6 @@ def read_with_images(
 
 
 def _is_tied(whole: Fields, text: Fields) -> bool:
-    """Whether the file says so of the whole or of the text model."""
     default = whole.get("architectures")[0].startswith(_TIED)
     name = "tie_word_embeddings"
     return whole.flag(name, default) or text.flag(name, False)
