@@ -169,7 +169,8 @@ def _load_parts(
     models = _load_models(config, model, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
-        check_recurrent(config, loaded.config)  # Files of other classes may not tell.
+        # Checked again: the files of a class from outside Weft may not show its recurrent layers.
+        check_recurrent(config, loaded.config)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None

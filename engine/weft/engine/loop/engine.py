@@ -516,10 +516,10 @@ class Engine:
     def _flush(self) -> int:
         if self.sessions is not None:
             self.sessions.pins.clear()
+        # The first group comes last. A page that leaves the tree has tiers copy its block and its
+        # window page, if these are still there.
         if self.parts.states is not None:
-            self.parts.states.memory.flush_cache()  # Before the tiers get what pages lose.
-        # The first group comes last: it drops the nodes of window pages, and the tiers would copy
-        # those.
+            self.parts.states.memory.flush_cache()
         num_pages = sum(memory.flush_cache() for memory in reversed(self.memories))
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 

@@ -206,7 +206,7 @@ class StepPipeline:
             Whether a step was begun or committed. If not, one may still be under way (`num_steps`).
         """
         if len(plan):
-            # With no step under way, the tokens that masks depend on are known before the forward.
+            # With no step under way, tokens that masks depend on are known before the forward pass.
             self._behind = self._start(plan, is_ready=self._flying is None)
         before = self._flying
         if before is not None:
@@ -233,7 +233,7 @@ class StepPipeline:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
             drawing += [item.request for item in plan.drawing_chunks]
         started_at = self._clock() if self.leaves else 0.0
-        # Without overlap a step also costs the time since the step before, and gates compare that.
+        # Without overlap, a step's cost includes the time since the step before. Gates compare it.
         began_at = self._last_ended_at if self._goes_on else self._clock()
         step = _Step(self._scheduler.launch(plan), plan, began_at, drawing, is_ready=is_ready)
         if self.leaves:

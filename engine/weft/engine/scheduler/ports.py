@@ -49,8 +49,8 @@ class MaskSource(Protocol):
         ...
 
     def expect(self) -> None:
-        """Prepares for constrained requests, such as by starting threads, before the first one
-        comes.
+        """Prepares for constrained requests, which may come, by reading the vocabulary ahead of
+        them.
         """
         ...
 

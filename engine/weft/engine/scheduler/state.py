@@ -92,7 +92,7 @@ class Request:
     lease_id: bytes = b""
     """Lease of a fill job; empty for other requests."""
     digests: Sequence[int] | None = None
-    """Digests of a fill job's shipped pages; None: the pages are not digested."""
+    """Digests of `pages`, if they are known; None: shipping computes them."""
     candidates: list[FillCandidate] = field(default_factory=list)
     """Fillers not yet tried, best first."""
     is_overflow: bool | None = None

@@ -699,7 +699,7 @@ class OwnerFills:
         is_clean = is_clean or fill.is_done
         if not is_clean:
             self._command(fill, "stop")
-        if is_clean or not fill.landed:  # if all is accepted, no bytes can arrive
+        if is_clean or not fill.landed:  # If all is accepted, no bytes can arrive.
             self._landing.release(fill.pages, fill.landed)
             del self._fills[fill.lease_id]
         else:

@@ -144,7 +144,7 @@ class PeerPool:
                     raise TransferError(
                         f"the agent towards {key[0]} is being closed", worker_id=key[0]
                     )
-                if peer is not None and peer.is_closed:  # For lack of use; a new one may follow.
+                if peer is not None and peer.is_closed:  # It was unused; a new one may follow.
                     peer = None
                 is_new = peer is None
                 if is_new and (key in self._peers or len(self._peers) < self._max_peers):

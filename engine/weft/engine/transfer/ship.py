@@ -231,7 +231,7 @@ class ShipThread:
                 reading = self._source.begin(chunk.local_pages, chunk.digests)
                 if reading is None:
                     return False
-            except Exception as error:  # the thread must survive whatever one chunk brings
+            except Exception as error:  # The thread must survive any error of a chunk.
                 logger.exception("reading pages failed")
                 result.error = f"{type(error).__name__}: {error}"
         self._queue.popleft()
@@ -253,7 +253,7 @@ class ShipThread:
                 handle = self._send(read)
         except TransferError as error:
             result.error = str(error)
-        except Exception as error:  # the thread must survive whatever one chunk brings
+        except Exception as error:  # The thread must survive any error of a chunk.
             logger.exception("shipping failed")
             result.error = f"{type(error).__name__}: {error}"
         self._reading.popleft()

@@ -480,9 +480,10 @@ class Tiers:
         if load is None:
             return False
         load.request = None
-        load.is_stopped = True  # Set before `LoadChunk.is_begun` is read, which depends on it.
+        # The thread sets `is_begun` before it reads `is_stopped`, so this thread does the reverse.
+        load.is_stopped = True
         for chunk in load.chunks:
-            chunk.is_fenced = chunk.is_begun  # Read once, since the thread may set it meanwhile.
+            chunk.is_fenced = chunk.is_begun  # Read once: the thread may set it meanwhile.
             if chunk.is_of_block:
                 assert load.block is not None
                 load.block.num_fenced += chunk.is_fenced
@@ -490,7 +491,7 @@ class Tiers:
                 self._memory.quarantine(chunk.pages)
             else:
                 self._memory.release(chunk.pages)
-        # Pages that ended chunks did not bring.
+        # Pages that the ended chunks did not load.
         open_pages = {
             page for chunk in load.chunks if not chunk.is_of_block for page in chunk.pages
         }
@@ -667,7 +668,7 @@ class Tiers:
         for load in list(self._loads.values()):
             if load.last_progress_at <= limit:
                 assert load.request is not None
-                load.request.skips_tiers = True  # Otherwise it would queue there again.
+                load.request.skips_tiers = True  # Otherwise it would queue for the same load.
                 self._give_up(load)
 
     def _give_up(self, load: TierLoad) -> None:
