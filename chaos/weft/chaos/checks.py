@@ -77,8 +77,8 @@ async def _staging_problem(mesh: ChaosMesh, name: str) -> str:
 
 
 async def check_content(mesh: ChaosMesh) -> list[Violation]:
-    """Checks invariants 4 and 5: published pages did not change, and are what their fillers
-    sent.
+    """Checks invariants 4 and 5: published pages did not change, and equal the pages that their
+    fillers sent.
     """
     found: list[Violation] = []
     for name in (*mesh.named("decode"), *mesh.named("prefill")):
@@ -133,7 +133,6 @@ async def check_hit_rate(
 
 
 def _hit_share(replies: Sequence[Reply]) -> float:
-    """Share of the filled prompt tokens that no worker had to compute."""
     computed = shippable = 0
     for reply in replies:
         if reply.timeline is None:

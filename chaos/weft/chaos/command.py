@@ -71,7 +71,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _sabotage_all(argv: Sequence[str], console: Console) -> int:
-    """Runs all sabotages, each on a mesh of its own. Returns 0 if each turned its invariant red."""
     is_noticed: dict[str, bool] = {}
     for name, sabotage in SABOTAGES.items():
         arguments = _parser().parse_args([*argv, "--sabotage", name])

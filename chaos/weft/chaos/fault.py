@@ -55,7 +55,6 @@ async def call_operators(method: str, request: Any, address: str, operators: Ope
 
 
 async def _tell(method: str, request: Any, operators: Operators) -> int:
-    """Makes the call to all services; returns the exit status."""
     status = 0
     for name, address in operators.addresses.items():
         try:

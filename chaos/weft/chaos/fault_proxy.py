@@ -158,7 +158,6 @@ class Orders:
 
 
 def _split(name: str, address: str) -> tuple[str, int]:
-    """Host and port of an address. Raises ConfigError."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or int(port) > 65535 or bracket(host) not in address:

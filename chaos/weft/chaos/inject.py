@@ -127,7 +127,6 @@ class Injector:
         return True
 
     async def _has_survived(self, injection: Injection) -> bool:
-        """Whether the target answers and has not died since before the fault."""
         target = injection.planned.target
         try:
             await self.mesh.dump(target)
@@ -180,8 +179,7 @@ class Injector:
         injection.ended_s = loop.time()
 
     def _is_back(self, injection: Injection) -> bool:
-        """Whether the target has died since before the fault, and is ready again."""
-        # A process whose end was not noticed yet still counts as ready.
+        # A process counts as ready until the supervisor notices its end.
         target = injection.planned.target
         has_died = self.mesh.num_deaths(target) > injection.num_deaths
         return has_died and self.mesh.ready(target) is not None

@@ -116,8 +116,6 @@ class FaultProxy:
 
 
 class _Connection:
-    """One connection: the client's half and the server's half."""
-
     def __init__(
         self,
         proxy: FaultProxy,

@@ -219,7 +219,6 @@ async def _inject(
 
 
 async def _wait_for_work(mesh: ChaosMesh, name: str) -> None:
-    """Waits, for a limited time, until a worker has requests."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_WORK_TIMEOUT_S):
             while True:
@@ -243,7 +242,6 @@ def _next(schedule: Iterator[Planned], postponed: list[Planned], injector: Injec
 
 
 async def _look_again(plan: ChaosPlan, mesh: ChaosMesh, known: Known) -> list[Violation]:
-    """Runs the checks that follow after the faults."""
     found = await check_pages(mesh)
     found += await check_content(mesh)
     try:

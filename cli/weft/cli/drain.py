@@ -83,7 +83,6 @@ def _drain(
 
 
 def _last_of_its_kind(workers: Collection[gateway_pb2.FleetWorker], worker_id: str) -> str:
-    """Describes what the model of a worker lacks without it; empty: nothing."""
     drained = next((one for one in workers if one.worker_id == worker_id), None)
     if drained is None or any(
         one.healthy and (one.role, one.model) == (drained.role, drained.model)

@@ -37,7 +37,6 @@ async def _flush_all(operators: Operators) -> int:
 
 
 async def _flush(address: str, operators: Operators) -> tuple[int, str]:
-    """Flushes one service. Returns the number of flushed pages, and the reason of a failure."""
     async with operators.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         try:

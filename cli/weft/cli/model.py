@@ -224,7 +224,6 @@ def _fingerprint(quantization: Quantization, dtype: str) -> bytes:
 
 
 def _verified_folder(out: Console, model: str) -> Path:
-    """The folder of a model. A hub's files are compared with the hub's checksums."""
     folder, name = resolve_model(model), hub.HubName.parse(model)
     for cached in hub.find_cached(name) if name is not None else []:
         if cached.folder != folder:

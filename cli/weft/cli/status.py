@@ -77,8 +77,8 @@ class StateUsage:
     prefix_pages: int
     """KV pages in the prefix cache, in use or not."""
     continuable_pages: int
-    """Of these pages, those from which a request can continue: a block belongs to the page or to a
-    later one.
+    """Of these pages, the ones from which a request can continue: a block belongs to the page or to
+    a later one.
     """
 
 
@@ -337,7 +337,6 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
 def _add_tiers(
     status: WorkerStatus, first: str, hit_rate: float | None, tiers: Sequence[kv_pb2.TierState]
 ) -> None:
-    """Adds the pool or arena, and the tiers below it."""
     pages = status.pages
     held = pages.cached + pages.used
     status.tiers = [
@@ -423,7 +422,6 @@ def describe_states(states: StateUsage) -> str:
 
 
 def _worker_table(console: Console, workers: Sequence[WorkerStatus]) -> Table:
-    """Table of the workers. On a narrow terminal it leaves out some columns."""
     names = ["worker", "health", *_NUMBERS, "transport"]
     if len({worker.model for worker in workers if worker.model}) > 1:
         names.append("model")

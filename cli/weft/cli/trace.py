@@ -157,7 +157,6 @@ def _ms(seconds: float) -> str:
 
 
 def _details(span: trace_pb2.Span) -> str:
-    """The attributes of a span. A failure comes first."""
     values = dict(span.attributes.items())
     words = [say(values[name]) for name, say in _WORDS.items() if values.get(name)]
     if "weft.pages_asked" in values:

@@ -49,7 +49,6 @@ def build_trees(spans: Sequence[trace_pb2.Span]) -> list[SpanNode]:
 def _build(
     span: trace_pb2.Span, children: dict[bytes, list[trace_pb2.Span]], shift_s: float
 ) -> SpanNode:
-    """Builds a subtree. `shift_s` is added to the times of the span's service."""
     node = SpanNode(
         span=span,
         start_s=span.start_time.ToNanoseconds() / 1e9 + shift_s,

@@ -80,7 +80,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> None:
-    """Prints each message as a line, or one complete message."""
     picture = MeshPicture()
     num_taken = 0
 
@@ -152,7 +151,7 @@ class _Screen:
         watching = asyncio.create_task(self._watch(first))
         waiting = asyncio.create_task(first.wait())
         try:
-            # The screen is taken over once there is something to draw.
+            # The terminal stays as it is until there is something to draw.
             await asyncio.wait([watching, waiting], return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()

@@ -134,7 +134,6 @@ class TopView:
         return lines
 
     def _charts(self, width: int) -> list[Text]:
-        """Tokens per second and times to first tokens of the last minutes."""
         points = list(self._picture.points)
         columns = max(0, width // 2 - 25)
         tokens = [point.output_tokens_per_second for point in points]
@@ -182,12 +181,6 @@ def chart(values: Sequence[float], columns: int) -> tuple[str, float]:
 
 
 def _table(names: Sequence[str], numbers: Sequence[str], longest: int) -> Table:
-    """A table without rows. Its texts are cut so that its numbers are whole.
-
-    Args:
-        numbers: The names of columns of numbers.
-        longest: Characters that the first column may take.
-    """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for at, name in enumerate(names):
         table.add_column(

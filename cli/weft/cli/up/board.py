@@ -14,8 +14,6 @@ from rich.text import Text
 
 @dataclass(slots=True)
 class _Row:
-    """One service that starts, is ready or has failed."""
-
     began_s: float
     state: str = "starting"
     done: int = 0

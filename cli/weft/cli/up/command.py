@@ -155,11 +155,6 @@ def _rest_binary(settings: UpSettings, reporter: ConsoleReporter) -> Path | None
 
 
 def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
-    """Names and directories of the models. Converts or downloads them first if necessary.
-
-    Raises:
-        WeftError: A model cannot be found, or is of an unsupported kind.
-    """
     # Imported here, so that `weft up --help` is quick.
     from weft.checkpoint.config import ModelConfig
     from weft.checkpoint.kv_formats import why_not_8_bits
@@ -175,7 +170,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         task = load_pooling(path, settings.task).task
         name = given or default_name(model, path)
-        # With recurrent layers, leases carry the states of these instead.
+        # With recurrent layers, leases carry their states and no window pages.
         is_recurrent = config.decoder is not None and bool(config.decoder.recurrent_layers)
         has_windows = config.has_windows and not is_recurrent
         models.append(ModelFolder(name, path, task, why_not_8_bits(config), has_windows))
@@ -191,9 +186,6 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
 def _tell_kv_dtype(
     settings: UpSettings, models: Sequence[ModelFolder], reporter: ConsoleReporter
 ) -> None:
-    """Reports models that start without --kv-dtype because they do not support it. Raises
-    ConfigError if no model supports it.
-    """
     without = [f"{model.name} ({model.no_8_bits})" for model in models if model.no_8_bits]
     if settings.kv_dtype == "auto" or not without:
         return

@@ -64,7 +64,7 @@ class ConsoleReporter(Reporter):
                 console=self._console,
                 refresh_per_second=_SERVING_PER_S if self._is_up else _STARTING_PER_S,
                 transient=self._is_up,
-                # What other threads write goes to the logs.
+                # Output of other threads goes to the logs.
                 redirect_stdout=False,
                 redirect_stderr=False,
             )

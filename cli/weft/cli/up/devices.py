@@ -45,7 +45,6 @@ def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
 
 
 def _grouped(devices: list[str], tp: int) -> list[str]:
-    """The devices of each worker: `tp` GPUs, separated by commas."""
     groups = [",".join(devices[at : at + tp]) for at in range(0, len(devices) - tp + 1, tp)]
     if not groups:
         raise ConfigError(

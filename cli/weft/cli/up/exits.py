@@ -1,4 +1,4 @@
-"""Tells workers that an incarnation of another process is gone."""
+"""Informs workers that an incarnation of another process is gone."""
 
 from __future__ import annotations
 

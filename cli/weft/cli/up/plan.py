@@ -164,13 +164,6 @@ def _model_services(
     places: Mapping[str, Sequence[str]],
     dial: Dial,
 ) -> list[ServiceSpec]:
-    """Stores and workers of one model.
-
-    Args:
-        names: Names of the services, by role.
-        at: Address of each service, by name.
-        places: Flags that give a worker its device, by name.
-    """
     stores = names["kvstore"]
     services = [
         _spec(state, name, _kvstore(settings, state, name, at[name]), BACK) for name in stores
@@ -199,7 +192,6 @@ def _spec(state: StateFolder, name: str, command: Sequence[str], phase: int) -> 
 
 
 def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
-    """Flags that give each worker its device and, if workers share a device, its share."""
     names = [
         f"{role}-{index}"
         for role, count in (("prefill", settings.prefill), ("decode", settings.decode))

@@ -234,7 +234,6 @@ class UpSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Sets values that were not given and follow from others."""
         values = dict(values)
         if keys := os.environ.get(KEYS_VARIABLE):
             values.setdefault("api_keys_file", keys)

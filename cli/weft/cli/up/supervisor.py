@@ -173,9 +173,6 @@ class Supervisor:
                 self._reporter.died(spec.name, error.how)
 
     async def _until_gone(self, process: ServiceProcess) -> int:
-        """Waits for a service's end and returns its exit status. Kills it first if it stalls for
-        too long.
-        """
         stalling = asyncio.create_task(self._kill_stalled(process))
         try:
             return await process.gone()

@@ -10,7 +10,9 @@ from weft.engine.base.config import EngineConfig
 
 
 def adapted_projections(config: EngineConfig, model: ModelConfig) -> tuple[Projection, ...]:
-    """Raises ConfigError if the model cannot have adapters, or lacks what the settings name."""
+    """Raises ConfigError if the model cannot have adapters, or lacks projections that the settings
+    name.
+    """
     if not model.takes_adapters:
         raise ConfigError(
             f"enable_lora: not supported for {model.architecture}, whose layers have products of "

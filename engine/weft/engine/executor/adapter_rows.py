@@ -134,8 +134,6 @@ class RankMemory(Protocol):
 
 
 class _Tables(NamedTuple):
-    """One rank's rows and tables."""
-
     weights: dict[str, LoraWeights]
     """Weights by `Projection.name`."""
     replaced: dict[str, ReplacedMatrices]
@@ -343,7 +341,6 @@ class LoraPool:
         )
 
     def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
-        """Adds the adapter's changes to the draft head, if they displace no other adapter."""
         if self._drafts is None:
             return weights
         parts = self._drafts.projections

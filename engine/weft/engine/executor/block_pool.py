@@ -63,7 +63,6 @@ class BlockPool:
         row[end:] = 0
 
     def _pieces(self, page: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """The parts' bytes that lie in a page, and their offsets in the page."""
         block, index = divmod(page, self._num_pages)
         first, begin = index * self._page_bytes, 0
         for part in self._parts:

@@ -220,13 +220,13 @@ class DeviceInputs:
         assert self._lora is not None
         columns = LoraColumns.of(num_tokens, self._lora.max_slots)
         step = self._lora.step(columns.views(self._lora_bytes))
-        # The columns come by a copy before any kernel of the step.
+        # A copy brings the columns before any kernel of the step.
         return replace(step, are_given=True)
 
     def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> Step:
         """The inputs of a decode step of `num_rows` requests in the memory that `send_decodes`
-        writes. Call it while a graph is captured: each replay then fills in what the device knows,
-        enters new pages and copies the page table's rows.
+        writes. Call it while a graph is captured: each replay then fills in values that only the
+        device knows, enters new pages and copies the page table's rows.
         """
         given, step = self._decodes.views(num_rows)
         expand_decodes(given, step, self._known, self._table, self._page_size)
@@ -355,8 +355,8 @@ class DeviceInputs:
         self._send_static(self._ragged, buffer, used, changes)
 
     def request_rows(self, num_requests: int) -> tuple[torch.Tensor, ...]:
-        """Slots, starts, counts and draft limits, [num_requests] int64 each, of what was sent last.
-        It must have been padded to this number of requests.
+        """Slots, starts, counts and draft limits, [num_requests] int64 each, of the step or the
+        requests that were sent last. They must have been padded to this number of requests.
         """
         self.keep_ragged(0)
         assert self._ragged is not None

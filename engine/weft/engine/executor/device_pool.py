@@ -142,7 +142,6 @@ class DevicePool:
 
 
 def _is_right(pool: DevicePool, rows: NDArray[np.uint8]) -> bool:
-    """Copies random bytes into the null page and back, and compares bytes and digests."""
     first, last = rows[0], rows[-1]
     sent = np.random.default_rng().integers(0, 256, first.size, dtype=np.uint8)
     first[:] = sent

@@ -91,7 +91,6 @@ class StepArrays:
 
     @property
     def _q_lens(self) -> Int32Array:
-        """[R]: rows of each request."""
         return self.cu_q_lens[1:] - self.cu_q_lens[:-1]
 
     @property
@@ -108,7 +107,7 @@ class StepArrays:
         if not total or self.adapter_slots is not None or self.ancestors is not None:
             return None
         if self.owners.max(initial=-1) >= 0:
-            return None  # The host has bounds alone.
+            return None  # The host knows only upper bounds of lengths.
         return total if int((before * q_lens).sum()) >= _MIN_ROWS_OF_HEADS * total else None
 
     @property
@@ -147,7 +146,7 @@ class StepArrays:
                 )
                 positions[rows] = roots + np.bitwise_count(step.ancestor_masks) - 1
         for index in step.recomputed_rows.nonzero()[0].tolist():
-            # The KV of the leading row exists already, and its page may be shared.
+            # Earlier steps wrote the KV of these rows, and their pages may be shared.
             first = int(cu_q_lens[num_behind + index])
             places[first : first + int(step.recomputed_rows[index])] = NULL_PAGE * page_size
         kv_lens = step.max_starts + q_lens

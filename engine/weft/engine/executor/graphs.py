@@ -162,7 +162,7 @@ def step_buckets(
     trees = tree_buckets(max_requests, max_tokens, tree_rows)
     decodes = decode_buckets(max_requests) if config.head == "tokens" else []
     others = [*decodes, *verify, *trees, *ragged]
-    # "prompts" also takes a single prompt, so "cold" is not needed beside it.
+    # "prompts" also takes a single prompt and so makes "cold" needless.
     return [*others, *(prompts or cold), *_with_adapters([*others, *cold], has_lora=has_lora)]
 
 
@@ -222,8 +222,6 @@ def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> l
 
 
 class _ShortBuckets:
-    """Buckets for requests of a few rows each, smallest first."""
-
     def __init__(self, buckets: Sequence[GraphBucket]) -> None:
         self._buckets = buckets
         self._max_drafts = max((bucket.drafts for bucket in buckets), default=0)
@@ -549,7 +547,7 @@ def _free_bytes() -> int:
 
 def _is_faster_when_cold(config: ModelConfig, dtype: torch.dtype, tokens: int) -> bool:
     if config.latent is not None:
-        # As the layers ask before they compute heads.
+        # The layers make the same choice before they compute heads.
         return is_faster_uncompressed(dtype, config.head_dim, config.value_dim, tokens)
     return is_faster_when_cold(dtype, config.head_dim, tokens)
 

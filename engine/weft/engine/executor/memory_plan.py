@@ -139,14 +139,14 @@ def divide_states(
 ) -> tuple[int, int]:
     """Divides memory between pages and the blocks and rings of recurrent layers.
 
-    Recurrent layers get what all running requests need, up to three quarters of the memory. They
+    Recurrent layers get the need of all running requests, up to three quarters of the memory. They
     also get blocks for the prefix cache, as long as the total is at most two thirds.
 
     Args:
         pool_bytes: Bytes to divide.
         max_drafts: Most drafts of a request in a step.
         is_fixed: Pages get all of `pool_bytes`, whatever blocks need.
-        on_gpu: Whether rings also hold what steps on a GPU keep.
+        on_gpu: Whether rings also hold the values that steps on a GPU keep.
 
     Returns:
         Number of blocks, the null block included, and the bytes that pages get.
@@ -164,8 +164,9 @@ def divide_states(
     if is_fixed:
         return at_work + num_tokens // TOKENS_OF_CACHED_BLOCK, pool_bytes
     num_blocks = at_work + num_tokens // 2 // TOKENS_OF_CACHED_BLOCK
-    # What running requests need may take more than what is kept for later ones. Agents' prompts
-    # find 80 % of their tokens if states get half, 84 % with two thirds (bench/hybrid_prefixes.py).
+    # Blocks of running requests may take more memory than blocks for later requests. Agents'
+    # prompts find 80 % of their tokens if states get half, 84 % with two thirds
+    # (bench/hybrid_prefixes.py).
     most = max(2 * pool_bytes // 3, min(rings + at_work * plane.block_bytes, 3 * pool_bytes // 4))
     num_blocks = min(num_blocks, (most - rings) // plane.block_bytes)
     if num_blocks < 1 + BLOCKS_OF_REQUEST:
@@ -278,8 +279,8 @@ def measure_needs(
         step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
     step_bytes = _measure_step(executor, step, device)
     if model.config.latent is not None:
-        # Chunks may take heads of the latents before them, in parts of as many as there are rows;
-        # from two parts on, results are also held in float32.
+        # A chunk may compute the heads of earlier latents, in parts of as many positions as it has
+        # rows. From two parts on, results are also held in float32.
         sizes = (max_requests, max_step_tokens, max_context_tokens)
         step = largest_step(*sizes, layout, max_logits, is_behind=True)
         step_bytes = max(step_bytes, _measure_step(executor, step, device))

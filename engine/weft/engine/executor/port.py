@@ -149,9 +149,7 @@ class Executor(Protocol):
         ...
 
     def window_pool(self, num_pages: int, page_bytes: int) -> PagePool:
-        """Access for one thread to pages of the window group, each as `num_pages` pages of the
-        first.
-        """
+        """Access for one thread to pages of the window group, each as `num_pages` pages."""
         ...
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:

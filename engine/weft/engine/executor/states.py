@@ -298,8 +298,6 @@ class DeviceStates:
 
 
 class _Round(NamedTuple):
-    """A `StateRound` on the host."""
-
     sequences: HostSequences
     begins: _HostRows
     kept: _HostRows
@@ -308,8 +306,6 @@ class _Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numbers:
-    """A `StateStep` on the host."""
-
     ring_slots: Int64Array
     ring_rows: Int64Array
     order: _HostRows

@@ -57,8 +57,8 @@ class LogitsInParts(Protocol):
     """A model of whose logits each rank can compute a part."""
 
     def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
-        """Logits of some tokens: [L, hidden] -> [L, tokens] float32. None: the head's number format
-        cannot be cut, which no other condition decides.
+        """Logits of some tokens: [L, hidden] -> [L, tokens] float32. None: the head has no parts,
+        which its number format alone decides.
         """
 
 

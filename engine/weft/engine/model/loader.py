@@ -125,10 +125,10 @@ def load_model(
     config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
     pooling = load_pooling(model_dir, task)
     config = with_head_for(pooling.task, config, model_dir)
-    # Sums of ranks are added up in their order, another one than that of one rank.
+    # Ranks add up their sums in another order than one rank adds, so bits differ.
     of_ranks = f"-tp{peers.size}" if is_fixed and peers is not None else ""
     of_ranks += "-ep" if of_ranks and ep > 1 else ""
-    # Native operations of a CPU take one order in any case; encoders have others too.
+    # Native operations of a CPU always take one order. Encoders also use other operations.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
     build = class_of(config)
     chosen = resolve_quantization(quantization, config.quantization, device)

@@ -32,7 +32,7 @@ class Run:
         self._dense = DenseRun.of([_dense_layer(layer) for layer in layers])
 
     def __call__(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
-        """Runs the layers. Returns the step with what they have prepared for further runs."""
+        """Runs the layers. Returns the step with their preparations, for further runs."""
         peers = stream.peers
         if (
             self._dense is None
@@ -91,7 +91,6 @@ def _shape_key(layer: StackLayer) -> object:
 
 
 def _dense_layer(layer: StackLayer) -> DenseLayer | None:
-    """The layer in the form of `DenseRun`; None if `DenseRun` does not support it."""
     if not isinstance(layer, Layer):
         return None
     mixer, feed, norms = layer.mixer, layer.feed, (layer.input_norm, layer.post_norm)
@@ -164,7 +163,7 @@ class Stack:
         (hidden, step), rows, peers = self._embed(step), step.logits_rows, self.peers
         if step.wants_all:
             return self._end(run_all(self._whole, hidden, step, pool, taps, peers))
-        # Rows of a tree are not requests of their own.
+        # A row of a tree cannot become a request: it does not see all rows before it.
         if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees:
             hidden = run_all(self._whole, hidden, step, pool, taps, peers)
             return self._end(hidden.index_select(0, rows))

@@ -27,7 +27,7 @@ from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
 
 FewRows = Callable[[SlotRows, LayerMemory, tuple[torch.Tensor, ...]], torch.Tensor]
 """Computes the first rows of a step, [T, ...] of each input, and updates a layer's states in place
-(`weft.kernels.slot_states`). Returns what a `Scan` returns.
+(`weft.kernels.slot_states`). Returns the outputs, as a `Scan` does.
 """
 RingInputs = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Turns a layer's inputs, [T, ...], into those of a `Scan`."""
@@ -167,7 +167,6 @@ class StateStep:
     def _scan(
         self, memory: LayerMemory, inputs: Sequence[torch.Tensor], scan: Scan
     ) -> list[torch.Tensor]:
-        """Outputs of the rows after those of `few`, by round."""
         gathered = [new.to(ring.dtype) for ring, new in zip(memory.rings, inputs, strict=True)]
         if self.ring_slots.shape[0]:
             olds = [ring[self.ring_slots, self.ring_rows] for ring in memory.rings]

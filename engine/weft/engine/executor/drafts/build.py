@@ -52,7 +52,7 @@ def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
 def head_graphs(
     config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> tuple[ChainGraphs | None, TreeGraphs | None]:
-    """Captures a head's chains and trees; None for what is not captured.
+    """Captures a head's chains and trees; None in place of graphs that are not captured.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.

@@ -68,8 +68,6 @@ class AdapterStore(Protocol):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Entry:
-    """An adapter that this worker was ordered to load."""
-
     digest: bytes
     name: str
     directory: str
@@ -138,7 +136,7 @@ class AdapterManager(Adapters):
         """Adapters whose reported state has changed."""
         self.num_reads = 0
         self.num_writes = 0
-        """Adapters written to the device since start."""
+        """`num_reads` and `num_writes`: adapters read, and written to the device, since start."""
 
     def close(self) -> None:
         self._reader.close()
@@ -296,7 +294,6 @@ class AdapterManager(Adapters):
             self._read_next(wanted)
 
     def _wanted(self) -> list[bytes]:
-        """Adapters that should get a place on the device, in order."""
         has = self.residency.has
         entries = self._entries.values()
         pinned = [e.digest for e in entries if e.is_pinned and e.is_held and not e.is_unloading]
@@ -331,7 +328,6 @@ class AdapterManager(Adapters):
             self._answer(entry.unloads, None)
 
     def _bring(self, entry: _Entry, later: list[bytes]) -> None:
-        """Assigns a place to a wanted adapter, or drains others for it."""
         digest = entry.digest
         if digest not in self._host:
             return  # The adapter must be read first.

@@ -151,5 +151,4 @@ class DraftModel:
         )
 
     def _longest(self, max_context_tokens: int) -> int:
-        """Length of the longest request for which the model drafts."""
         return min(max_context_tokens, self._loaded.config.max_position_embeddings)

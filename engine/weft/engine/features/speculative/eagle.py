@@ -135,7 +135,6 @@ class EagleDrafter(Drafter):
         return drafts
 
     def _lasts(self, items: Sequence[VerifyItem]) -> LastTokens:
-        """The requests' last tokens. Enters their pages into the table."""
         slots, tokens = list[int](), list[int]()
         for item in items:
             request = item.request

@@ -69,7 +69,7 @@ DECAY = 0.995
 OWN_DECAY = 0.95
 """Decay of one request's own statistics, which describe its kind of text."""
 OWN_WEIGHT = 6.0
-"""Weight, in drafts, of the statistics of all requests when a new request begins."""
+"""Weight of the statistics of all requests when a new request begins."""
 OVERLAPPED_TRIAL = 4
 """Steps of a trial if steps overlap. Only the inner ones have neighbours of their own kind."""
 FIRST_TIMED_AFTER, FIRST_TRIAL_AFTER = 12, 24
@@ -102,8 +102,6 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Choice:
-    """The shape chosen for steps of about so many requests."""
-
     best: DraftShape = NO_DRAFTS
     num_steps: int = 0
     num_probes: int = 0
@@ -115,8 +113,6 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Trial:
-    """Steps that run to measure their time."""
-
     shape: DraftShape
     expected_s: float
     """Expected time for as many tokens with the best shape."""
@@ -224,7 +220,6 @@ class MeasuredGate(DraftGate):
             self._trial = None
 
     def _step_of(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> StepTaken | None:
-        """Records the accepted drafts. Returns the step if its time is usable, else None."""
         num_requests = len(plan.decodes) + len(plan.verifies)
         if not num_requests:
             return None
@@ -290,7 +285,6 @@ class MeasuredGate(DraftGate):
         self._note_chain(item.request, num_first, depth, depth)
 
     def _options(self, num_requests: int) -> list[DraftShape]:
-        """The shapes to compare for a number of requests; trees only where rows are cheap."""
         return self._shapes if num_requests <= MAX_TREE_REQUESTS else self._chains
 
     def _choose(self, choice: _Choice, worth: _Worth, num_requests: int) -> None:
@@ -313,7 +307,6 @@ class MeasuredGate(DraftGate):
             choice.best = best
 
     def _trial_of(self, choice: _Choice, worth: _Worth, num_requests: int) -> _Trial | None:
-        """The shape to try in the next step, if there is one that the allowance covers."""
         if self._trial is not None or self._has_prompts:
             return None
         if self._overlaps and choice.num_steps < FIRST_TRIAL_AFTER:

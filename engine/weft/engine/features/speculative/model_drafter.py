@@ -102,7 +102,6 @@ class ModelDrafter(Drafter):
         return sorted(pieces, key=lambda piece: -piece.num_drafts)
 
     def _num_known(self, item: VerifyItem) -> int:
-        """Tokens of a request, except the last one, whose KV the pool has."""
         text = self._texts.get(item.request.slot)
         return 0 if text is None else text.num_known(item.request.tokens, item.start)
 
@@ -192,8 +191,6 @@ class ModelDrafter(Drafter):
 
 
 class _Text:
-    """The draft model's state of a request."""
-
     def __init__(self) -> None:
         self.pages: list[int] = []
         self.num_tokens = 0
@@ -212,8 +209,6 @@ class _Text:
 
 
 class _Piece(NamedTuple):
-    """The tokens of a request from `start` on that a step reads."""
-
     item: int
     """Index of the item to which the piece belongs."""
     text: _Text

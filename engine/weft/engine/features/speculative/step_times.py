@@ -70,8 +70,6 @@ def _within(factor: float, most: float) -> float:
 
 @dataclass(slots=True)
 class _Point:
-    """A point of the curve: mean number and time for numbers of one size class."""
-
     number: float
     time: _Average
 
@@ -212,7 +210,6 @@ class StepTimes:
             self._followed = kind
 
     def _note_time(self, kind: _Kind, share: float, time: float) -> None:
-        """Records a time, at a pace of 1, for this size class of requests."""
         weight = 1.0
         if kind[1].num_drafts:
             plain = self._times.get((kind[0], NO_DRAFTS))
@@ -289,7 +286,6 @@ class StepTimes:
         return None
 
     def _scale(self, num_requests: int, size: int) -> float:
-        """Duration of steps of this many requests relative to steps of the size class."""
         return 1.0 if num_requests == size else self._rows.at(num_requests) / self._rows.at(size)
 
     def _predicted(self, num_requests: int, shape: DraftShape, share: float) -> float:

@@ -325,7 +325,6 @@ def _replaced(change: VocabularyChange, matrix: torch.Tensor) -> torch.Tensor:
 def _whole_matrices(
     replaced: Mapping[str, torch.Tensor], *, for_gpu: bool
 ) -> Mapping[str, WholeMatrix]:
-    """Prepares matrices for the device. Tied ones are prepared once."""
     made: dict[int, WholeMatrix] = {}
     for matrix in replaced.values():
         if matrix.data_ptr() not in made:

@@ -23,8 +23,6 @@ _WORDS = "embeddings.word_embeddings"
 
 
 class _Names(NamedTuple):
-    """The checkpoint's names of the model's parts."""
-
     layers: str
     qkv: tuple[str, ...]
     o: str

@@ -114,7 +114,7 @@ class DraftedModel:
             # A request continues at a block, where no step can begin a token earlier.
             row = StatePart("draft", (self.head.hidden_size,), plane.dtype)
             states = replace(states, rows=(row,))
-        # Elsewhere the first row may be that of the token before, whose window begins earlier too.
+        # In other layers a step's first row may be the token before, whose window begins earlier.
         windows = (
             replace(group, reach=None if group.reach is None else group.reach + 1)
             for group in layout.groups[1:]

@@ -64,7 +64,7 @@ class MtpHead:
         self.hidden_size = target.config.hidden_size
         self.layer = target.kv_layout(1).plane.layers
         self.digest = b""
-        self.layer_bytes = projection.data.nbytes  # A copy is never made: see `adapted`.
+        self.layer_bytes = projection.data.nbytes  # Only EAGLE-3 heads are ever copied.
         layer.mixer.move(self.group, self.layer)
         self._embedding = embedding
         self._norms = norms
@@ -124,7 +124,6 @@ class MtpHead:
 
 
 def _step_of(chains: DraftChains, number: int, token_ids: torch.Tensor) -> Step:
-    """One draft of each of the leading requests, as a step with one row per request."""
     count = len(token_ids)
     group = AttentionMetadata(
         page_table=chains.page_table[:count],

@@ -141,7 +141,7 @@ class Attention:
         o_proj: All heads -> [hidden].
         q_norm: Norm of each head of q before the rotation, or None.
         k_norm: The same for k; both have one epsilon.
-        num_adjacent: Elements that are rotated in adjacent pairs, as in `rope_and_cache`.
+        num_adjacent: Pairs of adjacent elements that are rotated, as in `rope_and_cache`.
         changes: Other changes of q, k and v before the rotation, in their order.
         q_scales: [max_positions] float32: factors on q by its position, or None.
         value_dim: Elements of a head of V in `qkv_proj` and `o_proj`, if fewer than D; the
@@ -163,7 +163,7 @@ class Attention:
         self.value_dim, self.gate = value_dim or spec.dim, gate
         self._has_gate_in_q = gate is not None and gate.proj is None
         self._plane: PlaneInPage | None = None
-        # With several ranks, the share of the heads of this rank.
+        # With several ranks these are this rank's heads.
         heads = o_proj.in_features // self.value_dim
         of_q = (2 if self._has_gate_in_q else 1) * heads * spec.dim
         kv_heads = (qkv_proj.out_features - of_q) // (spec.dim + self.value_dim)

@@ -20,7 +20,7 @@ from weft.kernels.rope import rotate_heads
 from weft.kernels.stream import Sum
 
 _GATES: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-"""Activations that a GPU computes together with the product by their factor."""
+"""Activations that a GPU computes together with the multiplication by their factor."""
 _GRAIN = 32_768
 """Least number of elements that torch gives to each thread."""
 

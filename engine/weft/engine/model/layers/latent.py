@@ -250,7 +250,6 @@ class LatentAttention:
         return planned(group, dtype, self.spec, rows, group.pool_of(pool))
 
     def _takes_heads(self, dtype: torch.dtype, rows: int, group: AttentionMetadata) -> bool:
-        """Whether the step computes the heads' keys and values for its own rows."""
         if group.max_q_len <= 1 or group.ancestors is not None or self.spec.first_position:
             return False
         dim = self.config.nope_dim + self.config.rope_dim

@@ -26,8 +26,6 @@ from weft.kernels.stream import Normed
 
 
 class _Selection(NamedTuple):
-    """Computes dt, B and C from a row's convolved values."""
-
     x_proj: LinearWeight
     dt_proj: LinearWeight
     norms: tuple[Norm, Norm, Norm]

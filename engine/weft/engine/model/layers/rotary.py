@@ -16,7 +16,7 @@ class Rotary(NamedTuple):
     cos_sin: torch.Tensor
     """[max_positions, D] float32, from `cos_sin_table`; with one row heads are not rotated."""
     num_adjacent: int = 0
-    """Elements that are rotated in adjacent pairs, as in `rope_and_cache`."""
+    """Pairs of adjacent elements that are rotated together, as in `rope_and_cache`."""
 
 
 class Rotaries:

@@ -34,8 +34,6 @@ _SIZE_BYTES = 8
 
 
 class _Tensor(NamedTuple):
-    """A tensor's entry in the header of its file."""
-
     path: Path
     begin: int
     """Offset of the first byte in the file."""
@@ -196,7 +194,8 @@ class Checkpoint:
 
     def _read_header(self, path: Path) -> None:
         try:
-            # It checks that sizes and places of tensors agree with each other and with the file.
+            # `safe_open` checks that sizes and places of tensors agree with one another and the
+            # file.
             with safe_open(path, framework="pt") as opened, path.open("rb") as file:
                 size = int.from_bytes(file.read(_SIZE_BYTES), "little")
                 header = json.loads(file.read(size))
@@ -258,7 +257,6 @@ def is_rotary_buffer(name: str) -> bool:
 
 
 def _prefixes(name: str) -> list[str]:
-    """The beginnings of a name up to each of its dots."""
     return [name[: at + 1] for at, letter in enumerate(name) if letter == "."]
 
 

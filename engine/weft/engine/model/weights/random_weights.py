@@ -6,7 +6,7 @@ import torch
 from weft.engine.model.weights.reader import TensorSlice
 
 _MXFP4_SCALE = 121
-"""Exponent of 2^-6, with which numbers of MXFP4 have a deviation of about 3."""
+"""2^-6. Numbers of MXFP4 have a deviation of about 3 before they are scaled."""
 
 
 class RandomWeights:

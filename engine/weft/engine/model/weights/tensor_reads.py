@@ -190,7 +190,7 @@ class TensorReads:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, "read")
         futures = [self._threads.submit(read, *piece) for piece in pieces]
-        wait(futures)  # None may write to the target after an error.
+        wait(futures)  # After an error no thread may still write to the target.
         for future in futures:
             future.result()
 
@@ -265,7 +265,6 @@ def _check(values: torch.Tensor) -> None:
 
 
 def _fill(file: int, memory: torch.Tensor, at: int) -> None:
-    """Fills memory, [bytes] uint8, with a file's bytes from `at` on."""
     bytes_of: Any = memory.numpy()
     view = memoryview(bytes_of)
     while view:

@@ -223,7 +223,6 @@ class Weights:
         return out
 
     def _read_all(self, parts: Sequence[TensorSlice], out: torch.Tensor) -> None:
-        """Stacks parts in `out`. The remaining rows become zeros."""
         row = 0
         for part in parts:
             self._read(part, out[row : row + part.size[0]])

@@ -91,7 +91,7 @@ class QuantisedScheme(ABC):
         return bool(names)
 
     def ignores_name(self, name: str, weights: Weights) -> bool:
-        """Whether a projection is in floats: by its tensors if they tell, else by the
+        """Whether a projection is in floats: by its tensors if they show it, else by the
         configuration.
         """
         if not self.is_made_at_load:
