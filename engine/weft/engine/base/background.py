@@ -32,7 +32,6 @@ class BackgroundThread:
     """Runs jobs one after the other in a thread.
 
     Args:
-        name: Name of the thread.
         wake: Called by any thread after a job has run.
         host: Priority of the engine thread, to which jobs that call `give_way` yield; None: jobs do
             not yield.

@@ -74,11 +74,7 @@ class PinnedBuffers:
 
 
 class DeviceCopies:
-    """Copies host arrays to a device, asynchronously where possible.
-
-    Args:
-        device: Destination of the copies.
-    """
+    """Copies host arrays to a device, asynchronously where possible."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -148,7 +144,6 @@ class Marks:
 
     Args:
         device: The device; on a CPU every mark is reached at once.
-        number: Number of marks that are valid at a time.
     """
 
     def __init__(self, device: torch.device, number: int) -> None:
@@ -186,9 +181,7 @@ class HostCopies:
     `number` further copies were begun.
 
     Args:
-        device: Where the tensors are.
         size: Elements of the largest one.
-        number: Number of copies that are valid at a time.
     """
 
     def __init__(self, device: torch.device, size: int, number: int) -> None:

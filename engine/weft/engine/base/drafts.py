@@ -67,11 +67,7 @@ Fetch = Callable[[], list[list[int]]]
 
 
 class LaterDrafts(Sequence[list[int]]):
-    """Drafts that are on the device, which may still be computing them.
-
-    Args:
-        counts: Number of drafts of each request.
-    """
+    """Drafts that are on the device, which may still be computing them."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = counts

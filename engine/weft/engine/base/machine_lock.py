@@ -22,7 +22,6 @@ def machine_lock(name: str, timeout_s: float, on_wait: Callable[[], None]) -> It
 
     Args:
         name: Part of a file's name.
-        timeout_s: Longest wait, seconds.
         on_wait: Called once if another process holds the lock.
 
     Raises:

@@ -11,7 +11,6 @@ class TokenTree(list[int]):
     Row 0 of the request is its last token, row i + 1 is token i of this list.
 
     Args:
-        tokens: The tokens.
         parents: For each of them, the row of its parent.
     """
 

@@ -116,7 +116,6 @@ def load_parts(
     """Loads the model and creates the pool.
 
     Args:
-        config: Settings.
         wake: Called from other threads when the engine should turn.
         progress: Called with (done, total, what in words) as each phase begins and proceeds: in
             bytes while weights load, in graphs while they are captured. A total of 0 is unknown.

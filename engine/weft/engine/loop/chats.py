@@ -16,8 +16,6 @@ def make_sessions(
 
     Args:
         prefixes: None: nothing is cached.
-        num_pages: Number of pages of the pool.
-        clock: Monotonic seconds.
     """
     max_pages = int(num_pages * config.session_pool_share)
     if prefixes is None or max_pages < 1:

@@ -85,9 +85,7 @@ class Engine:
     """Scheduler, memory, model, sampler and fills of one worker, in one thread.
 
     Args:
-        config: Settings.
         parts: Loaded model, pool and transport (`weft.engine.loop.build.load_parts`).
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -20,12 +20,8 @@ class ComputeJobs:
     Args:
         config: Bounds of queued work.
         intake: Makes requests and knows namespaces.
-        scheduler: Runs the requests.
-        max_tokens: Longest prompt.
-        num_pages: Pages of the pool.
         look_up: Asks the KV store about a new request.
         has_adapter: Whether pages can be computed with the adapter of this digest.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ class FlightRecorder:
 
     Args:
         path: The file, which is overwritten.
-        clock: Monotonic seconds.
     """
 
     def __init__(self, path: Path, clock: Clock = monotonic) -> None:

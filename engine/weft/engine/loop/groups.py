@@ -18,7 +18,6 @@ class RequestGroups:
         intake: Makes the samples after the first one.
         constraints: Compiles the requests' constraints.
         out: Outbox for the messages to gateways.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -68,11 +67,7 @@ class RequestGroups:
                         self._scheduler.release(request)
 
     def hand_back(self, *, is_running_too: bool) -> None:
-        """Hands requests back to their gateways, which resume them elsewhere.
-
-        Args:
-            is_running_too: Whether running requests are handed back too.
-        """
+        """Hands requests back to their gateways, which resume them elsewhere."""
         queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
         for key, group in list(self._groups.items()):
             if is_running_too or all(request.state in queued for request in group):
@@ -163,8 +158,6 @@ def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> R
     Args:
         first: A resumed request as `Intake.from_submit` made it.
         intake: Makes its siblings.
-        out: Outbox for the reports.
-        now: On the engine's clock.
 
     Returns:
         The first sample that still has to run, from which the rest will be forked. None: all had

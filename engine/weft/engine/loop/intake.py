@@ -29,11 +29,9 @@ class Intake:
     """Builds the engine's requests.
 
     Args:
-        config: Settings.
         layout: Page layout, part of the namespace.
         model_digest: 32 bytes.
         vocab_size: Token ids are below it.
-        eos_token_ids: The model's.
         max_tokens: Longest prompt and output together that the context and the pool allow.
         adapter_parts: Names of the projections that adapters may change here.
         pooling: The task that the model serves, and how it makes vectors; None: it generates.

@@ -204,7 +204,6 @@ class LLM:
         """Makes vectors of prompts of token ids.
 
         Args:
-            pool: The vectors that are wanted.
             adapters: Digest of each prompt's adapter; empty: the base model.
 
         Returns:

@@ -89,11 +89,6 @@ class StepPipeline:
     """Runs plans, with at most one further step enqueued while one is under way.
 
     Args:
-        executor: The device.
-        drawer: Samples the tokens.
-        scheduler: The scheduler that made the plans.
-        owner: Receives the outcomes.
-        clock: Monotonic seconds.
         is_overlapped: Whether a step begins before the one before it is committed.
         drafter: Drafter of requests with drafts; None: there are none.
         host: The lock that other threads yield; released while this thread waits for the device.

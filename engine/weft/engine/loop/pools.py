@@ -55,7 +55,6 @@ class DraftPool(Protocol):
 
         Args:
             num_target_pages: Pages of the target's pool, without the null page.
-            max_context_tokens: Length of the longest request.
         """
         ...
 
@@ -85,12 +84,8 @@ def size_pools(
     """Computes the sizes of the pools, on the rank that has the least memory.
 
     Args:
-        config: Settings.
         loaded: The model, on the device.
-        layout: Page layout.
-        max_context_tokens: Length of the longest request.
         draft: The pool of a separate draft model; None: there is none.
-        device: Device of the model.
         lora: Adapters on the device; None: there are none.
         ranks: The other ranks of the engine; None: there are none.
 

@@ -92,8 +92,6 @@ class StatePacker:
 
     Args:
         layout: Of pages and blocks.
-        states: The owner of blocks.
-        memory: The owner of pages.
         executor: Has the bytes of both.
     """
 

@@ -41,8 +41,6 @@ class EngineStats:
     """Measured rates of the engine, and the duration of its longest step.
 
     Args:
-        clock: Monotonic seconds.
-        max_step_tokens: Most tokens of one step.
         token_s: Seconds for each token of a small step, measured at start.
     """
 
@@ -76,8 +74,6 @@ class EngineStats:
         """Records one step, from which `costs` learns too.
 
         Args:
-            plan: Plan of the step.
-            duration_s: Duration of the step.
             costs: Cost model that learns from the step.
             num_surplus_tokens: Tokens sampled for requests that had ended.
             runs: Runs of requests with drafts.

@@ -70,7 +70,6 @@ class StepEnds:
 
         Args:
             passed_s: Seconds for which the step has been under way.
-            num_tokens: Tokens of the step.
             is_plain: Whether it should take as long as a step of decodes without drafts.
             is_followed: Whether the next step has begun.
         """

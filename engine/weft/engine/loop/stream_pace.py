@@ -27,7 +27,6 @@ class StreamPace:
     Args:
         interval_s: Shortest time between two messages of which the second has nothing but next
             tokens. None: chosen so that passing tokens on takes little time beside computing them.
-        clock: Monotonic seconds.
         computed_s: Processor time of the engine so far, in seconds.
     """
 
@@ -43,7 +42,6 @@ class StreamPace:
 
         Args:
             batches: What has gathered, oldest first.
-            num_samples: Number of running samples.
         """
         if not batches or self._interval_s == 0.0:
             return True

@@ -52,12 +52,9 @@ def make_tiers(
     """Creates the tiers (None: there are none), the scheduler's `Fills`, and the policy of both.
 
     Args:
-        config: Thresholds.
-        parts: Parts of the engine.
         owner: Asks other workers and the KV store for pages.
         pages: Knows which pages of a request are in the pool.
         prefill_tokens_per_s: Measured; 0: unknown.
-        clock: Monotonic seconds.
     """
     policy = TierPolicy(config.write_through_threshold, config.load_back_threshold)
     tiers: Tiers | None = None

@@ -49,8 +49,6 @@ class WindowPacker:
 
     Args:
         layout: Of the first group and the window group.
-        windows: The owner of window pages.
-        memory: The owner of pages of the first group.
         executor: Has the bytes of both.
         has_store: Whether leases may be of a KV store.
     """
@@ -141,8 +139,6 @@ class StoredWindows:
 
     Args:
         layout: Of the first group and the window group.
-        windows: The owner of window pages.
-        memory: The owner of pages of the first group.
         executor: Has the bytes of both.
         on_allocated: Called before writing to pages that may have been taken from the prefix cache.
     """

@@ -47,7 +47,6 @@ class SessionPins:
     """The pinned sessions of one prefix cache. For use by one thread.
 
     Args:
-        cache: Cache whose pages are pinned.
         max_pages: Most pinned pages; a page of several sessions counts once.
         max_tenant_pages: Most pinned pages of one tenant; a page counts once per session.
         ttl_s: Seconds without an ended request after which a session loses its pins.

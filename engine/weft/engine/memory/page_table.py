@@ -26,7 +26,6 @@ class PageTable:
     """Page numbers by slot. The row after the last slot has only the null page.
 
     Args:
-        max_requests: Number of slots.
         max_pages: Pages of the longest request.
         keeps_changes: Whether changed entries are remembered for `take_changes`, which the caller
             must then call.

@@ -161,7 +161,6 @@ class PageKeyCache:
             key: 32 bytes.
             parent: Key of the page before it; empty: unknown.
             group: Group of the page, for `evict_of`.
-            priority: Priority of the request that computed the page.
         """
         if key in self._by_key:
             return False

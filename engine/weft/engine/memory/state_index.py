@@ -45,9 +45,6 @@ class StateIndex:
     any more loses against new ones, because these begin above what was evicted last. The rule is
     GreedyDual-Size with frequency (Cherkasova, 1998); Marconi (Pan et al., 2024) weighs computation
     saved by bytes for such states. Blocks of pinned nodes come last.
-
-    Args:
-        tree: Index of the KV pages.
     """
 
     def __init__(self, tree: PrefixTree) -> None:

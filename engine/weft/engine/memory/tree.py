@@ -77,12 +77,7 @@ NO_MATCH = Match([], None, 0)
 
 
 class PrefixTree:
-    """Index of full, immutable pages by content. `PageMemory` reports which pages are in use.
-
-    Args:
-        page_size: Token positions per page.
-        policy: Order of eviction.
-    """
+    """Index of full, immutable pages by content. `PageMemory` reports which pages are in use."""
 
     def __init__(self, page_size: int, policy: EvictionPolicy = lru) -> None:
         self._width = page_size * TOKEN_BYTES

@@ -26,7 +26,6 @@ class WindowIndex:
     used pages. Pages of pinned nodes come last.
 
     Args:
-        tree: Index of the first group's pages.
         reach: Most positions that a row attends to, its own included.
     """
 

@@ -37,12 +37,9 @@ class DevicePeers:
     """Implements `weft.kernels.peers.GpuPeers` through memory that all ranks map.
 
     Args:
-        group: The ranks' processes.
         device: GPU of this rank. Ranks that share one, as in tests, use it in turns.
         ranks: The process group by which torch knows the ranks, from `join`.
         width: Entries of a row of the residual stream.
-        dtype: Dtype of these entries.
-        columns: Size of the vocabulary.
         agree: Waits until all ranks have come to a phase, and raises the error of another rank.
 
     Raises:

@@ -17,7 +17,6 @@ class Segment:
 
     Args:
         number: File descriptor, which is closed when this object is destroyed.
-        size: Bytes.
     """
 
     def __init__(self, number: int, size: int) -> None:

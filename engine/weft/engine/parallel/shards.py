@@ -114,7 +114,6 @@ def check_ranks(
     Args:
         task: As in `load_pooling`.
         quantization: As in `resolve_quantization`.
-        size: Number of ranks.
         ep: As in `check_divides`.
 
     Raises:
@@ -142,7 +141,6 @@ def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
     """Refuses a number of ranks among which a model cannot be divided.
 
     Args:
-        size: Number of ranks.
         ep: Number of ranks among which whole experts are divided; 1: each expert is divided.
 
     Raises:
@@ -242,7 +240,6 @@ def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, sums: str
     """The ranks and their shares in one line, for logs and status.
 
     Args:
-        pids: Process ids of the ranks.
         ep: As in `check_divides`.
         sums: How partial sums are added up, in words.
     """

@@ -182,7 +182,6 @@ def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
     Args:
         tokens: Sampled from each row, 1 + len(drafts); negative where there is none.
-        drafts: Drafts of the request.
     """
     if tokens[0] < 0:
         return []
@@ -199,7 +198,6 @@ def _follow(plan: Plan, index: int, path: list[int], tokens: Int64Array) -> bool
     continues. Returns whether it did.
 
     Args:
-        plan: Plan of the step.
         index: Index of the request among those with drafts.
         path: Its rows so far.
         tokens: Sampled tokens by row; the path's last row has one.
@@ -307,7 +305,6 @@ class Drawer:
         more.
 
         Args:
-            plan: Plan of the step.
             requests: Requests given to `prepare` last. Tokens of those that have ended since mean
                 nothing.
             drawable: Logits of decodes, of requests with drafts (a row for each token), of chunks.
@@ -348,10 +345,8 @@ class Drawer:
         """Samples for the requests given to `prepare` last.
 
         Args:
-            drawable: Logits of their rows.
             firsts: Result of `first_rows`; None: each request has one row.
             slot_override: Slots by row, if some rows have masks of their own; else None.
-            has_trees: Whether drafts form trees.
         """
         positions = drawable.positions
         if drawable.captured is not None:

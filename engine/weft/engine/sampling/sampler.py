@@ -178,8 +178,6 @@ class Sampler:
         """Assigns `slot`, which must be free, to a sample.
 
         Args:
-            row: Parameters of the sample.
-            prompt_ids: Its prompt.
             output_ids: Tokens that it has already generated (before a preemption or elsewhere).
 
         Raises:
@@ -361,8 +359,6 @@ class Sampler:
         """Like `begin`, by a graph.
 
         Args:
-            draw: Launches the graph.
-            way: Result of `common_way` for these slots.
             slots: As for `begin`; the device has the same ones.
             positions: As for `begin`.
             slot_override: As for `begin`.

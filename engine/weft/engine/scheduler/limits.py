@@ -59,7 +59,6 @@ class SchedulerLimits(NamedTuple):
         """The limits that follow from an engine's settings and its captured steps.
 
         Args:
-            config: The settings.
             step_sizes: Token counts that steps with prompts are padded to.
             whole_prompt_tokens: The longest prompt, if prompts are not cut; 0: they are cut.
             last_piece_tokens: Default where the settings say nothing.

@@ -106,7 +106,6 @@ class DraftGate(Protocol):
         """Records a completed step.
 
         Args:
-            plan: The step's plan.
             runs: Runs of its requests with drafts.
             duration_s: Duration of the step, drafting included.
         """

@@ -55,7 +55,6 @@ class PromptBudget:
     """Bounds the prompt tokens of a step that also decodes.
 
     Args:
-        rates: Measured times of the engine's steps.
         target_s: Inter-token target: time that prompts may add to a step where next tokens count
             more.
         first_token_weight: Worth of a second of delay of a first token, in seconds of delay of next

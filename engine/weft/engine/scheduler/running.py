@@ -90,7 +90,6 @@ class RunningPlans:
         """Plans one token of each running request, with drafts where they pay; plans no chunks.
 
         Args:
-            running: The running requests.
             num_spared: Tokens of a step that chains of drafts leave to prompts.
         """
         columns = self._columns

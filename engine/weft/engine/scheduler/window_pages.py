@@ -66,7 +66,6 @@ class WindowPages:
     """Gives requests pages of a window group, and frees those that the window has passed.
 
     Args:
-        memory: The owner of the pages.
         index: Its index; None: nothing is cached.
         reach: Most positions that a row attends to, its own included.
         max_step_tokens: Most new tokens of a step.
@@ -171,7 +170,6 @@ class WindowPages:
 
         Args:
             request: It has published its pages of the first group up to there.
-            num_pages: Number of its computed pages.
             lent: These pages, from `lend`, already written; None: new ones, which the caller
                 writes.
         """

@@ -22,12 +22,7 @@ class AuditReport:
 
 
 class PageAudit:
-    """Digests of all published pages of one engine. Only the engine thread uses it.
-
-    Args:
-        digest_pages: Computes digests of pages in the pool.
-        memory: The owner of the pages.
-    """
+    """Digests of all published pages of one engine. Only the engine thread uses it."""
 
     def __init__(
         self, digest_pages: Callable[[Sequence[int]], list[int]], memory: PageMemory

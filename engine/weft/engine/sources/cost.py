@@ -157,7 +157,6 @@ class FillCosts:
     Args:
         local_prefill_max_tokens: With N, the rule is off: remainders of at most N tokens are
             computed locally, longer ones ship. None: the rule decides.
-        page_size: Token positions per page.
         first_token_weight: Worth of a second of delay of a first token, in seconds of delay of next
             tokens. 0: a remainder that would delay running requests always ships.
     """

@@ -17,7 +17,6 @@ class FillQueue:
 
     Args:
         patience_s: Seconds for which the first request holds up others and waits for enough room.
-        clock: Monotonic seconds.
     """
 
     def __init__(self, patience_s: float, clock: Clock) -> None:

@@ -74,17 +74,12 @@ class Filler:
     Args:
         page_size: Token positions per page; None: each handle states its own.
         epoch: Incarnation of this engine.
-        page_bytes: Bytes of a page of the pool.
-        memory: The owner of pages.
         jobs: Source of the pages.
-        shipper: Moves chunks to owners.
         reply: Puts an event into the outbox.
-        clock: Monotonic seconds.
         nixl_version: Version of NIXL; None: NIXL is not available.
         memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
             another kind of memory get `data` messages.
         block_pages: Fills the pages that follow those of KV; None: there are none.
-        max_chunk_bytes: Most bytes of one write.
         max_chunk_pages: Most pages of one write; None: no limit.
         early: Reads pages of steps under way; None: pages are read once they are computed.
     """

@@ -24,7 +24,6 @@ class Landing:
     returned for them.
 
     Args:
-        memory: The owner of the pool's pages.
         max_fraction: Share of the pool that fills may hold.
     """
 
@@ -100,11 +99,6 @@ class StagedLanding(Landing):
 
     A chunk's pages of the pool keep a reference of their own while the copy into them is under way,
     since its fill may end meanwhile.
-
-    Args:
-        memory: The owner of the pool's pages.
-        area: The staging pages.
-        max_fraction: Share of the pool that fills may hold.
     """
 
     needs_verifying = True

@@ -61,14 +61,9 @@ class OwnerFills:
     """All leases of one owner. Implements the scheduler's `Fills`.
 
     Args:
-        config: Settings of leases, caps and the cost rule.
         epoch: Incarnation of this engine.
-        page_bytes: Bytes of a page of the pool.
-        memory: The owner of pages.
         transport: Access of fillers to the pool.
-        costs: Rule that decides between local and remote prefill.
         send: Puts a command into the outbox.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ class QuarantineWatch:
 
     Args:
         max_fraction: Largest fraction of the usable pages; 1: never too many.
-        clock: Monotonic seconds.
     """
 
     def __init__(self, max_fraction: float, clock: Clock) -> None:

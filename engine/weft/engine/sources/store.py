@@ -107,12 +107,9 @@ class StoreLink:
     """The engine's side of the KV store.
 
     Args:
-        page_size: Token positions per page.
-        memory: The owner of pages.
         num_cached_pages: Returns how many of a request's first n pages are cached here.
         transport: Digests, and the pool from which the store reads.
         send: Puts a lookup or a put into the outbox.
-        clock: Monotonic seconds.
         blocks: States or window pages that the model needs in addition to pages of the first group;
             None: it needs none.
     """

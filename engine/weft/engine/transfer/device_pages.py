@@ -26,11 +26,7 @@ class PagePart(NamedTuple):
 
 
 class DevicePages:
-    """Reads and writes whole pages on the current stream of one device.
-
-    Args:
-        parts: Parts that cover a page.
-    """
+    """Reads and writes whole pages on the current stream of one device."""
 
     def __init__(self, parts: Sequence[PagePart]) -> None:
         self.parts = tuple(parts)

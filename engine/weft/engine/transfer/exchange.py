@@ -55,13 +55,7 @@ class DirectExchange:
 
 
 class StagedExchange:
-    """A staging area for a pool that peers cannot reach.
-
-    Args:
-        area: The staging pages that peers reach instead.
-        memory: Memory of the area.
-        mover: Copies between pool and area.
-    """
+    """A staging area for a pool that peers cannot reach."""
 
     def __init__(self, area: StagingArea, memory: StagingMemory, mover: StagingMover) -> None:
         self.staging = area

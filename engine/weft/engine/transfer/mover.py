@@ -41,12 +41,7 @@ MAX_PIECE_BYTES = 32 << 20
 
 
 class Lanes:
-    """Streams and buffers of both directions, allocated before the pool takes the remaining memory.
-
-    Args:
-        device: Device of the pool.
-        page_bytes: Bytes of a page.
-    """
+    """Streams and buffers of both directions, allocated before the pool takes all other memory."""
 
     def __init__(self, device: torch.device, page_bytes: int) -> None:
         piece_pages = max(1, MAX_PIECE_BYTES // page_bytes)
@@ -96,9 +91,6 @@ class PageMover:
 
     Args:
         pool: `[num_pages, ...]`, contiguous, or its pages.
-        area: Area of the staging pages.
-        memory: Memory of the staging pages.
-        lanes: Streams and buffers of the pool's device.
         mark: Marks the engine's work so far; None: that of the pool's device.
 
     Raises:

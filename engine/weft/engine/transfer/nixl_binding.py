@@ -89,7 +89,6 @@ class Binding:
     """A package of NIXL as loaded in this process.
 
     Args:
-        module: Its import name.
         version: Its version, which both ends of a transfer compare.
     """
 

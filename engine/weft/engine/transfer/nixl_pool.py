@@ -39,7 +39,6 @@ class PeerPool:
             region: The pool that pages are written from or read into; must outlive this object.
             max_peers: Most agents at once. The longest unused idle one makes room for a new one.
             idle_s: `close_idle` closes agents that were not used for this long.
-            clock: Monotonic seconds.
 
         Raises:
             TransportMismatch: NIXL is not usable here.

@@ -61,7 +61,6 @@ class ShipThread:
     """Implements `Shipper` and `EarlyReader` over NIXL writes or `data` events.
 
     Args:
-        source: Source of the filler's pages.
         agents: NIXL send agents; None: NIXL is not available.
         wake: Called by any thread after a result or event was queued.
     """

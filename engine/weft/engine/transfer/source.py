@@ -21,7 +21,6 @@ class Reading:
     Args:
         pages: Pages to ship from, in order.
         digests: Digests of the pages as they are in the pool; 0 each if none are computed.
-        digest_s: Seconds that digesting took.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class PageSource:
 
     Args:
         exchanged: uint8 `[num_pages, page_bytes]`: the registered memory that is shipped from.
-        has_digests: Whether to compute digests.
     """
 
     reads_early = False

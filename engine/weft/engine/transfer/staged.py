@@ -111,13 +111,7 @@ class StagedReading(Reading):
 
 
 class StagedSource(PageSource):
-    """A source of pages that are copied to a staging area.
-
-    Args:
-        area: Staging area from which pages are shipped.
-        mover: Copies pages to the area.
-        has_digests: Whether to compute digests.
-    """
+    """A source of pages that are copied to a staging area."""
 
     def __init__(self, area: StagingArea, mover: StagingMover, *, has_digests: bool) -> None:
         super().__init__(area.pages, has_digests=has_digests)
@@ -167,8 +161,6 @@ class StagedPort:
     they have ended: passing them to a thread and back would take longer.
 
     Args:
-        area: The staging pages.
-        mover: Copies between area and pool.
         wake: Called by any thread after a result was queued.
         has_digests: Whether to compute digests of landed pages.
     """

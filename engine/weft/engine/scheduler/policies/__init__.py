@@ -23,7 +23,6 @@ def make_queue(
     """Creates the queue of a policy.
 
     Args:
-        name: The policy's name.
         ageing_s: Seconds of waiting that count as one unit of precedence, which each policy
             defines.
         num_cached_tokens: Returns the number of a request's prompt tokens that are cached.

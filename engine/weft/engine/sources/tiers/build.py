@@ -50,8 +50,6 @@ def load_tiers(
     A tier that is not available now is left out, with a log message.
 
     Args:
-        config: Sizes and places.
-        page_bytes: Bytes of a page of the pool.
         block_pages: Pages that a block of recurrent layers, or a page of the window group, takes;
             0: there are none.
         make_pool: Creates access to the pool for one thread.

@@ -18,8 +18,6 @@ class TieredFills:
         tiers: Tiers of this engine; None: there are none.
         owner: Requests fills from KV store and prefill workers.
         policy: Decides whether a load from the store pays.
-        page_bytes: Bytes of a page.
-        page_size: Token positions per page.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
     """
 

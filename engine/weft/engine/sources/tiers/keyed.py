@@ -29,14 +29,10 @@ class PagePlace(NamedTuple):
 class KeyedPages:
     """Slots of one tier by page key. For use by one thread.
 
-        free         holds nothing
-        cached       held under its key, may be evicted
-        pinned       reserved for an incoming page, or being read
-        (a tier's slot is never in quarantine, since only this process writes to it)
-
-    Args:
-        num_slots: Pages that fit.
-        policy: Order of eviction.
+    free         holds nothing
+    cached       held under its key, may be evicted
+    pinned       reserved for an incoming page, or being read
+    (a tier's slot is never in quarantine, since only this process writes to it)
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:

@@ -9,12 +9,7 @@ from weft.engine.sources.tiers.tier import Tier
 
 
 class Removal:
-    """Implements `BackgroundJob`: deletes pages.
-
-    Args:
-        tier: Tier that has dropped the pages.
-        places: Former places of the pages.
-    """
+    """Implements `BackgroundJob`: deletes pages."""
 
     def __init__(self, tier: Tier, places: Iterable[PagePlace]) -> None:
         self._tier = tier

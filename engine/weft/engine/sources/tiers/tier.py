@@ -182,9 +182,6 @@ class Tier:
 
     Args:
         name: `host` or `disk`.
-        pages: Bookkeeping of the tier's slots.
-        medium: Storage of the bytes.
-        page_bytes: Bytes of a page.
     """
 
     def __init__(self, name: str, pages: KeyedPages, medium: Medium, page_bytes: int) -> None:

@@ -83,12 +83,9 @@ class Tiers:
 
     Args:
         parts: The tiers and the way to the pool.
-        page_size: Token positions per page.
-        memory: The owner of the pool's pages.
         policy: Decides what is copied down, and when loading pays.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
         num_cached_pages: Returns how many of a request's first n pages are in the pool.
-        clock: Monotonic seconds.
         progress_timeout_s: Seconds without progress after which a load is abandoned.
         blocks: Access to states or window pages, if the model has them; None: it has neither.
     """
