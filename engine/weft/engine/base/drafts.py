@@ -13,7 +13,6 @@ class DraftShape(NamedTuple):
     """Number and shape of the drafts of each request in a step."""
 
     num_drafts: int
-    """Drafts per request."""
     depth: int
     """Most drafts that one step can accept; of a chain, all of them."""
     width: int = 1

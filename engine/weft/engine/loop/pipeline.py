@@ -128,7 +128,9 @@ class StepPipeline:
         """
         self._last_ended_at = 0.0
         self._goes_on = False
-        """Whether the last turn had work and left some."""
+        """Whether the last turn ran a step and left work. The next step's time then counts from the
+        end of that step.
+        """
         self.flight: FlightRecorder | None = None
         """Records each plan for crash dumps."""
 

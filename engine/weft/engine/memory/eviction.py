@@ -16,9 +16,7 @@ class PageUse(Protocol):
     """Usage record of a cached page. Times are counts of the cache's own events."""
 
     last_used: int
-    """Time of the last use."""
     created: int
-    """Time of indexing."""
     num_hits: int
     """Number of requests that found it, besides the one that created it."""
     priority: int

@@ -49,7 +49,6 @@ class RunningPlans:
         prompts. None: the drafts are already in the plan.
         """
         self.gate: DraftGate | None = None
-        """Gate of the drafts; None: speculation is off."""
         self.drafts_on_device = False
         """Whether drafts start where the step under way ends, which only the device knows. Then a
         request gets new drafts while earlier drafts of it are being verified.

@@ -84,4 +84,3 @@ class StagedExchange:
 
 
 PageExchange = DirectExchange | StagedExchange
-"""The memory that peers access."""

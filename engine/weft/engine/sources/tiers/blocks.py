@@ -199,7 +199,7 @@ class FoundBlock(NamedTuple):
     """The pieces that tiers hold and with which a request can continue at a border."""
 
     border: int
-    """The border, in pages from the beginning of the prompt."""
+    """Number of pages of the prompt before the border."""
     keys: list[bytes]
     tiers: list[Tier]
 
