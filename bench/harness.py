@@ -58,6 +58,8 @@ MAX_OTHERS = 0.2
 """Cores that other programs may keep busy."""
 MAX_CELL = 60
 """Longer texts are left out of tables."""
+HIDDEN = "..."
+"""In place of them."""
 
 T = TypeVar("T")
 
@@ -157,7 +159,9 @@ class Run:
             figures: Further figures by name. Lists, mappings and long texts are kept in the JSON
                 file only.
         """
-        found = {**_fields(row), **figures}
+        fields = {**_fields(row), **figures}
+        # Names first.
+        found = dict(sorted(fields.items(), key=lambda field: not isinstance(field[1], str)))
         self.rows.append({"table": table, **found} if table else found)
         shown = (f"{n} {cell(v)}" for n, v in found.items() if _is_shown(v))
         print(f"{table}: " * bool(table) + ", ".join(shown), flush=True)
@@ -396,7 +400,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     columns = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
-        if name != "table" and any(_is_shown(row[name]) for row in rows if name in row)
+        if name != "table" and any(cell(row.get(name)) not in ("", HIDDEN) for row in rows)
     ]
     for name in columns:
         is_text = any(isinstance(row.get(name), str) for row in rows)
@@ -416,7 +420,7 @@ def cell(value: Any) -> str:
         return f"{value:,}"
     if value is None:
         return ""
-    return str(value) if _is_shown(value) else "..."
+    return str(value) if _is_shown(value) else HIDDEN
 
 
 def _is_shown(value: Any) -> bool:
