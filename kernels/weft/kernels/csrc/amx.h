@@ -1,11 +1,10 @@
 /* The matrix kernel of tile.h on the tile registers of Intel's AMX: up to 32 rows of bfloat16 times
  * a panel (Intel, Architecture Instruction Set Extensions, chapter 3).
  *
- * One instruction multiplies 16 rows by 16 columns over 16 words of K, as long for one row as for
- * 16. A panel is laid out as it wants its second operand. Each result is summed in the same order
- * whatever the number of rows, though not in the order of tile.h: a product is always computed by
- * the same of the two.
- */
+ * One instruction multiplies 16 rows by 16 columns over 16 words of K, and takes as long for one
+ * row as for 16. A panel has the layout of its second operand. Each result is summed in the same
+ * order whatever the number of rows, but not in the order of tile.h, so that a product must always
+ * be computed by the same one of the two kernels. */
 #ifndef WEFT_AMX_H
 #define WEFT_AMX_H
 
@@ -24,24 +23,25 @@
 
 static int amx_is_allowed;
 
-/* Asks the system for the tile registers, for all threads of this process; whether it refuses. */
+/* Asks the system for the tile registers, for all threads of this process; returns whether it
+ * refuses. */
 static int ask_for_amx(void) {
   const long request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
   amx_is_allowed = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
   return !amx_is_allowed;
 }
 
-/* Compilers do not know that tiles are loaded from memory: all that was written is there now. */
+/* Completes all earlier writes, since compilers do not know that tiles are loaded from memory. */
 INLINE void complete_writes(void) { __asm__ volatile("" ::: "memory"); }
 
-/* What a thread's tile registers are set up for; they are nobody's between two operations. */
+/* The setup of a thread's tile registers. Between two operations they belong to no thread. */
 typedef struct {
   int rows; /* of a block; 0: not set up */
   int is_flushing;
   unsigned int modes; /* of vectors, before that */
 } Amx;
 
-/* Subnormal numbers are zero to AMX, so they are to the vectors of the same operation. */
+/* AMX treats subnormal numbers as zero, so the vector instructions of the same operation do too. */
 static void flush_subnormals(Amx *amx) {
   if (amx->is_flushing) return;
   amx->is_flushing = 1;
@@ -49,8 +49,8 @@ static void flush_subnormals(Amx *amx) {
   _mm_setcsr(amx->modes | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
 }
 
-/* Tiles 0 to 3 are results (two of columns for each 16 rows), 4 and 5 rows, 6 and 7 columns. The
- * first 16 rows are set up the same for all that are higher. */
+/* Tiles 0 to 3 hold results (two of columns for each 16 rows), 4 and 5 rows, 6 and 7 columns. For
+ * more than 16 rows, the setup of the first 16 is always the same. */
 static void set_up_amx(Amx *amx, int rows) {
   if (amx->rows == rows || (rows == AMX_DEPTH && amx->rows > rows)) return;
   flush_subnormals(amx);
@@ -116,14 +116,16 @@ INLINE int split_pairs(const void *a, long left, float *even, float *odd) {
   const __m512i pairs = _mm512_maskz_loadu_epi16(given, a);
   _mm512_store_si512(even, _mm512_slli_epi32(pairs, 16));
   _mm512_store_si512(odd, _mm512_and_si512(pairs, upper));
-  /* A compiler that knew them to be there still would take them out of registers, one by one. */
+  /* If the compiler knew that the values are still in registers, it would take them from there one
+   * by one. */
   __asm__ volatile("" ::"r"(even), "r"(odd) : "memory");
   return at_most((left + 1) / 2, AMX_DEPTH);
 }
 
-/* c[32] = a * panel by vectors, equal to the bit, as the instruction is specified: over 16 words the
- * first and the second of all pairs are summed apart, then added to each other and to the rest. A
- * single row waits for memory, and tiles that are mostly empty keep it waiting longer. */
+/* c[32] = a * panel by vectors, with the bits of the AMX instruction as it is specified: over 16
+ * words, the first and the second elements of all pairs are summed separately, then added to each
+ * other and to the earlier sum. It serves a single row, which waits for memory: tiles that are
+ * mostly empty would lengthen the wait. */
 static void amx_row(long bytes, const char *a, const uint32_t *b, float *c, Prefetch *ahead,
                     Amx *amx) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);

@@ -37,12 +37,12 @@ typedef struct {
 /* K and V of some positions. */
 typedef struct {
   int count;
-  int absent; /* so many of them, the first, count as zeros */
+  int absent; /* number of first positions that count as zeros */
   int num_spans;
   long to_value; /* bytes */
-  const char *rows[KV_BLOCK]; /* K of each position; V lies `to_value` behind it */
+  const char *rows[KV_BLOCK]; /* K of each position; V lies `to_value` further */
   const char *scales[KV_BLOCK]; /* in 8 bits, likewise */
-  Span spans[2 * KV_BLOCK]; /* all of it, as few pieces as possible */
+  Span spans[2 * KV_BLOCK]; /* the same memory in as few pieces as possible */
 } Block;
 
 /* Where the block of positions after that of `position` begins. */
@@ -78,7 +78,7 @@ static const char zeros[MAX_DIM * 4];
 
 INLINE int is_in(const Block *block, int i) { return i >= block->absent && i < block->count; }
 
-/* Makes floats of a block in 8 bits. Scales are left to scores and weights. */
+/* Converts a block in 8 bits to floats. Its scales are applied to scores and weights later. */
 INLINE void widen_block(const int kept, const int is_bf16, const Pool *pool, Block *block,
                         Scratch *scratch) {
   const long bytes = 4 * words_of_dim(pool);
@@ -153,7 +153,7 @@ INLINE int visible_to(const Task *t, int row, long begin, int count) {
   return last < 0 ? 0 : at_most(last, count);
 }
 
-/* Positions of a block, its first, that lie before a row's window. */
+/* Number of first positions of a block that lie before a row's window. */
 INLINE int before_window(const Task *t, int row, long begin, int count) {
   if (t->window == 0) return 0;
   const long at = position_of(t, row / t->group);
@@ -162,15 +162,15 @@ INLINE int before_window(const Task *t, int row, long begin, int count) {
   return hidden < 0 ? 0 : at_most(hidden, count);
 }
 
-/* Hides what a row of a tree does not see of its tree's rows in a block. */
+/* Hides the rows of its tree that a row does not see, among the positions of a block. */
 static void hide_others(const Task *t, int row, long begin, int visible, float *scores) {
   const int64_t word = t->ancestors[row / t->group];
-  if (word == -1) return; /* a prompt's row beside trees */
+  if (word == -1) return; /* a row of a prompt in a step with trees */
   for (long i = t->root > begin ? t->root - begin : 0; i < visible; i++)
     if (!sees_row(word, begin + i - t->root)) scores[i] = -INFINITY;
 }
 
-/* The highest of a row's scores; what it does not see of them becomes -inf. */
+/* The highest of a row's scores. Scores of positions that the row does not see become -inf. */
 INLINE float highest_score(const Task *t, int row, long begin, int count, float *scores) {
   const int hidden = before_window(t, row, begin, count), visible = visible_to(t, row, begin, count);
   for (int i = 0; i < hidden; i++) scores[i] = -INFINITY;
@@ -181,7 +181,8 @@ INLINE float highest_score(const Task *t, int row, long begin, int count, float 
   return vf_highest(highest);
 }
 
-/* Bounds products of q and K, which are not scaled yet, and nor is `cap`: cap * tanh(score / cap). */
+/* Caps products of q and K before scaling, with `cap` in the same units: cap * tanh(score / cap).
+ */
 static void cap_scores(float cap, int count, float *scores) {
   for (int i = 0; i < count; i += VL) {
     vf ratio = *(vf *)(scores + i) / cap;
@@ -191,9 +192,9 @@ static void cap_scores(float cap, int count, float *scores) {
   }
 }
 
-/* Raises the maxima of rows first_row .. last_row - 1 to those of their scores, which are powers of
- * two in units of `scale`; `shrink`: what becomes of sums so far. Many rows at once, for each one
- * alone would wait for its own results. */
+/* Raises the maxima of rows first_row .. last_row - 1 to those of their scores, which are exponents
+ * of two in units of `scale`. `shrink`: factor on earlier sums. It takes many rows at once, since a
+ * single row would wait for its own results. */
 INLINE void raise_maxima(float scale, int first_row, int last_row, Scratch *scratch) {
   for (int row = first_row - first_row % VL; row < last_row; row += VL) {
     vf before = *(vf *)(scratch->sum_max + row);
@@ -228,7 +229,8 @@ INLINE void weigh_row(const int is_bf16, const int kept, float scale, long width
   scratch->sum_weight[row] = scratch->sum_weight[row] * shrink + vf_sum(total);
 }
 
-/* Adds a block of positions from `begin` on to the segment; asks for the block that comes next. */
+/* Adds a block of positions from `begin` on to the segment; prefetches the block that comes next.
+ */
 INLINE void attend_block(const int is_bf16, const int kept, const Attention *a, const Pool *pool,
                          const Task *t, long begin, Block *block, const Block *next,
                          Scratch *scratch, Amx *amx) {
@@ -310,7 +312,7 @@ static void see_nothing(const Pool *pool, const Task *t, Scratch *scratch) {
   }
 }
 
-/* One row: (total, its maximum and sum) becomes the whole of itself and a later segment. */
+/* One row: merges a later segment into (total, its maximum and sum). */
 INLINE void merge_row(float *total, float *total_max, float *total_weight, const float *sum,
                       float sum_max, float sum_weight, long dim) {
   float now = sum_max > *total_max ? sum_max : *total_max;

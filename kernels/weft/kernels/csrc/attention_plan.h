@@ -31,8 +31,8 @@ typedef struct {
   int64_t is_chunked; /* the window begins at a multiple of its length */
   const int64_t *ancestors; /* [tokens], which rows of its tree each one sees; null: all before it */
   int64_t earlier_rows; /* of each tree: bit 0 is about the place so far before a request's rows */
-  const float *sinks; /* [heads], a logit of each head's sum that weighs nothing; null: none */
-  float softcap; /* bound of the scores, cap * tanh(score / cap); 0: none */
+  const float *sinks; /* [heads], a logit in each head's sum that has no value; null: none */
+  float softcap; /* cap of the scores, cap * tanh(score / cap); 0: none */
 } Attention;
 
 /* Rows are numbered in their tree. The last bit of a word stands for all rows from there on. */
@@ -117,7 +117,7 @@ typedef struct {
   float *partial; /* where its result goes when the request is split, else null */
 } Job;
 
-/* The position of a task's query row, which its place is unless it is in a tree. */
+/* The position of a task's query row; it equals the row's place unless the row is in a tree. */
 static inline long position_of(const Task *t, long row) {
   const long place = t->first_position + row;
   return t->ancestors == NULL ? place : t->root + depth_of(t->ancestors[row], place - t->root);
@@ -156,7 +156,7 @@ static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long
     long first_read = position + 1 - a->window;
     if (a->is_chunked) first_read = position / a->window * a->window;
     if (first_read > a->first_seen) job.task.first_read = first_read;
-    /* At the border of a block: a row's blocks are the same whichever rows come with it. */
+    /* Rounded down to a block's border, so that a row's blocks do not depend on other rows. */
     if (first_read / KV_BLOCK * KV_BLOCK > begin) begin = first_read / KV_BLOCK * KV_BLOCK;
   }
   job.begin = begin;

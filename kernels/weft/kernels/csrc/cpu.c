@@ -75,7 +75,7 @@ void weft_pack_groups(const Weight *w, const void *numbers, void *packed, const 
   if (bias != NULL) pack_bias(w, bias, packed_bias);
 }
 
-/* out [rows, n] = x rounded row by row, scales [rows]; see `round_weights`. */
+/* out [rows, n] = x rounded row by row as by `round_weights`, scales [rows]. */
 void weft_quantise_rows(int is_bf16, const void *x, int64_t rows, int64_t n, int8_t *out,
                         float *scales) {
 #pragma omp parallel for schedule(static) if (rows * n > PARALLEL_WORK)
@@ -289,8 +289,8 @@ int weft_check_batch(const Batch *batch, const Pool *pool) {
   return status;
 }
 
-/* A Status; `taps` and `after` may be null. What `after` writes goes on from the taps: these layers
- * must be all that it needs. With other ranks, `lost` of the batch tells whether all of them came. */
+/* A Status; `taps` and `after` may be null. `after` continues from the taps: these layers must be
+ * all that it needs. With other ranks, `lost` of the batch tells whether all of them arrived. */
 int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count,
                         Batch *batch, const Pool *pool, void *hidden, const Taps *taps,
                         const DraftWrite *after) {
@@ -401,7 +401,7 @@ void weft_selective_scan(const Selection *s) {
 int weft_max_keys(void) { return MAX_KEYS; }
 int weft_max_taps_of_conv(void) { return MAX_TAPS_OF_CONV; }
 
-/* See `announce` and `await_count`. Before it sleeps, a caller spins for `awake_ns`. */
+/* `announce` and `await_count`. Before it sleeps, a caller spins for `awake_ns`. */
 void weft_announce(Counter *counter, uint32_t count) { announce(counter, count); }
 int weft_await(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns,
                int64_t awake_ns) {
@@ -410,8 +410,8 @@ int weft_await(Counter *counter, uint32_t count, const Counter *stop, int64_t li
   return await_count(counter, count, stop, limit_ns, &spins);
 }
 
-/* out [n] = residual [n] + the sum of `partial` [n] over all ranks, the same bits on each; a status
- * of `meet`, with which all ranks but the ones that are missing end. */
+/* out [n] = residual [n] + the sum of `partial` [n] over all ranks, the same bits on each; returns
+ * a status of `meet`, with which all ranks but the missing ones end. */
 int weft_add_sum(Peers *peers, const float *partial, int64_t n, const void *residual, void *out,
                  int is_bf16) {
   for (int64_t done = 0; done < n; done += peers->slot_floats) {

@@ -1,4 +1,4 @@
-/* The draft head of EAGLE-3 (Li et al. 2025) by one team of threads: its entries for a step of the
+/* The draft head of EAGLE-3 (Li et al. 2025) by one team of threads: its K and V for a step of the
  * target, and chains of its most likely tokens. */
 #ifndef WEFT_DRAFT_H
 #define WEFT_DRAFT_H
@@ -30,7 +30,7 @@ typedef struct {
   void *scratch; /* rows * entries_width elements */
 } DraftEntries;
 
-/* Entries that are written behind the target's layers, by their team; as laid out by
+/* Entries that the team of the target's layers writes after these layers; as laid out by
  * weft/kernels/cpu.py. */
 typedef struct {
   const DraftHead *head;
@@ -63,11 +63,11 @@ static long chain_width(const DraftHead *head, long dim) {
          head->gate_up->out_features / 2;
 }
 
-/* Products of a chain's step; of entries the first two places serve. */
+/* Products of a chain's step; entries use the first two places. */
 enum { DRAFT_QKV, DRAFT_O, DRAFT_GATE_UP, DRAFT_DOWN, DRAFT_HEAD, DRAFT_PRODUCTS };
 enum { ENTRIES_FC, ENTRIES_KV };
 
-/* How they are divided; for as many threads as a team may have. */
+/* How these products are divided, for as many threads as a team may have. */
 typedef struct {
   int threads;
   Range products[DRAFT_PRODUCTS][MAX_THREADS];
@@ -112,8 +112,8 @@ static long row_before(const DraftEntries *e, long row, long first) {
   return first + (seen == 0 ? 0 : 63 - __builtin_clzll(seen));
 }
 
-/* The state before each row: that of the row that it follows, of a request's first one what was
- * kept. */
+/* The state before each row: that of the row it follows or, for a request's first row, the kept
+ * one. */
 static void join_entries(const DraftHead *head, int is_bf16, const DraftEntries *e, char *joined,
                          const Member *me) {
   const long bytes = head->hidden * (is_bf16 ? 2 : 4);
@@ -198,7 +198,7 @@ static Attention chain_attention(const DraftHead *head, const DraftChain *c, lon
                      .heads = head->heads, .scale = head->scale, .first_seen = 1};
 }
 
-/* One token more for the first counts[step] requests. */
+/* Computes one more token for the first counts[step] requests. */
 static void chain_step(const DraftHead *head, const DraftChain *c, long step, const Pool *pool,
                        long layer, Plan *plan, DraftDivision *d, Member *me) {
   const int is_bf16 = pool->is_bf16;
@@ -248,7 +248,7 @@ static void chain_step(const DraftHead *head, const DraftChain *c, long step, co
 static void chain_share(const DraftHead *head, const DraftChain *c, const Pool *pool, long layer,
                         Plan *plans, DraftDivision *divisions, Member *me) {
   for (long step = 0; step < c->depth; step++) {
-    /* Two in turn, as for decoder layers. */
+    /* Two divisions alternate, as for decoder layers. */
     if (me->thread == 0 && step + 1 < c->depth)
       divide_chain(head, c, step + 1, &divisions[(step + 1) % 2]);
     chain_step(head, c, step, pool, layer, &plans[step], &divisions[step % 2], me);

@@ -9,9 +9,9 @@
 
 #include "attention.h"
 
-/* As laid out by weft/kernels/cpu.py. Heads lie behind one another; strides are in elements. */
+/* As laid out by weft/kernels/cpu.py. Heads follow one another; strides are in elements. */
 typedef struct {
-  const void *q, *k; /* V lies `to_value` elements behind K */
+  const void *q, *k; /* V lies `to_value` elements after K */
   void *out; /* [tokens, heads, dim] */
   const int32_t *cu_lens; /* [sequences + 1] */
   int64_t q_row, k_row, to_value;

@@ -1,21 +1,22 @@
-/* Weights of 4 or 8 bits whose scales, and offsets if they have any, belong to groups along K:
- * a weight is scale * number + offset, where numbers of 4 bits are 0 to 15, or without offsets -8 to
+/* Weights of 4 or 8 bits whose scales, and offsets if they have any, belong to groups along K. A
+ * weight is scale * number + offset. Numbers of 4 bits are 0 to 15; without offsets they are -8 to
  * 7, kept as number + 8, or twice the numbers of MXFP4 (e2m1), which are whole.
  *
- * Numbers of 4 bits lie in a panel [eights along K][2 halves of 16 columns]
- * [16 columns][2][4 numbers], which are two words of 16 bits a column: number j of word p is at
- * 8 i + 2 j + p of K. So a shift and a table make words of bfloat16 of them, exactly. Numbers of
- * 8 bits lie as in quantised.h.
+ * Numbers of 4 bits lie in a panel [eights along K][2 halves of 16 columns][16 columns][2][4
+ * numbers], which are two words of 16 bits a column: number j of word p is at 8 i + 2 j + p of K.
+ * So a shift and a table turn them into words of bfloat16, exactly. Numbers of 8 bits lie as in
+ * quantised.h.
  *
- * On AMX rows of bfloat16 are multiplied by weights in bfloat16: scale * number + offset, rounded to
- * nearest, ties away from zero. Rows share a part of a panel that is unpacked once, a single row
- * rounds in registers, and all sum in the order of amx.h.
+ * On AMX, rows of bfloat16 are multiplied by weights in bfloat16: scale * number + offset, rounded
+ * to nearest, ties away from zero. Rows share a part of a panel that is unpacked once; a single row
+ * rounds weights in registers. Both sum in the order of amx.h.
  *
  * Elsewhere rows of bfloat16 are rounded group by group: to 16 bits for weights of 8 bits
  * (quantised.h), and to 8 bits for weights of 4 bits where there is AVX512-VNNI (grouped_vnni.h).
  *
- * All others are multiplied here: each group by itself in the rows' type, by the kernels of tile.h,
- * and added with its scales in float32. The rows' sums over the group come in with the offsets. */
+ * All other products are computed here: each group separately in the rows' type, by the kernels of
+ * tile.h, and added with its scales in float32. Offsets are multiplied by the rows' sums over the
+ * group. */
 #ifndef WEFT_GROUPED_H
 #define WEFT_GROUPED_H
 
@@ -70,7 +71,7 @@ INLINE vf floats_of_fours(int kind, vi fours) {
   return __builtin_convertvector((whole ^ sign) - sign, vf);
 }
 
-/* Words of bfloat16 or float32 of some eights of a panel. `next`: see `unpack_pairs`. */
+/* Words of bfloat16 or float32 of some eights of a panel. `next` as in `unpack_pairs`. */
 static void unpack_fours(const int is_bf16, int kind, long eights, const uint32_t *panel,
                          const uint32_t *next, uint32_t *words) {
   for (long i = 0; i < eights; i++, panel += PANEL) {
@@ -150,14 +151,15 @@ INLINE __m512 float_table(int kind) {
   return (__m512)floats_of_fours(kind, fours);
 }
 
-/* Weights whose upper halves are bfloat16. */
+/* Weights in float32, rounded so that their upper halves are bfloat16. */
 INLINE __m512i near_weights(__m512 numbers, vf scales, vf offsets) {
   const __m512i weights = (__m512i)_mm512_fmadd_ps(numbers, (__m512)scales, (__m512)offsets);
   return _mm512_add_epi32(weights, _mm512_set1_epi32(0x8000));
 }
 
-/* The same of two neighbours along K in 16 columns; `at`: their bytes, of which 4 bits begin at bit
- * `shift` and 16 bits above. Scales of 8 bits are times `word_scale`. */
+/* `near_weights` of two neighbours along K in 16 columns. `at`: their bytes; the 4 bits of the
+ * first begin at bit `shift`, those of the second 16 bits above. Scales of 8 bits are times
+ * `word_scale`. */
 INLINE void near_pairs(const int bits, __m512 table, const char *at, int shift, vf scales,
                        vf offsets, __m512i *first, __m512i *second) {
   __m512 one, other;
@@ -176,7 +178,7 @@ INLINE void near_pairs(const int bits, __m512 table, const char *at, int shift, 
 INLINE long bytes_of_pair(const int bits) { return PANEL * bits / 4; }
 INLINE int pairs_at_once(const int bits) { return bits == 4 ? 4 : 1; }
 
-/* Words of bfloat16 of some pairs of a panel in one group. `next`: see `unpack_pairs`. */
+/* Words of bfloat16 of some pairs of a panel in one group. `next` as in `unpack_pairs`. */
 INLINE void round_pairs(const int bits, int kind, long pairs, const GroupScales *of,
                         const char *panel, const char *next, uint32_t *words) {
   const __m512 table = float_table(kind);
@@ -200,8 +202,8 @@ INLINE void round_pairs(const int bits, int kind, long pairs, const GroupScales 
   }
 }
 
-/* sum[2] += numbers of a row, apart by `split_pairs`, times some pairs of a panel in one group: equal
- * to the bit to the tile of their words. `next`: see `unpack_pairs`. */
+/* sum[2] += numbers of a row, separated by `split_pairs`, times some pairs of a panel in one group,
+ * with the bits of the tile product of their words. `next` as in `unpack_pairs`. */
 INLINE void rounded_step(const int bits, __m512 table, const float *even, const float *odd,
                          int pairs, const GroupScales *of, const char *panel, const char *next,
                          __m512 *sum) {

@@ -1,10 +1,10 @@
 /* Products of weights of 4 bits in groups with rows in int8, by AVX512-VNNI.
  *
  * A row is rounded to int8 group by group, each with its own scale. The instruction takes weights
- * without a sign. So a bias is added to weights that have one, and the bias times the sum of the row
- * is taken away at the end.
- * Sums over a group are exact, and are added with both scales in float32. What rounding costs is a
- * fraction of what weights of 4 bits cost: 255 steps beside 16, over the same numbers. */
+ * without a sign. So a bias is added to weights that have one, and the bias times the sum of the
+ * row is subtracted at the end. Sums over a group are exact, and are added with both scales in
+ * float32. Rounding rows loses a fraction of what weights of 4 bits lose: there are 255 steps
+ * instead of 16 over the same numbers. */
 #ifndef WEFT_GROUPED_VNNI_H
 #define WEFT_GROUPED_VNNI_H
 
@@ -92,7 +92,7 @@ INLINE __m512i e2m1_table(void) {
 INLINE float bias_of(int kind) { return kind == FOURS_E2M1 ? E2M1_BIAS : (float)kind; }
 
 /* sum [rows][vectors] += some eights of the rows times those of a panel's columns. `asks`: whether
- * `asked`, two cache lines an eight, is asked for. */
+ * to prefetch `asked`, two cache lines for each eight. */
 INLINE void grouped_steps(const int rows, const int vectors, const int is_e2m1, const int asks,
                           long steps, const int32_t *words, const uint32_t *panel,
                           const char *asked, __m512i sum[TILE_ROWS][2]) {

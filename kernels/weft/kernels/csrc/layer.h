@@ -14,8 +14,8 @@ typedef struct {
   const void *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be null */
   float eps;
   int64_t window; /* as in Attention */
-  int64_t group; /* of pages: 0 is that of the batch's own table */
-  int64_t pool_shift; /* from its number to its index in the group's pool */
+  int64_t group; /* of pages; 0: the batch's own table */
+  int64_t pool_shift; /* added to its number, it gives its index in the group's pool */
 } Layer;
 
 /* A step as a further group of layers sees it; the lengths are the batch's. */
@@ -196,7 +196,7 @@ static void layer_share(const Layer *layer, Batch *batch, const Pool *pool, long
   added_share(layer, TO_DOWN, inner, hidden, batch, is_bf16, index, scratch, d, me);
 }
 
-/* What enters a layer, to where it is wanted. */
+/* Copies a layer's input to where it is wanted. */
 static void tap_share(const Taps *taps, long layer, const Batch *batch, const Pool *pool,
                       const void *hidden, long width, const Member *me) {
   const size_t size = pool->is_bf16 ? 2 : 4;
@@ -214,7 +214,8 @@ static void layers_share(const Layer *const *layers, long first, long count, Bat
                          const Pool *pool, void *hidden, const Taps *taps, Plan *plan,
                          Division *divisions, Member *me) {
   for (long i = 0; i < count; i++) {
-    /* Two in turn: one thread prepares the next layer's while others are still in this one. */
+    /* Two divisions alternate: one thread prepares the next layer's while others still use this
+     * one. */
     Division *now = &divisions[i % 2];
     if (me->thread == 0 && i + 1 < count)
       divide_layer(layers[i + 1], first + i + 1, batch, &divisions[(i + 1) % 2]);

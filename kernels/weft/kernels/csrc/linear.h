@@ -22,7 +22,7 @@ typedef struct {
   int64_t out_features;
   int64_t in_features;
   int32_t is_bf16;
-  int32_t gated; /* panels alternate 16 columns of gate and of up, which `gated_values` makes one */
+  int32_t gated; /* panels alternate 16 columns of gate and of up, which `gated_values` combines */
   float alpha, limit, offset; /* 1, infinity and 0: silu(gate) * up */
   float gate_limit, cubic; /* infinity and 0 */
   int32_t group; /* numbers along K with a scale of their own, a multiple of 32; 0: no groups */
@@ -76,9 +76,9 @@ static long source_column(const Weight *w, long p, long c) {
   return c < GATE ? column : columns + column;
 }
 
-#define PACKED_WORDS 16 /* of every column at a time: what is written then stays in the nearest cache */
+#define PACKED_WORDS 16 /* of every column at a time, so that writes stay in the nearest cache */
 
-/* The columns of panel p, each `stride` bytes behind the one before; null: padding. */
+/* The columns of panel p, each `stride` bytes after the one before; null: padding. */
 static void columns_of_panel(const Weight *w, const void *plain, long stride, long p,
                              const char *columns[PANEL]) {
   for (long c = 0; c < PANEL; c++) {
@@ -87,8 +87,8 @@ static void columns_of_panel(const Weight *w, const void *plain, long stride, lo
   }
 }
 
-/* out [count][PANEL] = words from .. from + count - 1 of the columns, at most PACKED_WORDS; words of
- * padding are as `padding` has them. */
+/* out [count][PANEL] = words from .. from + count - 1 of the columns, at most PACKED_WORDS; columns
+ * of padding get the words of `padding`. */
 static void transpose_columns(const char *const *columns, const uint32_t *padding, long from,
                               long count, uint32_t *out) {
   for (long first = 0; first < PANEL; first += 16) {
@@ -119,7 +119,7 @@ static void pack_panel(const Weight *w, const void *plain, uint32_t *packed, lon
   }
 }
 
-/* The same of rotated int8 [out_features, in_features]. */
+/* Packs panel p of rotated int8 [out_features, in_features]. */
 static void pack_rotated_panel(const Weight *w, const void *plain, uint32_t *packed, long p) {
   const long words = w->in_features / 4;
   const char *columns[PANEL];
@@ -129,7 +129,7 @@ static void pack_rotated_panel(const Weight *w, const void *plain, uint32_t *pac
                       packed + p * panel_words(w) + from * PANEL);
 }
 
-/* The same of int8 [out_features, in_features], in pairs. */
+/* Packs panel p of int8 [out_features, in_features], in pairs. */
 static void pack_int8_panel(const Weight *w, const void *plain, void *packed, long p) {
   const long n = w->in_features, whole = n / 4; /* words of two pairs */
   uint16_t *panel = (uint16_t *)((uint32_t *)packed + p * panel_words(w));
@@ -160,8 +160,9 @@ static inline uint32_t lower_fours(uint32_t bytes) {
   return (bytes | bytes >> 8) & 0xffff;
 }
 
-/* The same of 4 bits, two in a byte and the first below: [out_features, in_features / 2 rounded
- * up]. A word has the even ones of eight numbers in its lower half and the odd ones above. */
+/* Packs panel p of 4-bit numbers, two in a byte with the first in the lower bits: [out_features,
+ * in_features / 2 rounded up]. A word has the even ones of eight numbers in its lower half and the
+ * odd ones in its upper half. */
 static void pack_fours_panel(const Weight *w, const void *plain, uint32_t *packed, long p) {
   static const uint32_t eights[PACKED_WORDS] = {[0 ... PACKED_WORDS - 1] = 0x88888888};
   const long n = w->in_features, whole = n / 8;
@@ -250,10 +251,10 @@ static Gate gate_of(const Weight *w) {
   return is_plain ? SILU : ANY_GATE;
 }
 
-/* gate * sigmoid(alpha * gate + cubic * gate^3) * (up + offset), both limited before. */
+/* gate * sigmoid(alpha * gate + cubic * gate^3) * (up + offset), with both limited first. */
 static vf gated_values(const Weight *w, vf gate, vf up) {
   const vf most = vf_splat(w->limit), most_gate = vf_splat(w->gate_limit);
-  gate = -vf_max(-most_gate, -gate); /* numbers that are none stay */
+  gate = -vf_max(-most_gate, -gate); /* NaN stays NaN */
   up = vf_max(-most, -vf_max(-most, -up));
   const vf slope = vf_fma(gate * gate, vf_splat(w->cubic), vf_splat(w->alpha));
   return vf_silu(slope * gate) / slope * (up + vf_splat(w->offset));
@@ -333,8 +334,8 @@ static void add_to_tiles(const Weight *w, const Addition *add, float *tiles, lon
     expand_tiles(add, w->is_bf16, columns + begin, n, first_row, rows, tiles + GATE, amx);
 }
 
-/* Asks for what they will add to the panel of a unit of work, and for a share of what will be read
- * before the next product. On AMX it is asked for elsewhere. */
+/* Prefetches what adapters will add to the panel of a unit of work, and a share of what is read
+ * before the next product. On AMX it is prefetched elsewhere. */
 static void ask_for_additions(const Weight *w, const Addition *add, long m, long unit,
                               Asked *asked) {
   if (uses_amx(w->is_bf16) || add->lora->order == NULL) return;
@@ -355,7 +356,7 @@ static void product(int is_bf16, int rows, long steps, int odd, const char *x, l
     tile_product(0, 0, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
 }
 
-/* The same with += for =. */
+/* Like `product`, with += for =. */
 static void product_added(int is_bf16, int rows, long steps, int odd, const char *x, long stride,
                           const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
   if (is_bf16)
@@ -482,8 +483,8 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
   }
 }
 
-/* Where a product's rows are: as they were given and, where they are multiplied as integers, as
- * those. */
+/* Where a product's rows are: the rows as given and, if they are multiplied as integers, the rows
+ * as integers. */
 typedef struct {
   const char *rows; /* [m, in_features], in the weight's order */
   const Integers *integers; /* or null */
@@ -561,7 +562,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   const long blocks = blocks_of(w, m), groups = groups_of(w, m);
   const long p = unit % panels_of(w), group = unit / panels_of(w);
   const uint32_t *panel = w->panels + p * size;
-  /* Each block of rows asks for a part of the next panel. */
+  /* Each block of rows prefetches a part of the next panel. */
   const int prefetch = m >= prefetch_from() && p + 1 < panels_of(w);
   const char *next = (const char *)(panel + size);
   const long first_block = blocks * group / groups, last_block = blocks * (group + 1) / groups;
@@ -615,12 +616,12 @@ static int needs_integers(const Weight *w) {
   return has_bytes && uses_integers(w->is_bf16);
 }
 
-/* Whether it takes its rows in int8, with a scale for each group. */
+/* Whether a product takes its rows in int8, with a scale for each group. */
 static int needs_grouped(const Weight *w) {
   return HAS_VNNI && w->group > 0 && w->bits == 4 && w->is_bf16 && !rounds(w);
 }
 
-/* Whether it needs the sums over its rows' groups. */
+/* Whether a product needs the sums over its rows' groups. */
 static int needs_sums(const Weight *w) {
   return w->has_offsets && !rounds(w) && !needs_grouped(w) && !needs_integers(w);
 }
@@ -628,7 +629,7 @@ static int needs_sums(const Weight *w) {
 /* Numbers of a row in 16 bits that have one scale. */
 static long block_of(const Weight *w) { return w->group > 0 ? w->group : COLUMN_BLOCK; }
 
-/* Bytes for a product's rows in other numbers, or for their sums. */
+/* Bytes for a product's rows in another number format, or for their sums. */
 static long rounded_bytes(const Weight *w, long rows) {
   const long n = w->in_features;
   if (w->is_rotated) return rotated_bytes(rows, n);
@@ -637,14 +638,15 @@ static long rounded_bytes(const Weight *w, long rows) {
   return needs_sums(w) ? rows * groups_along(n, w->group) * 4 : 0;
 }
 
-/* Bytes of memory for what a product needs to know of its rows beside themselves. Experts and single
- * products prepare their rows; draft heads do not, so they unpack, and their weights have no order. */
+/* Bytes of memory for a product's prepared rows. Experts and single products prepare their rows;
+ * draft heads do not, so they unpack, and their weights have no order. */
 static long prepared_bytes(const Weight *w, long rows) {
   const long sorted = w->order == NULL ? 0 : rows * w->in_features * (w->is_bf16 ? 2 : 4);
   return rounded_bytes(w, rows) + sorted;
 }
 
-/* The prepared rows of a product. At most one of the others is used, as its weights need it. */
+/* The prepared rows of a product. Apart from `sorted`, at most one is used; the weights decide
+ * which. */
 typedef struct {
   void *sorted; /* [rows, in_features] in the weight's order, or null */
   Integers integers;
@@ -720,8 +722,8 @@ static Input prepare_share(const Weight *w, const void *x, void *memory, long ro
   return input_of(w, x, prepared);
 }
 
-/* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. What
- * `add` adds has been shrunk. */
+/* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. The
+ * ranks of `add` must have been computed. */
 static void linear_share(const Weight *w, Input x, long m, Target to, Addition add, Range *ranges,
                          int threads, int thread) {
   int at = 0;

@@ -197,7 +197,8 @@ static void prefetch_bytes(const char *begin, long bytes) {
 static void shrink_block(const Lora *lora, const LoraPart *part, int is_bf16, const int32_t *rows,
                          long count, const char *x, const int32_t *tokens, int num_tokens) {
   const long bytes = part->in_features * (is_bf16 ? 2 : 4);
-  /* Half a row ahead: read in several streams at once, the memory's own prefetcher finds none. */
+  /* Half a row ahead, since the memory's own prefetcher finds no stream if several are read at
+   * once. */
   const long half = SHRINK_RANKS * bytes;
   if (count > 0) prefetch_bytes(part->a + rows[0] * ROW_RANK * bytes, half);
   for (long i = 0; i < count; i++) {
@@ -234,10 +235,10 @@ INLINE const char *words_of_b(const int is_bf16, const LoraPart *part, long row,
 #define MOST_ASKED 256
 #define ASKED_BYTES 2048 /* of a piece: blocks of rows get equal numbers of pieces */
 
-/* Pieces of memory that a product asks for beside its weights, in the same way (see tile.h). */
+/* Pieces of memory that a product prefetches in addition to its weights, as tile.h does. */
 typedef struct {
   int count;
-  Span spans[MOST_ASKED]; /* of more, the rest is not asked for */
+  Span spans[MOST_ASKED]; /* further pieces are not prefetched */
 } Asked;
 
 INLINE void ask(Asked *asked, const char *begin, long bytes) {
@@ -300,8 +301,8 @@ INLINE void expand_rows(const int is_bf16, const int rows, const int vectors, in
       store_some(to[r], 0, v * VL, n, load_some(to[r], 0, v * VL, n) + sum[r][v]);
 }
 
-/* The same for n columns; moves `to` on. A part may begin in the middle of a panel: then vectors
- * end where blocks of b do. */
+/* `expand_rows` for n columns; advances `to`. A part may begin in the middle of a panel: then
+ * vectors end where blocks of b do. */
 INLINE void expand_columns(const int is_bf16, const int rows, int n, const LoraPart *part,
                            const int32_t *table, long count, long column,
                            const float *const *ranks, float **to) {

@@ -1,9 +1,10 @@
 /* The additions of lora.h on AMX, for bfloat16 and tokens that are sorted by adapter (those of
  * experts are not).
  *
- * A rank is kept as the sum of two bfloat16, some 16 bits of it. Tokens' ranks lie in the order of
- * adapters, so that those of one are loaded as a tile; a row of ranks is its pairs of neighbours
- * nearest to them, then the pairs of the rests, and each are multiplied by the same words of b. */
+ * A rank is kept as the sum of two bfloat16, about 16 bits of it: the nearest bfloat16, and the one
+ * nearest to the rest. Tokens' ranks lie in the order of adapters, so that those of one adapter are
+ * loaded as a tile. A row of ranks has pairs of nearest values first, then pairs of rests; both are
+ * multiplied by the same words of b. */
 #ifndef WEFT_LORA_AMX_H
 #define WEFT_LORA_AMX_H
 
@@ -39,7 +40,7 @@ static Shrinkage shrinkage_of(const Addition *add, int64_t unit) {
 }
 
 /* Share `turn` of `turns` of what shrinking for the next product reads of a. Threads take units of
- * both in the same order, and so find in their caches what they asked for. */
+ * both in the same order, and so find in their caches what they prefetched. */
 static void ask_for_a(const Addition *add, int is_bf16, long turn, long turns, Asked *asked) {
   const Addition next = {.lora = add->lora, .group = add->next, .layer = add->next_layer};
   if (next.group == NULL) return;
@@ -59,13 +60,13 @@ static void ask_for_a(const Addition *add, int is_bf16, long turn, long turns, A
 
 #define TOKEN_WORDS 1024 /* of K, of 16 tokens, that lie packed at a time */
 
-/* What is nearest to x in bfloat16, as floats. */
+/* The bfloat16 nearest to x, as floats. */
 INLINE __m512 nearest_to(__m512 x) {
   const __m512i nearest = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
   return (__m512)_mm512_slli_epi32(nearest, 16);
 }
 
-/* And what is nearest to the rest. */
+/* The bfloat16 nearest to the rest of x. */
 INLINE __m512 rest_of(__m512 x, __m512 nearest) {
   const __mmask16 is_finite = _mm512_cmp_ps_mask(nearest - nearest, nearest - nearest, _CMP_ORD_Q);
   return nearest_to(_mm512_maskz_sub_ps(is_finite, x, nearest));
@@ -76,7 +77,7 @@ INLINE __m512i pair_of(__m512 first, __m512 second) {
   return _mm512_or_si512(_mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
 }
 
-/* The ends of `count` rows of K, fewer bytes than a tile is deep, with zeros behind them. */
+/* The ends of `count` rows of K, fewer bytes than a tile is deep, followed by zeros. */
 static void copy_end(char (*end)[64], const char *const *rows, int count, long bytes) {
   memset(end, 0, (size_t)count * 64);
   for (int r = 0; r < count; r++) memcpy(end[r], rows[r], (size_t)bytes);
@@ -214,7 +215,7 @@ static int slices_of(const Piece *piece, Slice *slices) {
   return count;
 }
 
-/* Adds 16 columns' sums to what of them is wanted. */
+/* Adds the sums of 16 columns to those columns that are wanted. */
 INLINE void add_to_slice(const Expansion *e, const Slice *slice, long place, __m512 sum) {
   float *to = slice->c + (e->order[place] - e->first_row) * PANEL;
   const __mmask16 all = 0xffff;
@@ -227,8 +228,8 @@ INLINE void add_to_slice(const Expansion *e, const Slice *slice, long place, __m
   _mm512_mask_storeu_ps(to, some, _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), added));
 }
 
-/* The words of b twice, for the pairs of what is nearest and for those of the rests; zeros behind
- * the last row. */
+/* The words of b twice, for the pairs of nearest values and for those of rests; zeros after the
+ * last row. */
 static void pack_ranks(const Expansion *e, long column, uint32_t *b) {
   for (int i = 0; i < AMX_DEPTH / ROW_RANK; i++, b += ROW_RANK * 16) {
     const int is_there = i < e->num_rows;
@@ -252,7 +253,7 @@ static void expand_many(const Expansion *e, const Slice *slices, int num_slices,
   set_up_amx(amx, AMX_DEPTH);
   for (long done = 0; done < count; done += AMX_DEPTH) {
     const int some = at_most(count - done, AMX_DEPTH);
-    /* Up to 16 places are loaded, of which those behind the last one do not matter. */
+    /* Up to 16 places are loaded; those after the last one do not matter. */
     const uint32_t *from = e->shrunk + (first + done) * e->width;
     complete_writes();
     if (e->num_rows == 2) {

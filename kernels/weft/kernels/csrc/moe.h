@@ -41,7 +41,7 @@ static Status place_pairs(const Experts *m) {
     m->begins[m->ids[p] + 1]++;
   }
   for (long e = 0; e < m->experts; e++) m->begins[e + 1] += m->begins[e];
-  int64_t *next = m->units; /* filled with its own content afterwards */
+  int64_t *next = m->units; /* its own content is filled in afterwards */
   memcpy(next, m->begins, (size_t)m->experts * sizeof *next);
   for (long p = 0; p < pairs; p++) m->place[p] = m->ids[p] < m->experts ? next[m->ids[p]]++ : -1;
   int64_t *first = m->units, *second = m->units + m->experts + 1;
@@ -124,7 +124,7 @@ static const Weight *const *weights_of(const Experts *m, Group group) {
   return group == TO_W13 ? m->w13 : m->w2;
 }
 
-/* Bytes a place for what either product needs to know of its rows beside themselves. */
+/* Bytes a place for the prepared rows of either product. */
 static long places_width(const Experts *m) {
   long width = 0;
   for (Group group = TO_W13; group <= TO_W2; group++)
@@ -162,7 +162,7 @@ static void experts_share(const Experts *m, Group group, const void *x, char *pr
   int at = 0;
   long e = 0;
   for (int64_t unit; (unit = next_unit(ranges, threads, me->thread, &at)) >= 0;) {
-    if (unit < units[e]) e = 0; /* taken from another thread */
+    if (unit < units[e]) e = 0; /* the unit was taken from another thread */
     while (unit >= units[e + 1]) e++;
     const Weight *w = weights[e];
     const long first = m->begins[e], rows = m->begins[e + 1] - first;

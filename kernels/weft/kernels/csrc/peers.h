@@ -9,17 +9,18 @@
 #include "simd.h"
 #include "team.h"
 
-/* Counts up, and wakes who waits for a number. Between processes, so its futex is not private. */
+/* A counter that wakes the threads that wait for a number. Processes share it, so that its futex is
+ * not private. */
 typedef struct {
   __attribute__((aligned(64))) uint32_t count;
   uint32_t sleepers;
-  uint64_t hashes[2]; /* of a rank's `arrived`: what its sums hashed to before the last two rounds */
+  uint64_t hashes[2]; /* in a rank's `arrived`: hashes of its sums before the last two rounds */
 } Counter;
 
 /* One process's view of the group; as `PeersStruct` of weft/kernels/cpu.py. */
 typedef struct {
   int64_t rank, size;
-  Counter *arrived; /* one a rank: how many sums it has brought its part of */
+  Counter *arrived; /* one a rank: number of sums to which it has brought its part */
   const Counter *stop; /* above zero: the group ends */
   float *slots; /* [2, size, slot_floats] */
   int64_t slot_floats;
@@ -27,7 +28,7 @@ typedef struct {
   uint32_t round; /* sums so far */
   int32_t spins;
   uint64_t hash; /* of all sums so far, if they are checked */
-  int64_t is_checked; /* whether `meet` compares what the ranks' sums hash to */
+  int64_t is_checked; /* whether `meet` compares the hashes of the ranks' sums */
 } Peers;
 
 enum { PEERS_FINE = 0, PEERS_STOPPED = 1, PEERS_LATE = 2, PEERS_DIFFER = 1 << 20 };
@@ -45,8 +46,8 @@ static inline int has_come(const Counter *counter, uint32_t count) {
   return (int32_t)(__atomic_load_n(&counter->count, __ATOMIC_SEQ_CST) - count) >= 0;
 }
 
-/* Spins until the counter has come to `count`, or for so long. Who counts may have been put on this
- * core, and gets it by the yield. */
+/* Spins until the counter has reached `count`, or for so long. The thread that counts may have been
+ * put on this core, which the yield gives it. */
 static int comes_within(const Counter *counter, uint32_t count, int64_t ns) {
   const int64_t end = now_ns() + ns;
   do {
@@ -67,7 +68,7 @@ static void announce(Counter *counter, uint32_t count) {
 #endif
 }
 
-/* Waits until the counter has come to `count`: PEERS_FINE, PEERS_STOPPED or PEERS_LATE. `spins`
+/* Waits until the counter has reached `count`: PEERS_FINE, PEERS_STOPPED or PEERS_LATE. `spins`
  * adapts as in `wait_for_all`. */
 static int await_count(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns,
                        int32_t *spins) {
@@ -109,10 +110,10 @@ static float *slot_of(const Peers *p, uint32_t round, int64_t rank) {
   return p->slots + ((round & 1) * p->size + rank) * p->slot_floats;
 }
 
-/* Says that this rank's slot of the next round is filled, and waits for those of all ranks. A rank
- * that comes here has read all slots of the round before, so two in turn do. The status of the
- * first rank that is missing is PEERS_LATE + rank, of the first whose earlier sums had other bits
- * PEERS_DIFFER + rank. */
+/* Announces that this rank's slot of the next round is filled, and waits for the slots of all
+ * ranks. A rank that arrives here has read all slots of the round before, so that two alternating
+ * slots suffice. PEERS_LATE + rank: the first rank that is missing. PEERS_DIFFER + rank: the first
+ * one whose earlier sums had other bits. */
 static int meet(Peers *p) {
   const uint32_t round = p->round + 1;
   p->arrived[p->rank].hashes[round & 1] = p->hash;

@@ -76,7 +76,7 @@ static float round_weights(const void *x, int is_bf16, long offset, long n, int8
 
 /* Rows in 16 bits: words of two neighbours, and scales of blocks. */
 typedef struct {
-  uint32_t *words; /* [rows, stride], zeros behind the last number */
+  uint32_t *words; /* [rows, stride], zeros after the last number */
   float *scales;   /* [rows, blocks] */
   float *sums;     /* [rows, blocks], of the rounded numbers with their scales */
   long stride, blocks, block; /* numbers of a block: at most LARGEST_GROUP */
@@ -89,7 +89,7 @@ static long integers_bytes(long rows, long n, long block) {
   return rows * blocks_of_row(n, block) * (block * 2 + 8) + 64;
 }
 
-/* The same, laid out in memory of at least so many bytes. */
+/* Lays such rows out in memory of `integers_bytes`. */
 static Integers integers_in(void *memory, long rows, long n, long block) {
   Integers x = {.blocks = blocks_of_row(n, block), .block = block};
   x.stride = x.blocks * (block / 2);
@@ -150,7 +150,7 @@ INLINE vf load_scales(const void *scales, int is_half, long at) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)scales + at)));
 #else
   vf out;
-  for (int i = 0; i < VL; i++) { /* Shifted into a float's place, times 2^112, is the same number. */
+  for (int i = 0; i < VL; i++) { /* float16 in a float's place, times 2^112: the same */
     const uint32_t half = ((const uint16_t *)scales)[at + i];
     union { uint32_t bits; float value; } u = {.bits = (half & 0x7fff) << 13};
     u.value *= 0x1p112f;
@@ -205,8 +205,8 @@ INLINE vi add_pairs(vi sum, vu a, vs b) {
 #endif
 }
 
-/* c[rows][some columns, from `first` on] of a row block times a panel; of weights with a scale a
- * column without these, of weights in groups (`of.scales`) with their scales. */
+/* c[rows][some columns, from `first` on] = a row block times a panel. Scales of groups
+ * (`of.scales`) are applied, scales of columns are not. */
 INLINE void integer_columns(const int rows, const int vectors, const int is_grouped, int first,
                             const Integers *x, long row, long pairs, const int8_t *panel,
                             PanelScales of, float *c, Prefetch *ahead) {
@@ -279,7 +279,7 @@ INLINE void integer_tile_of(const int is_grouped, int rows, const Integers *x, l
 }
 #undef INTEGER_CASE
 
-/* c[rows <= TILE_ROWS][32] = rows from `row` on times a panel; see `integer_columns`. */
+/* c[rows <= TILE_ROWS][32] = rows from `row` on times a panel, as `integer_columns`. */
 static void integer_tile(int rows, const Integers *x, long row, long pairs, const int8_t *panel,
                          PanelScales of, float *c, Prefetch *ahead) {
   if (of.scales == NULL)
@@ -297,8 +297,8 @@ INLINE void widen_pairs(const int8_t *pairs, __m512 *first, __m512 *second) {
   *second = _mm512_cvtepi32_ps(_mm512_and_si512(both, upper));
 }
 
-/* part[32] = a row of n numbers times an int8 panel, over `word_scale`: equal to the bit to the tile
- * of its words. `next`: the panel that is asked for meanwhile, or null. */
+/* part[32] = a row of n numbers times an int8 panel, over `word_scale`, with the bits of the tile
+ * product of its words. `next`: the panel to prefetch meanwhile, or null. */
 static void amx_int8_row(const bf16 *a, long n, const int8_t *panel, const int8_t *next,
                          float *part) {
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
@@ -325,11 +325,11 @@ static void amx_int8_row(const bf16 *a, long n, const int8_t *panel, const int8_
 }
 #endif
 
-/* What products with unpacked words are to be multiplied with. */
+/* Factor on products with unpacked words. */
 INLINE float word_scale(int is_bf16) { return uses_amx(is_bf16) ? 0x1p-16f : 1.0f; }
 
-/* Words of bfloat16 or float32 of some pairs of a panel, over `word_scale`. `next`: the panel that
- * is asked for meanwhile, or null. */
+/* Words of bfloat16 or float32 of some pairs of a panel, over `word_scale`. `next`: the panel to
+ * prefetch meanwhile, or null. */
 static void unpack_pairs(const int is_bf16, long pairs, const int8_t *panel, const int8_t *next,
                          uint32_t *words) {
 #if HAS_AMX

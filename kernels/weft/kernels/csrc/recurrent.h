@@ -10,7 +10,8 @@
 /* Rows whose keys and queries are prepared together, and the most elements of each. */
 #define PREPARED_ROWS 16
 #define MAX_KEYS 256
-/* Vectors of values that are taken through all rows before the next: their states stay near. */
+/* Vectors of values that are taken through all rows before the next ones, so that their states stay
+ * near. */
 #define WIDE 4
 #define MAX_TAPS_OF_CONV 8
 
@@ -24,7 +25,7 @@ typedef struct {
   const float *beta;                /* [rows, heads], or null: there is no delta rule */
   const float *steps;               /* [rows, heads], or null: 1 */
   const float *skips;               /* [heads], or null: 0 */
-  float *states;                    /* [sequences, heads, keys, values]: of before, then of behind */
+  float *states;                    /* [sequences, heads, keys, values]: before rows, then after */
   void *out;                        /* [rows, heads, values] */
   const int64_t *cu_lens;           /* [sequences + 1] */
   int64_t sequences, heads, shared, keys, values;
@@ -156,7 +157,7 @@ typedef struct {
   const float *dt;        /* [rows, channels] */
   const float *a;         /* [keys, channels] */
   const float *d;         /* [channels] */
-  float *states;          /* [sequences, keys, channels]: of before, then of behind */
+  float *states;          /* [sequences, keys, channels]: before the rows, then after */
   void *out;              /* [rows, channels] */
   const int64_t *cu_lens; /* [sequences + 1] */
   int64_t sequences, channels, keys;
@@ -203,7 +204,7 @@ typedef struct {
   int64_t row;            /* Elements from one row to the next. */
   const float *weight;    /* [taps, channels], a row's own last */
   const float *bias;      /* [channels], or null */
-  void *tails;            /* [sequences, channels, taps - 1]: of before, then of behind */
+  void *tails;            /* [sequences, channels, taps - 1]: before the rows, then after */
   void *out;              /* [rows, channels] */
   const int64_t *cu_lens; /* [sequences + 1] */
   int64_t sequences, channels, taps;

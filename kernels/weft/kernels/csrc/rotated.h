@@ -27,7 +27,7 @@ typedef struct {
 /* Bytes of memory for `rows` rows of n numbers. */
 static long rotated_bytes(long rows, long n) { return rows * (n + 8) + 64; }
 
-/* The same, laid out in memory of at least so many bytes. */
+/* Lays such rows out in memory of `rotated_bytes`. */
 static Rotated rotated_in(void *memory, long rows, long n) {
   Rotated x = {.numbers = (int8_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63)};
   x.scales = (float *)(x.numbers + rows * n);

@@ -42,7 +42,7 @@ static void amx_rotate_rows(const bf16 *x, const Rotated *to, long rows, long n,
 }
 
 /* c [32] = the only row times a panel. The instruction takes numbers without a sign, so 128 is
- * added to the row's and what that brings is taken away. */
+ * added to the row's, and the effect of that is subtracted. */
 static void amx_rotated_row(const Rotated *x, long n, const int8_t *panel, int32_t *c,
                         Prefetch *ahead) {
   const __m512i above = _mm512_set1_epi8((char)0x80);

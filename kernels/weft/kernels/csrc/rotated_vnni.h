@@ -1,7 +1,7 @@
 /* Rotated products (rotated.h) by AVX512-VNNI.
  *
  * The instruction multiplies numbers without a sign by numbers with one. So 128 is added to the
- * weights, and what that brings, 128 times the sum of the row, is taken away at the end. */
+ * weights, and its effect, 128 times the sum of the row, is subtracted at the end. */
 #ifndef WEFT_ROTATED_VNNI_H
 #define WEFT_ROTATED_VNNI_H
 
@@ -50,8 +50,8 @@ static void vnni_rotate_rows(const bf16 *x, const Rotated *to, long rows, long n
   }
 }
 
-/* sum [rows] += some fours of the rows times a panel's columns. `asks`: whether `asked`, two cache
- * lines a four, is asked for. */
+/* sum [rows] += some fours of the rows times a panel's columns. `asks`: whether to prefetch
+ * `asked`, two cache lines for each four. */
 INLINE void vnni_steps(const int rows, const int asks, long steps, const int32_t *fours,
                        const int8_t *panel, const char *asked, __m512i sum[TILE_ROWS][2]) {
   const __m512i above = _mm512_set1_epi8((char)0x80);
@@ -100,7 +100,7 @@ INLINE void vnni_columns(const int rows, const Rotated *x, long row, long n, con
     vnni_columns(N, x, row, n, panel, c, ahead);        \
     break;
 
-/* The same for any number of rows up to TILE_ROWS. */
+/* `vnni_columns` for any number of rows up to TILE_ROWS. */
 static void vnni_rotated_tile(int rows, const Rotated *x, long row, long n, const int8_t *panel,
                               int32_t *c, Prefetch *ahead) {
   switch (rows) {

@@ -90,7 +90,7 @@ typedef struct {
   int64_t layers;
   int64_t page_size;
   int64_t dim;
-  int32_t is_bf16; /* rows outside of the pages, and those in them kept as rows */
+  int32_t is_bf16; /* type of rows outside of the pages, and of pages kept as rows */
   int32_t kept; /* a Kept: how vectors are kept */
 } Pool;
 
@@ -181,7 +181,7 @@ typedef struct {
   int64_t rows;
   int64_t heads;
   float eps;
-  int64_t adjacent; /* pairs, the last ones, whose elements are neighbours */
+  int64_t adjacent; /* number of last pairs whose elements are adjacent */
   int32_t has_fine_norms; /* their weights are float32 whatever the rows are */
 } Rope;
 

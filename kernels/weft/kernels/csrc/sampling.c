@@ -54,7 +54,7 @@ typedef struct {
   const float *logits;
   const uint32_t *ids;  // NULL: candidate i is token i
   int64_t count;
-  float threshold;  // those below are none (used without ids only)
+  float threshold;  // lower ones are no candidates (used without ids only)
   double largest, inverse_temperature, temperature;
 } Candidates;
 

@@ -29,13 +29,14 @@ typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef uint8_t vbyte __attribute__((vector_size(VL), aligned(1), may_alias));
 
-/* `x - 0` is x; `0 + x` would have to be added, as it makes 0 of -0. */
+/* `x - 0` is x and takes no instruction; `0 + x` would take one, since it turns -0 into 0. */
 INLINE vf vf_splat(float x) { return x - (vf){0}; }
 INLINE vf vf_select(vi mask, vf yes, vf no) {
   return (vf)((mask & (vi)yes) | (~mask & (vi)no));
 }
-/* a * b + c, rounded once where the machine can. Said here and never left to the compiler: it would
- * choose for each number of rows by itself, and a row's bits would depend on the rows beside it. */
+/* a * b + c, rounded once where the machine can. It is written out and never left to the compiler,
+ * which would choose separately for each number of rows, so that a row's bits would depend on the
+ * rows beside it. */
 INLINE vf vf_fma(vf a, vf b, vf c) {
 #if VL == 16
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

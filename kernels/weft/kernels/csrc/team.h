@@ -16,10 +16,11 @@
 #define MAX_THREADS 256
 
 /* How often a thread looks at a barrier before it sleeps; a look takes some 15 ns. Waking up takes
- * longer than most waits, so the limit doubles while the others come in time. It falls when they do
- * not: other work has their cores then, and a thread that spins keeps its own core from that work.
- * The least is longer than threads on free cores are apart: from below, the limit would never rise
- * again, and one disturbance would let every later barrier of a step sleep. */
+ * longer than most waits, so the limit doubles while the other threads arrive in time. It falls
+ * when they do not: other work has their cores then, and a thread that spins keeps its own core
+ * from that work. The least limit is longer than the time between arrivals of threads on free
+ * cores. Below that the limit would never rise again, and one disturbance would let every later
+ * barrier of a step sleep. */
 #define FIRST_SPINS 400
 #define LEAST_SPINS 100
 #define MOST_SPINS 3000

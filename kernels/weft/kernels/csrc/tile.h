@@ -48,8 +48,9 @@ INLINE uint32_t load_word(const char *p) {
   return word;
 }
 
-/* Memory that will be read soon. A tile asks for two cache lines a step, between its arithmetic:
- * asked for in one go, more lines than the core can have under way would stop it. */
+/* Memory that will be read soon. A tile prefetches two cache lines of it in each step, between its
+ * arithmetic. If it asked for all at once, more lines than the core can have under way would stop
+ * it. */
 typedef struct {
   const char *begin, *end;
 } Span;
@@ -60,7 +61,7 @@ typedef struct {
   int num_later;
 } Prefetch;
 
-/* Asks for so many cache lines of what will be read soon. */
+/* Prefetches so many cache lines of memory that will be read soon. */
 INLINE void ask_ahead(Prefetch *ahead, int lines) {
   for (; lines > 0; lines--, ahead->now.begin += 64) {
     while (ahead->now.begin >= ahead->now.end) {
@@ -72,8 +73,8 @@ INLINE void ask_ahead(Prefetch *ahead, int lines) {
   }
 }
 
-/* How many of `steps` > 0 steps can go on with one piece of memory, asking for 128 bytes of it each.
- * `from`: where it begins, or null if there is nothing to ask for. */
+/* How many of `steps` > 0 steps can take one piece of memory and prefetch 128 bytes of it each.
+ * `from`: where it begins, or null if there is nothing to prefetch. */
 INLINE long take_span(Prefetch *ahead, long steps, const char **from) {
   const long spanned = (ahead->now.end - ahead->now.begin + 127) / 128;
   const long some = spanned > 0 && spanned < steps ? spanned : steps;
