@@ -57,7 +57,6 @@ class LoadResult:
     """Answers with verified drafts, according to their timelines."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Drafted tokens that were accepted."""
     slowest_s: float = 0.0
 
 

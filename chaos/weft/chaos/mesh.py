@@ -278,7 +278,6 @@ class ChaosMesh:
             raise MeshNotReady(f"{name}: {error.details()}") from error
 
     async def is_healthy(self, gateway: str) -> bool:
-        """Whether a gateway sees all its workers healthy."""
         try:
             async with open_channel(self.gateways[gateway]) as channel:
                 stub = gateway_pb2_grpc.GatewayServiceStub(channel)

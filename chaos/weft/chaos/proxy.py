@@ -59,7 +59,6 @@ class FaultProxy:
         self.mode = Mode.PASS
         self.delay_s = 0.0
         self.num_connections = 0
-        """Connections accepted since the start."""
 
     @property
     def address(self) -> str:

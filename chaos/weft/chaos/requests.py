@@ -80,7 +80,7 @@ class Pace:
     cancel_after: int | None = None
     """Messages after which the client goes away; None: it stays."""
     pause_s: float = 0.0
-    """Pause before each message."""
+    """Pause before each message is read."""
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
     """Cache salt. Requests of the same salt share prefixes."""
 

@@ -62,11 +62,10 @@ class ChaosPlan:
     max_prompt_tokens: int
     max_new_tokens: int
     sabotage: str | None = None
-    """Name of a sabotage; None: no sabotage."""
+    """Name of a sabotage, or None."""
     only: Only | None = None
     """The parts that are disturbed; None: all parts."""
     num_ranks: int = 1
-    """Ranks of each worker."""
     checks_hit_rate: bool = True
 
 

@@ -80,7 +80,6 @@ class Planned:
     """Duration of the fault; for a fault point, the longest wait until it fires."""
     part: Part = "whole"
     rank: int = 0
-    """Number of the rank, if `part` is "rank"."""
     link: Link | None = None
     mode: Mode = Mode.PASS
     spec: FaultSpec | None = None

@@ -54,8 +54,6 @@ _ADAPTER_STATES = {
 
 @dataclass(slots=True, kw_only=True)
 class PageUsage:
-    """KV pages of one worker, by state."""
-
     free: int = 0
     cached: int = 0
     used: int = 0
@@ -84,8 +82,6 @@ class StateUsage:
 
 @dataclass(slots=True, kw_only=True)
 class TierStatus:
-    """One cache tier of a worker or store."""
-
     name: str
     """device, host, disk, arena, or store (a KV store as a worker sees it)."""
     held_pages: int = 0
@@ -99,8 +95,6 @@ class TierStatus:
 
 @dataclass(slots=True, kw_only=True)
 class AdapterHeld:
-    """One LoRA adapter on one worker."""
-
     name: str
     digest: str
     state: str
@@ -160,8 +154,6 @@ class WorkerStatus:
 
 @dataclass(slots=True, kw_only=True)
 class GatewayStatus:
-    """Load of the gateway itself."""
-
     running_prompts: int
     queued_prompts: int
     held_requests: int

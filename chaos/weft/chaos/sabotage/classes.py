@@ -26,7 +26,6 @@ class Sabotage:
     support: Mapping[str, FaultSpec]
     """Faults that stay armed beside it, by role."""
     weights: Mapping[FaultClass, float]
-    """Weights of the fault classes in the schedule."""
     what: str
     targets: tuple[str, ...] = ()
     """Roles that the schedule attacks; empty: all."""
@@ -110,7 +109,6 @@ SABOTAGES: Mapping[str, Sabotage] = {
         is_after_restart=True,
     ),
 }
-"""Sabotages by name."""
 
 
 async def keep_armed(mesh: ChaosMesh, sabotage: Sabotage) -> None:

@@ -38,8 +38,6 @@ _STORE_MESSAGES = 4
 
 
 class Gateway:
-    """The gateway that is watched."""
-
     def __init__(self, address: str, identity: Identity | None, metadata: Metadata) -> None:
         self.address = address
         self._identity = identity

@@ -55,7 +55,6 @@ class MeshPlan:
     services: tuple[ServiceSpec, ...]
     model_names: tuple[str, ...]
     first_task: Task
-    """Task of the first model."""
     gateways: dict[str, str]
     """Addresses of the gateways for clients on this machine, by name."""
     rest_edges: dict[str, str]
@@ -65,7 +64,6 @@ class MeshPlan:
     tls_dir: Path | None
     """Folder with the files that clients need for TLS; None: TLS is off."""
     needs_key: bool
-    """Whether clients need an API key."""
     worker_addresses: dict[str, str]
     """Addresses of prefill and decode workers by id. Any two of them may exchange pages."""
 
@@ -84,7 +82,6 @@ class ModelFolder(NamedTuple):
     """A model of the mesh."""
 
     name: str
-    """Name in requests."""
     folder: Path
     task: Task = "generate"
     no_8_bits: str = ""

@@ -10,7 +10,6 @@ from pathlib import Path
 from weft.contract.errors import ConfigError
 
 _FIRST_PORT = 20_000
-"""First port to allocate."""
 _TRIES = 1000
 """Ports to try before the system chooses one."""
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

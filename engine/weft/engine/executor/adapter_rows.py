@@ -122,9 +122,7 @@ class RankMemory(Protocol):
     """Memory that each rank of an engine allocates and rank 0 writes."""
 
     rank: int
-    """Number of this process's rank."""
     size: int
-    """Number of ranks."""
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
         """Makes zeros of [num_bytes] uint8 on each rank, all of which rank 0 can write. All ranks

@@ -48,7 +48,6 @@ class DrawKey(NamedTuple):
 
     bucket: GraphBucket
     rows: int
-    """Rows of logits."""
     way: Way
 
 

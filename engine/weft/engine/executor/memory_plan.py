@@ -62,7 +62,6 @@ class MemoryNeeds:
 
     @property
     def margin(self) -> int:
-        """Bytes that stay free."""
         return max(MIN_MARGIN_BYTES, int(MARGIN_SHARE * self.total))
 
     @property

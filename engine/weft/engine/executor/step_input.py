@@ -39,7 +39,6 @@ class PooledRows(NamedTuple):
     """Rows of a request whose hidden states are pooled into vectors."""
 
     request: int
-    """Index of the request in the step."""
     slot: int
     pool: Pool
     prompt_length: int

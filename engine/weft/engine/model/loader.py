@@ -58,7 +58,6 @@ class LoadedModel:
     quantization: Quantization | None
     """Scheme of the checkpoint, or of the load; None: floats."""
     pooling: PoolingConfig
-    """The task, and the settings of its vectors."""
     heads: PooledHeads
     """Heads that turn pooled hidden states into vectors."""
     mtp: MtpHead | None = None

@@ -38,7 +38,7 @@ class NewPages(NamedTuple):
     """Entries of the page table that the other ranks lack, by slot."""
 
     slots: Int64Array
-    """[K]: slots with new entries."""
+    """[K]."""
     firsts: Int64Array
     """[K]: index of each slot's first new entry."""
     ends: Int64Array

@@ -104,7 +104,6 @@ class AdapterManager(Adapters):
     """
 
     residency: Residency
-    """Residency on the device, for the scheduler."""
 
     def __init__(
         self,
@@ -125,7 +124,6 @@ class AdapterManager(Adapters):
         """Adapters still to be read for the first time."""
         self._reading: _Entry | None = None
         self._was_new = False
-        """Whether the last adapter that was read was a new one."""
         self._wake, self._clock, self._host_turn = wake, clock, host
         self._reader = BackgroundThread("weft-lora-read", wake, host)
         self._stalled: list[BackgroundThread] = []

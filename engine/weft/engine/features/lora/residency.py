@@ -30,12 +30,10 @@ LEAVING_SHARE = 4
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Resident:
-    """An adapter that has a place on the device."""
-
     digest: bytes
     place: DevicePlace
     is_here: bool = False
-    """Whether its weights have arrived."""
+    """Whether the weights have arrived."""
     is_pinned: bool = False
     is_unused: bool = True
     """Whether no request was admitted with the adapter since its weights were loaded."""

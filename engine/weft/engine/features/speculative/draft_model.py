@@ -59,12 +59,12 @@ class DraftModel:
         self._config = config
         self._loaded = loaded
         self.layout = loaded.model.kv_layout(config.page_size)
-        """Layout of a page of its pool."""
+        """Layout of a page of the draft model's pool."""
         if self.layout.states is not None:
             message = f"draft_dir = {config.draft_dir}: models with recurrent layers draft nothing"
             raise ModelError(message, param="draft_dir")
         self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
-        """Rows of its largest step."""
+        """Rows of the draft model's largest step."""
 
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
         """Pages of its pool, the null page included; enough for at least one longest request.

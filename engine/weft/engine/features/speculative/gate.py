@@ -157,7 +157,6 @@ class MeasuredGate(DraftGate):
         self._trial: _Trial | None = None
         """The trial whose steps have not all ended."""
         self._num_ended = 0
-        """Steps that have ended."""
         self._num_resting = 0
         """Steps still to be planned without watching them."""
         self._rested = _Choice(), 0.0

@@ -34,7 +34,6 @@ class _Names(NamedTuple):
     down: str
     mlp_norm: str
     norm: str = "embeddings.LayerNorm"
-    """Norm of the embeddings."""
     activates_last: bool = False
     """Whether `up` is one tensor, whose second half is the activated one."""
 

@@ -61,7 +61,6 @@ class Ragged:
     bounds: Bounds
     """Where prompts begin."""
     step: Step
-    """The step of these prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,6 @@ class EncoderAttention:
     """Attention of each token to all of its prompt, or to the tokens near it."""
 
     layer: int
-    """Number of the layer, for adapters."""
     num_heads: int
     qkv: LinearWeight
     out: LinearWeight
@@ -97,7 +95,6 @@ class PlainMLP:
     """down(activation(up(x)))."""
 
     layer: int
-    """Number of the layer, for adapters."""
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName
@@ -116,7 +113,6 @@ class GluMLP:
     """down(activation(a) * b), where one product computes a and b as its halves."""
 
     layer: int
-    """Number of the layer, for adapters."""
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName

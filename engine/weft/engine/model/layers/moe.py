@@ -29,7 +29,6 @@ class SparseMLP:
     shared_gate: LinearWeight | None = None
     """[1, H]: projection whose sigmoid multiplies the result of `shared`; None: no factor."""
     shared_factor: float = 1.0
-    """Constant factor on the result of `shared`."""
 
     @classmethod
     def read(

@@ -19,9 +19,7 @@ class Shard:
     """The share of every divided product that this process reads."""
 
     rank: int = 0
-    """0 to `size` - 1."""
     size: int = 1
-    """Number of shares."""
 
     @classmethod
     def among(cls, peers: Peers | None) -> Shard:
@@ -196,9 +194,7 @@ class ExpertSpec:
     num_experts: int
     """Experts over all ranks."""
     gate_up: LinearSpec
-    """One expert's gate and up projection."""
     down: LinearSpec
-    """One expert's down projection."""
     stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
     """Names of the tensors of all experts, in checkpoints that stack them. Gate and up may be two
     tensors.
