@@ -63,17 +63,15 @@ logger = logging.getLogger(__name__)
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
 IDLE_S = 0.1
-"""Longest time between two turns while nothing happens, unless the load reports become rarer
-(`QUIET_REPORT_S`).
+"""Longest time between two turns; once the engine is idle and has reported that, `QUIET_REPORT_S`
+holds.
 """
 STANDSTILL_S = 0.001
+"""Longest time between two turns while requests wait for something that no message announces."""
+ARRIVAL_POLL_S = 2e-4
 """Interval between two looks for NIXL's notifications, which do not wake this process. The engine
 looks only while a notification is due, or, if a device computes beside this process, while any may
 come.
-"""
-ARRIVAL_POLL_S = 2e-4
-"""Interval between two looks for NIXL's notifications, which do not wake this process. It holds
-while one is due, or, on a worker whose device computes beside this process, while any may come.
 """
 MOVE_POLL_S = 5e-5
 """Interval between two looks whether pages have moved into the pool, which takes microseconds."""

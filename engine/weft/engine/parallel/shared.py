@@ -218,7 +218,7 @@ class SharedGroup:
         self._native.announce(self._posted, self._num_slots & 0xFFFFFFFF)
 
     def _await_room(self) -> int:
-        """Waits for a slot of the ring to fill, and returns the number of such slots."""
+        """Waits until a slot of the ring is free, and returns the number of free slots."""
         free = _RING_SLOTS
         for rank in range(1, self.size):
             least = self._num_slots + 1 - _RING_SLOTS
