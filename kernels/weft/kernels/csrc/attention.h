@@ -181,8 +181,7 @@ INLINE float highest_score(const Task *t, int row, long begin, int count, float 
   return vf_highest(highest);
 }
 
-/* Caps products of q and K before scaling, with `cap` in the same units: cap * tanh(score / cap).
- */
+/* Caps unscaled products of q and K, with `cap` in the same units: cap * tanh(score / cap). */
 static void cap_scores(float cap, int count, float *scores) {
   for (int i = 0; i < count; i += VL) {
     vf ratio = *(vf *)(scores + i) / cap;
@@ -229,8 +228,7 @@ INLINE void weigh_row(const int is_bf16, const int kept, float scale, long width
   scratch->sum_weight[row] = scratch->sum_weight[row] * shrink + vf_sum(total);
 }
 
-/* Adds a block of positions from `begin` on to the segment; prefetches the block that comes next.
- */
+/* Adds a block of positions from `begin` on to the segment; prefetches the next block. */
 INLINE void attend_block(const int is_bf16, const int kept, const Attention *a, const Pool *pool,
                          const Task *t, long begin, Block *block, const Block *next,
                          Scratch *scratch, Amx *amx) {
