@@ -135,7 +135,6 @@ def mesh_settings(
     Args:
         is_tiny: Whether the mesh serves the tiny model; if not, one of the demo model's size.
         workers: Number of prefill workers, and of decode workers.
-        stores: Number of KV stores.
         draft_dir: Directory of an EAGLE-3 head; None: drafts come from the text so far.
         tp: Ranks of each worker.
     """

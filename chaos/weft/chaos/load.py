@@ -65,9 +65,6 @@ class ChaosLoad:
 
     Args:
         gateways: host:port by name.
-        known: The catalogue.
-        injector: Knows the current faults.
-        seed: Seed of the draws.
     """
 
     def __init__(

@@ -110,7 +110,6 @@ class ChaosMesh:
 
         Args:
             settings: Settings of `weft up`, with a state folder and `enable_faults`.
-            model_name: Its name in requests.
 
         Raises:
             ExitedEarly, TimeoutError: The mesh did not start.

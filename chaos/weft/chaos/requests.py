@@ -88,10 +88,6 @@ class Pace:
 def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[ChaosRequest]:
     """Greedy requests, seeded requests and requests of n = 2, over prompts of all lengths. Some
     have a stop string, some have answers that repeat themselves, and some share their beginning.
-
-    Args:
-        max_prompt_tokens: Length of the longest prompt.
-        max_new_tokens: Length of the longest output.
     """
     draw = random.Random(seed)
     # These ids are printable bytes, which every byte-level tokenizer has.

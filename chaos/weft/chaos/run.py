@@ -108,7 +108,6 @@ async def run_chaos(
     """Starts a mesh, runs the plan on it and ends it.
 
     Args:
-        model_name: Its name in requests.
         tell: Called with each event, in one line.
 
     Raises:
@@ -133,7 +132,6 @@ async def run_on(
 
     Args:
         mesh: Started with the settings of `weft chaos`.
-        known: Requests and their answers.
         tell: Called with each event, in one line.
     """
     sabotage = SABOTAGES[plan.sabotage] if plan.sabotage else None

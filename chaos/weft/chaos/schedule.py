@@ -114,12 +114,10 @@ def make_schedule(
     """Generates faults without end.
 
     Args:
-        names: Services of the mesh.
         links: Links with a proxy.
         weights: Relative frequency of each class.
         points: Fault points by role.
         parts: Parts of workers that are killed or stopped.
-        num_ranks: Ranks of each engine.
     """
     draw = random.Random(seed)
     number = 0

@@ -89,7 +89,6 @@ def call_gateway(
     exit status.
 
     Args:
-        program: Name of the command.
         arguments: With the flags of `add_gateway_flags`.
         call: Takes the gateway's address, the command's identity and the calls' metadata; returns
             the exit status.

@@ -87,7 +87,6 @@ class Replay:
 
     Args:
         concurrency: Most requests under way at once.
-        timeout_s: Time limit of each prompt.
     """
 
     def __init__(self, channel: grpc.aio.Channel, concurrency: int, timeout_s: float) -> None:

@@ -20,9 +20,6 @@ def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
     prefills, since two workers would only share it. Of several GPUs one in `GPUS_A_FILLER`, and at
     least one, gets a prefill worker, and the rest get decode workers.
 
-    Args:
-        num_gpus: GPUs that workers can use.
-
     Raises:
         ConfigError: A given device is not there, or a worker of `tp` ranks needs more GPUs.
     """

@@ -22,8 +22,6 @@ async def report_exit(
 
     Args:
         workers: host:port by name of every worker that it may have filled.
-        worker_id: Stable id of the worker or store.
-        epoch: Its incarnation that ended.
         identity: Identity of the command line; None: the mesh runs without TLS.
 
     Returns:

@@ -29,7 +29,6 @@ async def wait_stalled(
     says nothing about the service.
 
     Args:
-        timeout_s: Seconds that the service may be unreachable.
         interval_s: Seconds between checks; None: a tenth of `timeout_s`.
     """
     interval_s = timeout_s / _LOOKS if interval_s is None else interval_s

@@ -31,9 +31,7 @@ async def wait_for_mesh(
     answers with one worker of each kind; the other workers get some seconds more.
 
     Args:
-        grpc_address: Address of a gateway.
         rest_url: Scheme and address of its REST edge; None: there is none.
-        timeout_s: Longest wait.
         identity: Identity of the command line; None: the mesh runs without TLS.
         notice: Called from time to time with the parts that are still missing.
 

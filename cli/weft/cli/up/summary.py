@@ -29,9 +29,7 @@ async def keep_summary(
     asked again once it is back, perhaps at another operators' port.
 
     Args:
-        gateway: Name of the gateway.
         identity: Identity of the command line; None: the mesh runs without TLS.
-        show: Called with each summary.
     """
     while True:
         with contextlib.suppress(ConfigError, grpc.aio.AioRpcError):

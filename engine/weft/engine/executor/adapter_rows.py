@@ -176,10 +176,7 @@ class LoraPool:
     writes the rows of all ranks.
 
     Args:
-        limits: Rows of each kind.
         projections: Projections that adapters may change, with the sizes that one rank has.
-        model_dir: The model's checkpoint.
-        max_rank: Largest rank of an adapter.
         drafts: Those of `projections` that belong to the draft head; None: draft adapters are
             ignored.
         ranks: None: the model is not divided.

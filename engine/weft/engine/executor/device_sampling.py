@@ -97,7 +97,6 @@ class DeviceSampler:
     separately.
 
     Args:
-        vocab_size: Length of a row of logits.
         max_slots: Slots are 0..max_slots - 1. A slot that was not added draws greedily.
         max_masked_rows: Most rows of a step for `mask_rows`.
     """

@@ -56,10 +56,8 @@ class DrawGraphs:
     beyond a step's own are drawn too, for the dummy slot.
 
     Args:
-        keeper: Keeps drawn tokens on the device.
         tables: Sampling tables of slots without penalties or biases; None: graphs draw greedy
             tokens only, or another rank draws.
-        ways: Ways of drawing to capture.
         peers: Ranks, of which rank 0 draws for all; None: the model is on one device.
         on_capture: Called after each bucket with (captured, total, description).
 

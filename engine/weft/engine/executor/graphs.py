@@ -414,7 +414,6 @@ class StepGraphs:
             arrays: The step; its `logits_rows` are empty.
             rows: [P]: rows whose hidden states are wanted; unless the model is an encoder, at most
                 as many as the bucket has rows of logits.
-            types: `Step.token_types`.
 
         Returns:
             [P, hidden], valid until the next step.

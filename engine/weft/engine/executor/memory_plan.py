@@ -100,7 +100,6 @@ def divide_pages(
 
     Args:
         num_pages: Pages that fit if every group has as many, the null page included.
-        max_drafts: Most drafts of a request in a step.
         is_fixed: The first group has `num_pages`, whatever the others need.
 
     Returns:
@@ -142,8 +141,6 @@ def divide_states(
     also get blocks for the prefix cache, as long as the total is at most two thirds.
 
     Args:
-        pool_bytes: Bytes to divide.
-        max_drafts: Most drafts of a request in a step.
         is_fixed: Pages get all of `pool_bytes`, whatever blocks need.
         on_gpu: Whether rings also hold the values that steps on a GPU keep.
 

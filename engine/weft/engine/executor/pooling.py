@@ -21,7 +21,6 @@ class Pooler:
     vectors.
 
     Args:
-        max_requests: Number of slots.
         is_fixed: Whether vectors are computed one by one, so that none depends on the others.
     """
 

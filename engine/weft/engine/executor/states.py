@@ -245,7 +245,6 @@ class DeviceStates:
         """A step of any requests, not captured.
 
         Args:
-            arrays: The step on the host.
             slots: [R] int64.
             cu_q_lens: [R + 1] int32.
             positions: [T] int64, with the values that only the device knows filled in.

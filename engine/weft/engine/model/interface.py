@@ -26,7 +26,6 @@ class Model(Protocol):
         """Runs one step.
 
         Args:
-            step: New tokens of all requests.
             pool: `kv_layout(page_size).pool_shape(num_pages)`, contiguous, of the model's dtype.
                 The step writes K and V of the new tokens and reads those before them.
 
@@ -78,7 +77,6 @@ class ConfiguredModelClass(ModelClass, Protocol):
         """Reads the model's configuration; a static or class method.
 
         Args:
-            raw: Content of config.json.
             generation: Content of generation_config.json; empty if there is none.
             where: Name of the source in messages.
 

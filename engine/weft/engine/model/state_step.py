@@ -146,7 +146,6 @@ class StateStep:
         Args:
             layer: Index of the layer in the state plane.
             inputs: [T, ...] each, of the step's rows.
-            scan: The layer's mathematics.
             few_rows: The same in place, for `few`.
             ring_inputs: Turns the inputs into those of `scan`; None: they are equal.
 

@@ -91,7 +91,6 @@ def capture_each(
 
     Args:
         send_nothing: Sends inputs of no request.
-        run: The work to capture.
     """
     graphs: Captured[Bucket] = {}
     for bucket in sorted(buckets, reverse=True):

@@ -88,7 +88,6 @@ class AdapterRows:
     """The draft adapter of each row of captured drafting, in fixed memory.
 
     Args:
-        device: Device of the columns.
         rows_each: Rows per request in each kind of forward pass of the head.
     """
 

@@ -35,7 +35,6 @@ def make_drafter(
         lora: Rows of adapters on the device; None: no adapters are served.
         wake: Called from another thread when a draft adapter was read.
         on_order: Receives functions that must follow the orders of adapters.
-        draws_on_device: Whether the device draws tokens.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.

@@ -71,7 +71,6 @@ class DraftModel:
 
         Args:
             num_target_pages: Pages of the target's pool, without the null page.
-            max_context_tokens: Length of the longest request.
         """
         usable, page_size = num_target_pages - 1, self._config.page_size
         longest = -(-min(self._longest(max_context_tokens), usable * page_size) // page_size)
@@ -86,9 +85,6 @@ class DraftModel:
 
         Args:
             needs: Needs of the target, with this model's weights on the device.
-            max_context_tokens: Length of the longest request.
-            page_bytes: Bytes of the target's pages.
-            device: A CUDA device.
 
         Raises:
             ConfigError: The steps or graphs do not fit.
@@ -120,7 +116,6 @@ class DraftModel:
 
         Args:
             num_pages: From `num_pages`.
-            max_context_tokens: Length of the longest request.
 
         Raises:
             ConfigError: There is not enough memory.

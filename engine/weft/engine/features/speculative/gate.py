@@ -458,7 +458,6 @@ class _Worth:
         known: Acceptance of a sample of the requests that may get drafts.
         num_requests: Number of the step's requests that the sample stands for, including a
             proportional share of those that may not get drafts.
-        gains: Gains of trees over chains.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ class NgramDrafter(Drafter):
     """Looks up the longest known n-gram that ends the text.
 
     Args:
-        max_tokens: Longest n-gram.
         min_tokens: Shortest n-gram. Shorter ones recur by chance.
     """
 

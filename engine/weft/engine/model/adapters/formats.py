@@ -45,7 +45,6 @@ def read_adapter(
 
     Args:
         directory: adapter_config.json and adapter_model.safetensors, as PEFT writes them.
-        config: The model that the adapter is for.
         max_rank: Largest rank of any of its modules.
         max_bytes: Most host memory for its tensors; None: no limit.
         dtype: Dtype of the returned tensors. Scaling is done in float32 before.

@@ -107,7 +107,6 @@ class Decoder(DecoderOnlyLM):
         attention.
 
         Args:
-            weights: Parameters of the layer.
             first_position: First position to which rows attend.
             is_sparse: Whether the layer has experts, if the model has some.
         """

@@ -33,7 +33,6 @@ class DraftHead(Protocol):
         """Runs a step of the target, and writes the head's K and V for it.
 
         Args:
-            target: Model for which the head was loaded.
             step: Its `slots` must not be None.
             kept: [slots + 1, hidden]: the state of each request's last row in the step before;
                 overwritten with that of its last row in this step.

@@ -134,7 +134,6 @@ class AltUpLayer:
             addition times 1 / sqrt(2), so the norm after the mixer includes this factor too.
         part: The layer's part of a second embedding, which is added to the other copies.
         part_post: Norm of the result of `part`.
-        laurel: The addition beside attention.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ class Shard:
         """This rank's share of an axis.
 
         Args:
-            length: Length of the axis.
             unit: Entries that stay together.
             may_repeat: Whether several ranks may have the same unit if there are fewer units than
                 ranks.

@@ -76,7 +76,6 @@ class Weights:
         """All parameters of a checkpoint.
 
         Args:
-            dtype: Dtype in which the layers compute.
             shard: Share of each divided product to read.
             expert_shard: Share of the experts to read, where ranks have whole experts; the default:
                 of every expert its `shard`.
