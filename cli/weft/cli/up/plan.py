@@ -35,10 +35,12 @@ class Dial(Protocol):
     """
 
     def __call__(self, source: str, target: str, address: str) -> str:
-        """Args:
-        source: The dialling side: gateway, decode, or worker (prefill and decode).
-        target: The service to reach, such as `decode-0`.
-        address: host:port where it listens.
+        """Chooses the address to dial, host:port.
+
+        Args:
+            source: The dialling side: gateway, decode, or worker (prefill and decode).
+            target: The service to reach, such as `decode-0`.
+            address: host:port where it listens.
         """
         ...
 

@@ -130,13 +130,15 @@ class Stack:
         positions: torch.Tensor | None = None,
         copies: Copies | None = None,
     ) -> None:
-        """Args:
-        embed_tokens: [vocab, hidden], whole on every rank.
-        multiplier: Factor on rows of the embedding as they enter the stream, rounded to their
-            dtype.
-        per_layer: A second embedding, or None.
-        positions: [max_positions, hidden], added to each row by its position, or None.
-        copies: Makes the copies of the stream that the layers take, or None.
+        """Assembles the stack from its parts.
+
+        Args:
+            embed_tokens: [vocab, hidden], whole on every rank.
+            multiplier: Factor on rows of the embedding as they enter the stream, rounded to their
+                dtype.
+            per_layer: A second embedding, or None.
+            positions: [max_positions, hidden], added to each row by its position, or None.
+            copies: Makes the copies of the stream that the layers take, or None.
         """
         self.peers = peers
         """Ranks that have the other shares of the layers; None: there are none."""

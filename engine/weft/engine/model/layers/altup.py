@@ -27,9 +27,11 @@ class Copies:
     """Makes C copies of a stream of hidden states, and merges them again."""
 
     def __init__(self, spread: LinearWeight, merge: tuple[LinearWeight, ...]) -> None:
-        """Args:
-        spread: [H] -> [(C - 1) * H].
-        merge: [H] -> [H] for each copy but the first.
+        """Assembles both directions from their products.
+
+        Args:
+            spread: [H] -> [(C - 1) * H].
+            merge: [H] -> [H] for each copy but the first.
         """
         self._spread, self._merge = spread, merge
 

@@ -132,21 +132,23 @@ class Attention:
         value_dim: int | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """Args:
-        spec: The layer's constants, from `attention_spec`.
-        layer: The layer's number, and its index in the pool unless `move` follows.
-        cos_sin: [max_positions, head_dim] float32, shared by layers that rotate alike. With one
-            row heads are not rotated.
-        qkv_proj: [hidden] -> q, k and v of all heads.
-        o_proj: All heads -> [hidden].
-        q_norm: Norm of each head of q before the rotation, or None.
-        k_norm: The same for k; both have one epsilon.
-        num_adjacent: Pairs of adjacent elements that are rotated, as in `rope_and_cache`.
-        changes: Other changes of q, k and v before the rotation, in their order.
-        q_scales: [max_positions] float32: factors on q by its position, or None.
-        value_dim: Elements of a head of V in `qkv_proj` and `o_proj`, if fewer than D; the
-            changes widen it to D.
-        gate: Factor on attention's result, or None.
+        """Assembles the layer from its parts.
+
+        Args:
+            spec: The layer's constants, from `attention_spec`.
+            layer: The layer's number, and its index in the pool unless `move` follows.
+            cos_sin: [max_positions, head_dim] float32, shared by layers that rotate alike. With one
+                row heads are not rotated.
+            qkv_proj: [hidden] -> q, k and v of all heads.
+            o_proj: All heads -> [hidden].
+            q_norm: Norm of each head of q before the rotation, or None.
+            k_norm: The same for k; both have one epsilon.
+            num_adjacent: Pairs of adjacent elements that are rotated, as in `rope_and_cache`.
+            changes: Other changes of q, k and v before the rotation, in their order.
+            q_scales: [max_positions] float32: factors on q by its position, or None.
+            value_dim: Elements of a head of V in `qkv_proj` and `o_proj`, if fewer than D; the
+                changes widen it to D.
+            gate: Factor on attention's result, or None.
         """
         self.layer = self.in_pool = layer
         self.group = 0

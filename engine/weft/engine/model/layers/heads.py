@@ -18,7 +18,9 @@ class HeadChange(Protocol):
     """A change of q and k before they are rotated and stored."""
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
-        """Args:
+        """Changes q and k, and leaves V unchanged.
+
+        Args:
             qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
             positions: [T] int64.
             q_size: Hq * D.

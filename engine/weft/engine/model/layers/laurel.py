@@ -14,9 +14,11 @@ class Laurel:
     """x + norm(right(left(x))), where x are the rows that attention reads."""
 
     def __init__(self, left: LinearWeight, right: LinearWeight, norm: Norm) -> None:
-        """Args:
-        left: [hidden] -> [R].
-        right: [R] -> [hidden].
+        """Assembles the addition from its products.
+
+        Args:
+            left: [hidden] -> [R].
+            right: [R] -> [hidden].
         """
         self._left, self._right, self._norm = left, right, norm
 

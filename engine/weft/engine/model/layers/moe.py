@@ -40,11 +40,13 @@ class SparseMLP:
         names: MoENamesConfig = MoENamesConfig(),  # noqa: B008 - frozen
         beside: Weights | None = None,
     ) -> SparseMLP:
-        """Args:
-        hidden: Width of the stream.
-        weights: Parameters of the block.
-        beside: Parameters of the layer, where the shared experts may be; None: they are in the
-            block.
+        """Reads the router and all experts.
+
+        Args:
+            hidden: Width of the stream.
+            weights: Parameters of the block.
+            beside: Parameters of the layer, where the shared experts may be; None: they are in the
+                block.
         """
         router = LinearSpec(
             names=(names.router,),

@@ -19,11 +19,13 @@ class PerLayerEmbedding:
     def __init__(
         self, table: torch.Tensor, proj: LinearWeight, norm: Norm, num_layers: int, dim: int
     ) -> None:
-        """Args:
-        table: [vocab, layers * P].
-        proj: [hidden] -> [layers * P].
-        norm: Norm of the projection, for each layer's part by itself.
-        dim: P, elements of a layer's part.
+        """Assembles the embedding from its parts.
+
+        Args:
+            table: [vocab, layers * P].
+            proj: [hidden] -> [layers * P].
+            norm: Norm of the projection, for each layer's part by itself.
+            dim: P, elements of a layer's part.
         """
         self._table, self._proj, self._norm = table, proj, norm
         self._shape = num_layers, dim
