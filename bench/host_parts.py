@@ -299,8 +299,9 @@ def parts(run: Run) -> None:
         measure(llm, watched, texts, case, options)
         found = measure(llm, watched, texts, case, options)
         for beside, times in found.items():
-            for name in sorted(times) if times["turns"] else ():
-                title = f"{case.streams} streams, {case.drafts} drafts"
+            turns = times.pop("turns")
+            for name in sorted(times) if turns else ():
+                title = f"{turns:.0f} turns of {case.streams} streams, {case.drafts} drafts"
                 title += ", beside prompts" * beside
                 run.row(table=title, part=name, us=times[name])
 
