@@ -246,11 +246,7 @@ def check_architecture(architecture: str) -> None:
 
 
 def load_class(architecture: str) -> Any:
-    """The class that implements `architectures[0]` of a Hugging Face configuration.
-
-    Raises:
-        ModelError: The architecture is unknown, or its module cannot be imported.
-    """
+    """The class that implements `architectures[0]` of a Hugging Face configuration."""
     name = language_model_name(architecture)
     location = _OF_PARTS if name in _FAMILIES else _LOCATIONS.get(name)
     if location is not None:
@@ -265,9 +261,6 @@ def load_class(architecture: str) -> Any:
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
     """The function that reads config.json in place of `ModelConfig`, for a family, for encoders, or
     for a class from another distribution; None: `ModelConfig` reads it.
-
-    Raises:
-        ModelError: The architecture is unknown, or its module cannot be imported.
     """
     if language_model_name(architecture) in _BUILT_IN:
         return None

@@ -163,9 +163,6 @@ class ModelConfig:
         Args:
             max_context_tokens: Longest context that is served, which decides between LongRoPE's
                 factors; None: the model's.
-
-        Raises:
-            ModelError: A file is missing, malformed or not supported; the message names the field.
         """
         raw = for_context(read_json_file(model_dir / "config.json"), max_context_tokens)
         raw, source = with_quantization(raw, model_dir)

@@ -47,7 +47,6 @@ def convert_demo(progress: Progress | None = None, *, force: bool = False) -> Pa
     other waits.
 
     Args:
-        progress: Called with (bytes written, bytes in all).
         force: Whether to convert again and replace the directory.
 
     Raises:
@@ -94,11 +93,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def manifest_digests() -> dict[str, str]:
-    """BLAKE2b-256, hexadecimal, that each converted file must have.
-
-    Raises:
-        ModelError: There is no converted model.
-    """
+    """BLAKE2b-256, hexadecimal, that each converted file must have."""
     return {name: digest for name, (_, digest) in _read_manifest(demo_dir()).items()}
 
 

@@ -40,10 +40,6 @@ def convert_gguf(source: Path, out: Path, progress: Progress | None) -> dict[str
 
     Returns:
         The written files, by name.
-
-    Raises:
-        ModelError: The file is not such a GGUF.
-        OSError: A file cannot be read or written.
     """
     metadata = GgufMetadata(source)
     pre = metadata.get("tokenizer.ggml.pre")

@@ -63,9 +63,6 @@ class FileDigests:
 
     Args:
         trusts_records: Whether to take digests that were computed before.
-
-    Raises:
-        OSError: A file does not exist.
     """
 
     def __init__(self, files: Sequence[Path], *, trusts_records: bool = True) -> None:
@@ -86,11 +83,7 @@ class FileDigests:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self) -> list[bytes]:
-        """32 bytes for each file.
-
-        Raises:
-            OSError: A file cannot be read.
-        """
+        """32 bytes for each file."""
         found = []
         for record, digest in self._digests:
             if not isinstance(digest, bytes):

@@ -27,11 +27,7 @@ the target's own checkpoint contains.
 
 
 def kind_of(fields: Fields) -> HeadKind:
-    """Kind of draft head that a `config.json` describes.
-
-    Raises:
-        ModelError: The kind is not supported.
-    """
+    """Kind of draft head that a `config.json` describes."""
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     # The authors of EAGLE-3 wrote the name of an ordinary model, and their new field.
@@ -90,12 +86,7 @@ class HeadConfig:
 
 
 def read_layer(fields: Fields) -> dict[str, Any]:
-    """Arguments of `HeadConfig`.
-
-    Raises:
-        ModelError: The head has more than one layer, or another kind of layer; the message names
-            the field.
-    """
+    """Arguments of `HeadConfig`."""
     if fields.positive("num_hidden_layers", 1) != 1:
         raise fields.error(
             "num_hidden_layers",
@@ -133,9 +124,6 @@ def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:
 
     Args:
         dtype: Dtype in which the head computes, with or without torch's prefix.
-
-    Raises:
-        ModelError: A file cannot be read.
     """
     name = dtype.removeprefix("torch.").encode()
     try:

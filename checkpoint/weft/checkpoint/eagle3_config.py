@@ -28,12 +28,7 @@ class Eagle3Config(HeadConfig):
 
     @classmethod
     def load(cls, draft_dir: Path) -> Eagle3Config:
-        """Reads `config.json` of a directory.
-
-        Raises:
-            ModelError: The file is missing, malformed or not supported; the message names the
-                field.
-        """
+        """Reads `config.json` of a directory."""
         fields = Fields(read_json_file(draft_dir / "config.json"), str(draft_dir))
         if kind_of(fields) != "eagle3":
             raise fields.error("architectures", f"not those of EAGLE-3, such as {ARCHITECTURE}")

@@ -17,12 +17,7 @@ class EagleConfig(HeadConfig):
 
     @classmethod
     def load(cls, draft_dir: Path) -> EagleConfig:
-        """Reads `config.json` of a directory.
-
-        Raises:
-            ModelError: The file is missing, malformed or not supported; the message names the
-                field.
-        """
+        """Reads `config.json` of a directory."""
         return cls(**read_layer(eagle_fields(draft_dir)))
 
     def check_target(self, target: ModelConfig, where: Path) -> None:

@@ -23,9 +23,6 @@ def end_token_ids(
     Args:
         generation: Content of generation_config.json; empty if there is none.
         where: Directory of both, for messages.
-
-    Raises:
-        ModelError: A file names end tokens that are not token ids.
     """
     for file, source in (("generation_config.json", generation), ("config.json", config)):
         value = source.get(_FIELD)

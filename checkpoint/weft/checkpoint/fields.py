@@ -113,11 +113,7 @@ class Fields:
 
 
 def read_json_file(path: Path) -> Mapping[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-        ModelError: The file cannot be read, or does not hold a JSON object.
-    """
+    """Reads a JSON object from a file."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:

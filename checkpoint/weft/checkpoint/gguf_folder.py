@@ -24,9 +24,6 @@ def gguf_folder(path: Path) -> Path:
 
     Args:
         path: Of the file. Its name without the suffix names the directory.
-
-    Raises:
-        ModelError: The file cannot be read, is no GGUF file, or is not supported.
     """
     path = path.resolve()
     try:

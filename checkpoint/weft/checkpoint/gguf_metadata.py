@@ -41,11 +41,7 @@ ROTATION_FACTORS = "rope_freqs.weight"
 
 
 class GgufMetadata:
-    """Key-value section of a GGUF file, and its tensors.
-
-    Raises:
-        ModelError: The file is no GGUF file, or its architecture is not supported.
-    """
+    """Key-value section of a GGUF file, and its tensors."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -100,11 +96,7 @@ class GgufMetadata:
         return int(self.own("attention.head_count" + ("_kv" if kind == "attn_k" else "")))
 
     def hugging_face_name(self, name: str) -> tuple[str, str]:
-        """The Hugging Face name of a tensor, and its kind if it belongs to a layer, else "".
-
-        Raises:
-            ModelError: These models have no such tensor.
-        """
+        """The Hugging Face name of a tensor, and its kind if it belongs to a layer, else ""."""
         if name in OUTER_TENSORS:
             return OUTER_TENSORS[name], ""
         parts = name.split(".")
@@ -113,11 +105,7 @@ class GgufMetadata:
         raise ModelError(f"{self.where}: unexpected tensor {name}")
 
     def config(self) -> dict[str, Any]:
-        """Content of config.json.
-
-        Raises:
-            ModelError: Metadata are missing, or ask for what is not supported.
-        """
+        """Content of config.json."""
         architecture, model_type = ARCHITECTURES[self.architecture]
         heads, hidden_size = self.own("attention.head_count"), self.own("embedding_length")
         theta = self.number("rope.freq_base")

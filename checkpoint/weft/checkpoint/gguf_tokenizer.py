@@ -15,11 +15,7 @@ _PLAIN_SPLITS = ("default", "gpt-2")
 
 
 def tokenizer_files(metadata: GgufMetadata) -> dict[str, Mapping[str, Any]]:
-    """Contents of tokenizer.json and tokenizer_config.json.
-
-    Raises:
-        ModelError: The vocabulary is not supported.
-    """
+    """Contents of tokenizer.json and tokenizer_config.json."""
     is_smollm = metadata.get("tokenizer.ggml.pre") == "smollm"
     tokenizer = _smollm(metadata) if is_smollm else _by_transformers(metadata)
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(metadata)}

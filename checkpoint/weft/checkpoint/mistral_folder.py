@@ -40,9 +40,6 @@ def mistral_folder(path: Path) -> Path:
 
     Args:
         path: A folder for which `needs_conversion` holds.
-
-    Raises:
-        ModelError: A file is malformed or not supported, or the cache cannot be written.
     """
     path = path.resolve()
     try:

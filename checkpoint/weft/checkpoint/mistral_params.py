@@ -82,14 +82,7 @@ def mistral_name(name: str) -> str:
 
 
 def config_of_params(path: Path) -> Mapping[str, Any]:
-    """The content of config.json.
-
-    Args:
-        path: The params.json.
-
-    Raises:
-        ModelError: The model is not supported; the message names the field.
-    """
+    """The content of config.json."""
     fields = Fields(read_json_file(path), str(path))
     config = {ours: fields.get(name) for name, ours in _GENERAL.items() if name in fields}
     config.setdefault("max_position_embeddings", _MAX_POSITIONS)

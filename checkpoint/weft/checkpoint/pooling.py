@@ -82,9 +82,6 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
 
     Args:
         task: The task to serve; auto: the task of the files; generate: no file is read.
-
-    Raises:
-        ModelError: A file is malformed, or asks for what is not supported.
     """
     if task == "generate":
         return PoolingConfig(task="generate", pooling="last", normalises=False)
@@ -132,11 +129,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
 
 
 def with_head_for(task: Task, config: ModelConfig, model_dir: Path) -> ModelConfig:
-    """The configuration with the head that the task needs.
-
-    Raises:
-        ModelError: The model has no such head.
-    """
+    """The configuration with the head that the task needs."""
     if task == "embed" and config.head == "tokens":
         return replace(config, head="none")
     if task in ("generate", "score") and config.is_encoder:

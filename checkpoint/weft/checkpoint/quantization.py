@@ -133,11 +133,7 @@ def resolve_quantization(
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """Reads how a config.json says that weights are quantised; None: it says nothing.
-
-    Raises:
-        ModelError: The format is not supported; the message names the field.
-    """
+    """Reads how a config.json says that weights are quantised; None: it says nothing."""
     if (section := declared_quantization(fields)) is None:
         return None
     has_kv_scales = read_kv_scheme(section)

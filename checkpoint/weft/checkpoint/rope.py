@@ -91,9 +91,6 @@ def rope_config(
         partial: Default share of a head that is rotated; None: heads are rotated whole, and another
             share is refused.
         is_interleaved: As in `RopeConfig`.
-
-    Raises:
-        ModelError: The rotation is not supported; the message names the field.
     """
     names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
     first, *others = [

@@ -40,11 +40,7 @@ def with_usual_names(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def activation(fields: Fields, name: str) -> ActivationName:
-    """The activation that a field names.
-
-    Raises:
-        ModelError: The activation is not supported.
-    """
+    """The activation that a field names."""
     given = fields.text(name, "gelu")
     found = _ACTIVATIONS.get(given)
     if found is None:

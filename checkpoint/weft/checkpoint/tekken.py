@@ -26,11 +26,7 @@ _NUM_SPECIAL = 1000
 
 
 def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Contents of tokenizer.json and tokenizer_config.json.
-
-    Args:
-        path: The tekken.json.
-    """
+    """Contents of tokenizer.json and tokenizer_config.json."""
     fields = Fields(read_json_file(path), str(path))
     config = fields.section("config")
     num_special = config.positive("default_num_special_tokens", _NUM_SPECIAL)

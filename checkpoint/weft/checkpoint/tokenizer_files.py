@@ -33,11 +33,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """Reads a JSON object; returns an empty one if the file is missing and not required.
-
-    Raises:
-        ModelError: A required file is missing, or the file does not hold a JSON object.
-    """
+    """Reads a JSON object; returns an empty one if the file is missing and not required."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

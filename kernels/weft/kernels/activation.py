@@ -132,7 +132,6 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
-    """`silu_and_mul` in eager torch, any device."""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
 

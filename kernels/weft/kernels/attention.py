@@ -217,7 +217,6 @@ def settled(
     Args:
         spec: Constants of one of the layers, which may differ only in their windows.
         rows: T.
-        dtype: Of the rows.
         pool: As in `paged_attention`.
     """
     from weft.kernels.gpu import flash_attention

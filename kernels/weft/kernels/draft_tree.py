@@ -188,7 +188,6 @@ def grow_reference(
     Args:
         nodes: Receives the children, and which of them get children.
         logits: [R * P, draft vocabulary] float32: logits of `parents`; NaN is never chosen.
-        parents: The nodes at `depth`.
         depth: Depth of the parents; 0 for the root.
 
     Returns:

@@ -45,7 +45,6 @@ def gated_delta(
         beta: [T, Hv], between 0 and 1, or 2.
         states: [S, Hv, Dk, Dv] before the first rows; not changed. Their dtype, float32 or
             float64, is that of the computation.
-        sequences: Of T rows.
 
     Returns:
         [T, Hv, Dv] of the dtype of `v`, and the states after the last rows, [S, Hv, Dk, Dv].
@@ -92,7 +91,6 @@ def gated_delta_reference(
     states: torch.Tensor,
     cu_lens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gated_delta` in eager torch, any device, by pieces."""
     segments = Segments.of(cu_lens, _LONGEST if decay.dim() == 2 else _LONGEST_BY_ELEMENT)
     dtype, shared = states.dtype, v.shape[1] // k.shape[1]
 

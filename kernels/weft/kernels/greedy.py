@@ -26,7 +26,6 @@ def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_rows_reference(logits: torch.Tensor) -> torch.Tensor:
-    """`greedy_rows` in eager torch, any device."""
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     is_largest = logits == logits.amax(dim=1, keepdim=True)

@@ -195,7 +195,6 @@ def quantise_groups(weight: torch.Tensor, group: int = SMALLEST_GROUP) -> IntGro
 
     Args:
         weight: [N, K], any float dtype.
-        group: Columns of a group.
 
     Raises:
         ValueError: A number is not finite, or too large for a scale of float16.

@@ -165,7 +165,6 @@ def own_attention(
 def own_attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`own_attention` in eager torch, any device."""
     out, sums = v.new_zeros(v.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
     for first, end in pairwise(cu_q_lens.tolist()):
         scores = torch.einsum("thd,shd->hts", q[first:end].float(), k[first:end].float()) * scale
@@ -212,7 +211,6 @@ def earlier_attention_reference(
     cu_kv_lens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`earlier_attention` in eager torch, any device."""
     out = v.new_zeros((*q.shape[:2], v.shape[2]))
     sums = q.new_full(q.shape[:2], NOTHING, dtype=torch.float32)
     keys = pairwise(cu_kv_lens.tolist())

@@ -169,10 +169,8 @@ def linear(
 
     Args:
         x: [M, K], contiguous, the weight's dtype; M may be 0.
-        w: From `pack_linear`.
         residual: [M, N], contiguous, dtype of `x`; not changed.
         out_dtype: dtype of the result: that of `x` (default) or float32 (for logits).
-        lora: What the adapters of these M tokens add, or None.
 
     Returns:
         [M, N], accumulated in float32. The native form rounds once, and a row's result does not
@@ -258,7 +256,6 @@ def normed_linear(
         x: [M, K], contiguous, the weight's dtype.
         gain: [K]: weight of the norm.
         out_dtype: As in `linear`; None where gated.
-        lora: As in `linear`.
 
     Returns:
         [M, N], or [M, I] where gated. On a GPU the product of a small input computes the norm in

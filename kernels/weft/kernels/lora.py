@@ -470,9 +470,6 @@ def describe_lora(
 ) -> NativeLora:
     """Checks what adapters add to the products of a step, and describes it to native operations.
 
-    Args:
-        segments: Segments of the step.
-
     Raises:
         ValueError: The parts have different numbers of layers.
         IndexError: A segment or table has an index out of range.
@@ -537,7 +534,6 @@ def check_addition(
     Args:
         out_shape: [T, N] of the product.
         x_shape: [T, K] of its input.
-        dtype: Of the input.
     """
     rows, tokens = x_shape[0], addition.segments.token_slots.shape[0]
     if tokens != rows:

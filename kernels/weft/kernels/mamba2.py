@@ -39,7 +39,6 @@ def mamba2(
         d: [H].
         states: [S, H, N, P] before the first rows; not changed. Their dtype, float32 or float64,
             is that of the computation.
-        sequences: Of T rows.
 
     Returns:
         [T, H, P] of the dtype of `x`, and the states after the last rows, [S, H, N, P].
@@ -81,7 +80,6 @@ def mamba2_reference(
     states: torch.Tensor,
     cu_lens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mamba2` in eager torch, any device, by pieces."""
     segments = Segments.of(cu_lens)
     dtype, shared = states.dtype, x.shape[1] // b.shape[1]
     rates, skips = a.to(dtype), d.to(dtype)[:, None, None]

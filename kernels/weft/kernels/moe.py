@@ -175,7 +175,6 @@ def pack_experts(
     Args:
         experts: For each expert [2 * I, H], rows of gate first, and [H, I], in floats or, on a
             CPU, quantised.
-        count: Number of experts.
         arena: Where packed weights go; None: memory of their own.
         dtype: What they compute in; None: that of the weights, which must be in floats.
         biases: [E, 2 * I] and [E, H] of the dtype, or None.
@@ -326,7 +325,6 @@ def route(
 def route_reference(
     logits: torch.Tensor, top_k: int, *, renormalise: bool, form: RouterForm = SOFTMAX
 ) -> Routing:
-    """`route` in eager torch, any device."""
     if form.jitter is not None:
         return _mixed_route(logits, top_k, form.jitter)
     scores = logits.sigmoid() if form.is_sigmoid else torch.softmax(logits, dim=-1)
@@ -392,7 +390,6 @@ def moe(
     Args:
         x: [T, H], contiguous, dtype of the weights; T may be 0.
         residual: [T, H], contiguous, dtype of `x`, or None; not changed.
-        lora: What the adapters of these T tokens add, or None.
 
     Returns:
         [T, H], dtype of `x`; rounded to the dtype between the two products, summed in float32.

@@ -37,7 +37,6 @@ def philox4x32(counter: tuple[UInt32Array, ...], key: tuple[int, int]) -> tuple[
 
     Args:
         counter: Four uint32 arrays that broadcast to one shape, first word first.
-        key: Two 32-bit words.
 
     Returns:
         Four uint32 arrays of that shape.

@@ -119,7 +119,6 @@ def add_layer_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` in eager torch, any device."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(x.dtype)
@@ -128,7 +127,6 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` in eager torch, any device."""
     residual.add_(x)
     return rms_norm_reference(residual, weight, eps), residual
 

@@ -32,7 +32,6 @@ def stack_experts(
 
     Args:
         experts: For each expert [I, H] and [H, I].
-        count: Number of experts.
     """
     stacks: tuple[torch.Tensor, torch.Tensor] | None = None
     for number, (up, down) in enumerate(experts):

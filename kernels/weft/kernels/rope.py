@@ -48,7 +48,6 @@ def rope_and_cache(
         q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None; dtype of
             `qkv` or float32.
         k_norm: [D], the same for k; if both norms are given, they have one dtype.
-        eps: Epsilon of these norms.
         k_out: [T, Hkv, D] or None: receives K as it is stored; on a GPU only.
         num_adjacent: Pairs of adjacent elements, up to D/2.
         is_settled: On a GPU: the caller has checked the arguments (`check_rope`), and positions and
@@ -140,7 +139,6 @@ def rope_and_cache_reference(
     *,
     num_adjacent: int = 0,
 ) -> torch.Tensor:
-    """`rope_and_cache` in eager torch, any device."""
     dim, page_size = head_dim(pool), pool.shape[-2]
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -107,12 +107,7 @@ class SamplingColumns:
     """
 
     def __init__(self, vocab_size: int, max_slots: int, *, use_native: bool = True) -> None:
-        """Creates the columns with all slots greedy.
-
-        Args:
-            vocab_size: Length of each row of logits.
-            use_native: Whether to use the native library, if it can be built.
-        """
+        """Creates the columns with all slots greedy."""
         if vocab_size < 1 or max_slots < 1:
             raise ValueError(f"no vocabulary or no slots: {vocab_size}, {max_slots}")
         self.vocab_size = vocab_size

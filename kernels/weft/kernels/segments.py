@@ -57,7 +57,6 @@ class Segments(NamedTuple):
 
         Args:
             cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
-            longest: Most rows of a piece.
         """
         return _segments(tuple(cu_lens.tolist()), longest, cu_lens.device)
 
@@ -67,7 +66,6 @@ class Segments(NamedTuple):
         """Computes all waves in turn.
 
         Args:
-            piece: Computes one wave.
             states: [S, ...], before the first rows; not changed.
             out: [N, ...], written; results of `piece` are converted to its dtype.
 

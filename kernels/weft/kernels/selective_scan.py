@@ -35,7 +35,6 @@ def selective_scan(
         d: [C].
         states: [S, N, C] before the first rows; not changed. Their dtype, float32 or float64, is
             that of the computation.
-        sequences: Of T rows.
 
     Returns:
         [T, C] of the dtype of `x`, and the states after the last rows, [S, N, C].
@@ -80,7 +79,6 @@ def selective_scan_reference(
     states: torch.Tensor,
     cu_lens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`selective_scan` in eager torch, any device."""
     dtype, lengths, after = states.dtype, cu_lens.diff(), states.clone()
     rates, skips, out = a.to(dtype), d.to(dtype), torch.empty_like(x)
     for index in range(int(lengths.max())):

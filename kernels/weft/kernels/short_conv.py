@@ -28,7 +28,6 @@ def short_conv(
         bias: [C], or None.
         tails: [S, C, K - 1]: each sequence's values before its first row, latest last; zeros at the
             beginning of a context. Not changed.
-        sequences: Of T rows.
 
     Returns:
         [T, C] of the dtype of `x`, computed in float32 or wider, and the tails after the last rows,
@@ -74,7 +73,6 @@ def short_conv_reference(
     *,
     has_silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`short_conv` in eager torch, any device."""
     taps, channels = weight.shape
     segments, before = Segments.of(cu_lens), taps - 1
     count = len(segments.ends)

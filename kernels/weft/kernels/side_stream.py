@@ -61,7 +61,6 @@ class SideStreamWork(Generic[Result]):
         work: Launches kernels; on the side stream neither they nor the first kernel after the join
             may start early (`weft.kernels.gpu.dependent_launch`). Their inputs must not change
             until the join.
-        lane: Names the side stream.
         is_forked: Whether to use a side stream at all; if not, the work runs on the current stream
             at once.
     """

@@ -168,8 +168,6 @@ def step_delta(
     Args:
         form: A layer with a decay for each head, and without a bias of the convolution.
         gates: How the gates come from the second input.
-        rows: As for `step_heads`.
-        memory: As for `step_heads`.
         inputs: The convolution's input, [T, channels] or [T, Hk, channels of a key head] with any
             distance between heads, of the ring's dtype; and the product for the gates, [T, 2 * H].
 

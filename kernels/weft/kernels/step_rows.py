@@ -151,8 +151,6 @@ def accept_drafts(
     Args:
         drawn: [L] int64; negative where no token was drawn. Drawing stops where a request ends; if
             it goes on nevertheless, the token before is its last one.
-        step: The step that drew.
-        verified: Its verified drafts.
         known: Changed: the requests' last tokens, and their positions.
 
     Returns:
@@ -192,7 +190,6 @@ def chain_places(
         limits: [R] int64: position from which on a chain has no pages; at least 1.
         late_starts: [slots + 1] int64.
         page_table: [slots + 1, max_pages] int32; the null page is page 0.
-        depth: Tokens of a chain.
 
     Returns:
         Positions [depth, R] int64; places [depth, R] int64, page * page_size + offset; lengths

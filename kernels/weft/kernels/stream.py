@@ -178,7 +178,6 @@ class Stream:
 
     Args:
         value: [T, H].
-        taps: Receives the stream as it enters some layers, or None.
         peers: Ranks that hold parts of what is added; every addition sums the parts, so that all
             ranks have equal streams. None: this process computes all of it.
     """
@@ -254,8 +253,6 @@ def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = Non
 
     Args:
         hidden: [T, H], contiguous; on a GPU it is overwritten.
-        taps: Receives the stream as it enters some of these layers, or None.
-        peers: As in `Stream`.
     """
     if not hidden.is_cuda or (peers is not None and peers.device_type != "cuda"):
         return Stream(hidden, taps, peers)

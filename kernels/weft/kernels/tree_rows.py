@@ -20,7 +20,6 @@ def parent_of(word: int, row: int) -> int:
 
     Args:
         word: The row's word of `ancestors`.
-        row: Number of the row in its request.
     """
     return (word & (1 << row) - 1).bit_length() - 1
 

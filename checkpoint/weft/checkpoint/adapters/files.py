@@ -84,11 +84,7 @@ class AdapterFiles:
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any], weights: int) -> None:
-        """Reads the header; `weights` is a descriptor that the caller closes.
-
-        Raises:
-            AdapterError: The header does not fit the file.
-        """
+        """Reads the header; `weights` is a descriptor that the caller closes."""
         self.directory = directory
         self.config = config
         self._weights = weights
@@ -97,11 +93,7 @@ class AdapterFiles:
         """Tensors by name, in file order."""
 
     def read(self, entry: TensorEntry) -> bytearray:
-        """Reads the bytes of one tensor.
-
-        Raises:
-            AdapterError: The file has become shorter.
-        """
+        """Reads the bytes of one tensor."""
         data = bytearray(entry.end - entry.start)
         _read_at(self.directory, self._weights, entry.start, memoryview(data))
         return data
@@ -111,11 +103,7 @@ class AdapterFiles:
         return [range(at, min(size, at + num_bytes)) for at in range(0, size, num_bytes)]
 
     def piece_digest(self, piece: range) -> bytes:
-        """BLAKE2b-256 of a piece of the weight file.
-
-        Raises:
-            AdapterError: The file has become shorter.
-        """
+        """BLAKE2b-256 of a piece of the weight file."""
         data = bytearray(len(piece))
         _read_at(self.directory, self._weights, piece.start, memoryview(data))
         return hashlib.blake2b(data, digest_size=32).digest()

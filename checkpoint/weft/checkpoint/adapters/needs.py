@@ -31,9 +31,6 @@ def needs_of(folder: Path, model_dir: Path, model: ModelConfig, max_rank: int) -
         model_dir: The directory of the model that the adapter is for.
         model: That model's configuration.
         max_rank: Largest rank that any worker takes.
-
-    Raises:
-        AdapterError: The files are damaged, or do not fit the model.
     """
     with open_adapter(folder) as files:
         plan = plan_adapter(

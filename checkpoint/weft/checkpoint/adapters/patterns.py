@@ -35,11 +35,7 @@ class _Group:
 
 
 def match(pattern: str, name: str, *, is_whole: bool = False) -> regex.Match[str] | None:
-    """Matches the beginning of a name as `re.match` does, or the whole name; releases the GIL.
-
-    Raises:
-        AdapterError: The match takes too long.
-    """
+    """Matches the beginning of a name as `re.match` does, or the whole name; releases the GIL."""
     try:
         matched = regex.fullmatch if is_whole else regex.match
         return matched(pattern, name, timeout=MATCH_S, concurrent=True)

@@ -85,12 +85,7 @@ class PeftConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], directory: Path) -> PeftConfig:
-        """Checks a parsed adapter_config.json.
-
-        Raises:
-            AdapterError: The adapter is no LoRA or an unsupported variant, or a field is malformed;
-                the message names the field.
-        """
+        """Checks a parsed adapter_config.json."""
         fields = _Fields(raw, f"adapter {directory}: {CONFIG_FILE}")
         kind = fields.raw.get("peft_type")
         if kind != "LORA":

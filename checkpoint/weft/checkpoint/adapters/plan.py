@@ -109,9 +109,6 @@ def plan_adapter(
         is_lenient: Whether to leave out tensors that cannot be applied, instead of refusing the
             adapter.
         num_tokens: As in `read_adapter`.
-
-    Raises:
-        AdapterError: The message names the tensor or field.
     """
     planner = _Planner(files, config, max_rank, frozenset(parts), is_lenient, num_tokens)
     planner.sort()

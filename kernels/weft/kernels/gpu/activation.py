@@ -12,7 +12,6 @@ _BLOCK = 1024
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`weft.kernels.activation.silu_and_mul` for CUDA tensors."""
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
     rows, width = x.shape[0], x.shape[1] // 2

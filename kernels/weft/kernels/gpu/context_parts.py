@@ -50,7 +50,6 @@ def make_parts(q: torch.Tensor, programs: int, at_once: int) -> Parts | None:
     Args:
         q: [T, Hq, D], queries.
         programs: Programs if each context is one part.
-        at_once: Programs that the GPU runs at the same time.
 
     Returns:
         None if attention ends soonest with one part.
@@ -86,7 +85,6 @@ def merge_parts(
         kv_lens: [R] int32, new rows included.
         sinks: [Hq] float32, or None.
         scale: Factor on the scores, log2(e) included.
-        least_rows: Fewest rows of a request.
     """
     _, tokens, heads, dim = parts.mixed.shape
     requests = kv_lens.shape[0]

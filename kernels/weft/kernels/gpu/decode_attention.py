@@ -90,7 +90,6 @@ def decode_attention(
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
         kv_lens: [R] int32.
-        max_kv_len: Bound of `kv_lens`.
         is_uniform: Whether every request brings one row; `cu_q_lens` is not read then.
         first_position: Rows do not attend to positions before it.
         max_rows: Most rows of a request, up to MAX_FEW_ROWS; a power of two.

@@ -44,7 +44,6 @@ def step_delta(
     memory: LayerMemory,
     inputs: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """`weft.kernels.slot_states.step_delta` for CUDA tensors."""
     new, ba = inputs
     ba = ba if ba.stride(1) == 1 else ba.contiguous()
     (ring, ring_gate, ring_beta), keys = memory.rings, memory.found[0]

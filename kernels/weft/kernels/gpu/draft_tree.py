@@ -81,7 +81,6 @@ def grow(
 
 
 def keep_best(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.draft_tree.keep_best_reference` for CUDA tensors."""
     requests, num_grown = nodes.tokens.shape
     num_expanded = nodes.chosen.shape[1]
     size = (num_nodes, requests)

@@ -13,7 +13,6 @@ from weft.kernels.lora import LoraAddition
 
 
 def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: LoraAddition) -> None:
-    """`weft.kernels.lora.add_embedding_lora` for CUDA tensors."""
     (part,), token_slots = addition.parts, addition.segments.token_slots
     tokens, rows = token_ids.shape[0], part.table.shape[2]
     if tokens == 0:

@@ -109,7 +109,6 @@ def extend_attention(
         first_position: Rows do not attend to positions before it; 0 with `own`.
         window: Most positions that a row attends to, or None; not with a `first_position`.
         is_chunked: As in `AttentionSpec`.
-        least_rows: Fewest rows of a request.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Cap of the scaled scores; 0: none.
 

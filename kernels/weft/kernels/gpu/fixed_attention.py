@@ -64,7 +64,6 @@ def fixed_attention(
         cu_q_lens: [R + 1] int32.
         kv_lens: [R] int32, new rows included.
         max_kv_len: Bound of `kv_lens`; it decides on launches, and changes no bits.
-        window: Most positions that a row attends to, or None.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Cap of the scaled scores; 0: none.
         is_chunked: As in `AttentionSpec`.

@@ -90,7 +90,6 @@ def few_rows(
         out: [M, N], where gated [M, N / 2], contiguous: receives the result, accumulated in float32
             and rounded once; may be the residual.
         given: A norm only if `can_take_norm` holds.
-        launch: None: the launch for these sizes.
 
     Raises:
         ValueError: Rows are too long for a norm.

@@ -94,7 +94,6 @@ def multiply_fp8(
             and rounded once; may be the residual.
         bias: [N], or None.
         residual: [M, N], contiguous, or None; not where gated.
-        launch: None: the launch for these sizes.
     """
     rows, k, columns = x.rows, x.data.shape[1], out.shape[1]
     scales = WeightScales.of(matrix)

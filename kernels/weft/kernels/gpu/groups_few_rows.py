@@ -99,11 +99,8 @@ def multiply_few(
         weight: Where gated the rows of gate come first.
         bias: [N], of experts [E, N], or None.
         residual: [M, N] or None; of a gated pair of experts [P, N], added before the activation.
-        is_gated: Whether the weight is a gated pair.
         experts: The expert of each pair; None: the weight is a single matrix. If the weights are a
             rank's share of the experts, nothing is written for pairs of other ranks' experts.
-        launch: None: the launch for these sizes.
-        options: None: the device's options.
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = out.shape[1], first.columns

@@ -66,11 +66,8 @@ def product_launch_config(
 
     Args:
         rows: Rows; of experts, rows of a block.
-        columns: Columns of the result.
         half: Half the columns of a block of the weight.
-        is_gated: Whether gate and up are combined.
         is_fixed: Whether each sum must be one chain over K, the same for any number of rows.
-        can_split: Whether programs may share K.
     """
     is_short, splits = half < 64, can_split and not is_fixed and columns <= _FEW_COLUMNS
     if rows <= MAX_SLICED_ROWS and not is_fixed:
@@ -140,9 +137,7 @@ def multiply_groups(
         weight: Where gated the rows of gate come first.
         bias: [N], of experts [E, N], or None.
         residual: [M, N] or None; of a gated pair of experts [P, N], added before the activation.
-        is_gated: Whether the weight is a gated pair.
         experts: The expert of each row; None: the weight is a single matrix.
-        options: None: the device's options.
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = (out.shape[1], first.columns)

@@ -155,9 +155,6 @@ def multiply_wide(
         weight: Where gated the rows of gate come first.
         bias: [N] or None.
         residual: [M, N] or None; None where gated.
-        is_gated: Whether the weight is a gated pair, for silu(gate) * up.
-        launch: None: the launch for these sizes.
-        options: None: the device's options.
     """
     (rows, k), columns = x.shape, out.shape[1]
     if launch is None:

@@ -42,7 +42,6 @@ _REQUESTS_AT_ONCE = 256
 def latent_attention(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> torch.Tensor:
-    """`weft.kernels.latent_attention.latent_attention` for CUDA tensors."""
     if step.latents is not None:
         return flash_mla(q, pool, layer, spec, step.latents.seen)[0]
     return _attend(q, pool, layer, spec, step, None)
@@ -51,7 +50,6 @@ def latent_attention(
 def attention_before(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.latent_attention.attention_before` for CUDA tensors."""
     plan = step.latents and step.latents.before
     if plan is not None:
         out, sums = flash_mla(q, pool, layer, spec, plan)

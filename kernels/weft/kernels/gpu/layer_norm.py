@@ -16,7 +16,6 @@ def add_layer_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """`weft.kernels.norm.add_layer_norm` for CUDA tensors."""
     if not (x.is_contiguous() and residual.is_contiguous()):
         raise ValueError("x and residual must be contiguous")
     rows, width = x.shape

@@ -21,7 +21,6 @@ from weft.kernels.side_stream import SideStreamWork, is_forking
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
-    """`weft.kernels.lora.add_lora` for CUDA tensors."""
     Ranks(x, addition).add_to(out)
 
 

@@ -52,7 +52,6 @@ def ranks_at_once(columns: int, element_bytes: int) -> int:
 
     Args:
         columns: Columns of the program, a power of two.
-        element_bytes: Bytes of an element of B.
     """
     return max(1, min(16, (1 << 17) // (columns * element_bytes)))
 
@@ -79,7 +78,6 @@ def added_to_row(
         column: [COLUMNS].
         mask: [COLUMNS].
         stride: Distance between sums of the ranks.
-        SUMS: Number of sums.
         BLOCK_SUMS: A power of two, not less than SUMS.
         AT_ONCE: From `ranks_at_once`.
     """

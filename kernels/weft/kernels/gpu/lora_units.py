@@ -121,7 +121,6 @@ def load_units(
         slot: [T].
         owner: [UNITS], from `units_of`.
         stride: Distance between sums of the ranks.
-        SUMS: Number of sums.
         BLOCK_SUMS: A power of two, not less than SUMS.
     """
     at, mask = own_ranks(ranks, slot, owner, RANKS)

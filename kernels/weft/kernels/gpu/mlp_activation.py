@@ -12,7 +12,6 @@ _BLOCK = 1024
 
 
 def activate(x: torch.Tensor, activation: str, *, is_gated: bool) -> torch.Tensor:
-    """`weft.kernels.activation.activate` for CUDA tensors."""
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
     rows, width = x.shape[0], x.shape[1] // (2 if is_gated else 1)

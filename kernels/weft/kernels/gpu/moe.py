@@ -78,7 +78,6 @@ def begin_ranks(
         x: [T, H], contiguous, the experts' input.
         places: `weft.kernels.moe.ExpertWeights.num_places`.
         inner: I.
-        is_fixed: As in `moe`.
 
     Returns:
         Work for `routed_moe`; None if there are no such ranks.
@@ -120,9 +119,7 @@ def routed_moe(
         logits: [T, E] float32, of the router; of the experts of all ranks.
         w13: [E, 2 * I, H].
         w2: [E, H, I].
-        after: The norm that follows, or None.
         ranks: From `begin_ranks` of the same arguments.
-        renormalise: Whether the shares of a row's experts add up to 1.
         shared: Shared expert that is added too, where `moe_direct.joins_shared` holds, with the
             requirements of `direct_moe`.
 
@@ -274,7 +271,6 @@ def sorted_moe(
 
     Args:
         x: As in `moe`, like all arguments that are not described here.
-        ranks: As in `routed_moe`.
         blocks: The pairs in blocks of `tiles.rows`, if they have been sorted already.
         after: The norm that follows, whose result is then returned, or None; not with `residual`.
     """

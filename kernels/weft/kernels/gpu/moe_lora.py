@@ -44,7 +44,6 @@ def gate_up_additions(
         experts: E.
         items: The pairs in tiles; None: pair by pair.
         is_fixed: As in `shrink_rows`; only pair by pair.
-        is_share: Whether the experts are a share.
 
     Returns:
         [T * k, 2 * I], dtype of `x`; None if nothing is added. In tiles it is undefined for experts

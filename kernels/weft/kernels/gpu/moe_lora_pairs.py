@@ -105,7 +105,6 @@ def activate_pairs(
         shares: [T, k] float32.
         lora: Additions that `can_pair` accepts.
         experts: E.
-        is_share: Whether the experts are a share.
 
     Returns:
         [T * k, I], dtype of the parameters, undefined for experts of other ranks; and the ranks,

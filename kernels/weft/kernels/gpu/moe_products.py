@@ -62,7 +62,6 @@ def multiply_sorted(
         blocks: The pairs in blocks of `tiles.rows`.
         added: [P, 2 * I], added to gate and up, or None.
         top_k: Pairs of each row of `x`.
-        is_gated: Whether gate and up are combined.
         is_raw: Whether gate and up are written side by side, not combined; without biases.
         is_fixed: Whether sums must have one order for all tiles, as they always have for weights in
             floats.

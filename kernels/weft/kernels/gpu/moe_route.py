@@ -225,8 +225,6 @@ def route_and_sort(
     Args:
         logits: [T, E] float32, contiguous, where `is_sorted_at_once` holds.
         top_k: 1 to E.
-        block: Pairs of a block.
-        renormalise: Whether the shares of a row's experts add up to 1.
         placement: As in `weft.kernels.moe.ExpertWeights`; pairs of other ranks' experts are in no
             block.
         own: Number of experts on this rank; None: all.

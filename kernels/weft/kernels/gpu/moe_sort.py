@@ -45,7 +45,6 @@ def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
         ids: [T, k] int32 on a GPU, contiguous, each below `experts`, or `experts` for a pair that
             belongs to no block; T at least 1.
         experts: E.
-        block: Pairs of a block.
     """
     pairs = ids.numel()
     bound = num_blocks(pairs, experts, block)

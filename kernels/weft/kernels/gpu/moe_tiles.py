@@ -44,7 +44,6 @@ def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> T
 
     Args:
         rows: T.
-        top_k: Experts of each row.
         experts: E.
         hidden: H.
         width: I.

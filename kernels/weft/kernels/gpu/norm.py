@@ -14,7 +14,6 @@ from weft.kernels.quantised import FP8_GROUP
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`weft.kernels.norm.rms_norm` for CUDA tensors."""
     out = torch.empty_like(x)
     _launch(out, x, None, weight, eps)
     return out

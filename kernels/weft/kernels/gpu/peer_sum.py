@@ -134,7 +134,6 @@ def sum_rows(
         x: [T, width], contiguous: this rank's part.
         residual: [T, width], contiguous, of the dtype of `x`.
         total: Like `residual`; may be `residual`.
-        norm: RMS norm of the result, or None.
         tap: [T, width] with rows of any stride: receives the result as well; or None.
 
     Returns:

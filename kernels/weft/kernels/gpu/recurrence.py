@@ -63,7 +63,6 @@ def short_conv(
     *,
     has_silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.short_conv.short_conv` for CUDA tensors."""
     (rows, channels), taps = x.shape, weight.shape[0]
     x = x if x.stride(1) == 1 else x.contiguous()
     weight, tails = weight.contiguous(), tails.contiguous()

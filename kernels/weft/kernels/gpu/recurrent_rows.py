@@ -45,7 +45,6 @@ def gated_norm(
 def delta_gates(
     ba: torch.Tensor, rates: torch.Tensor, dt_bias: torch.Tensor, shared: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.gated_delta.delta_gates` for CUDA tensors."""
     rows, heads = ba.shape[0], rates.shape[0]
     ba = ba if ba.stride(1) == 1 else ba.contiguous()
     made = torch.empty((2, rows, heads), dtype=torch.float32, device=ba.device)

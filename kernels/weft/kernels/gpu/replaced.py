@@ -32,7 +32,6 @@ def replace_embeddings(
     places: torch.Tensor,
     token_slots: torch.Tensor,
 ) -> None:
-    """`weft.kernels.replaced.replace_embeddings` for CUDA tensors."""
     if out.shape[0] == 0:
         return
     _, vocabulary, width = matrices.shape

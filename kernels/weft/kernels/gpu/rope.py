@@ -180,7 +180,6 @@ def _rope_and_cache_kernel(
 
 
 def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """`weft.kernels.rope.rotate_heads` for CUDA tensors."""
     rows, heads, dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != dim or cos_sin.shape[1] != dim:
         raise ValueError(f"x {tuple(x.shape)} does not fit turns {tuple(cos_sin.shape)}")

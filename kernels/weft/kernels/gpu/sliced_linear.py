@@ -70,8 +70,6 @@ def sliced_linear(
         bias: [N], or None.
         residual: [M, N], or None.
         out: [M, N], where gated [M, N / 2].
-        gated: Whether to apply the activation.
-        launch: None: the launch for these sizes.
         added: What adapters add, where gated before the activation; or None.
     """
     (rows, k), columns = x.shape, out.shape[1]

@@ -12,7 +12,6 @@ _MAX_TABLES = 3
 
 
 def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
-    """`weft.kernels.slot_rows.take_rows` for CUDA tensors."""
     if not 0 < len(tables) <= _MAX_TABLES:
         raise ValueError(f"{len(tables)} tables; 1 to {_MAX_TABLES} are taken from at once")
     given = [_words(table) for table in tables]
@@ -33,7 +32,6 @@ def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
 def put_rows(
     to: torch.Tensor, to_rows: torch.Tensor, source: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """`weft.kernels.slot_rows.put_rows` for CUDA tensors."""
     if to.dtype != source.dtype or to.shape[1:] != source.shape[1:]:
         raise ValueError(f"rows of {source.dtype} {tuple(source.shape)} do not fit {to.dtype}")
     words, given = _words(to), _words(source)

@@ -84,7 +84,6 @@ def plan(
 def step_heads(
     form: HeadForm, plan: torch.Tensor, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """`weft.kernels.slot_states.step_heads` for CUDA tensors."""
     new, gate, *beta = (part if part.stride(-1) == 1 else part.contiguous() for part in inputs)
     ring, ring_gate, *ring_beta = memory.rings
     keys, by_key = memory.found[0], gate.dim() == 3
@@ -152,7 +151,6 @@ def step_conv(
     memory: LayerMemory,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """`weft.kernels.slot_states.step_conv` for CUDA tensors."""
     x = x if x.stride(1) == 1 else x.contiguous()
     (tails,), (ring,) = memory.blocks, memory.rings
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)

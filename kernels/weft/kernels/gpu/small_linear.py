@@ -83,8 +83,6 @@ def small_linear(
         weight: [N, K], contiguous, dtype of `x`; where gated the rows of gate come first.
         bias: [N], dtype of `x`, or None.
         residual: [M, N], contiguous, or None; where gated added before the activation.
-        out_dtype: dtype of the result.
-        gated: Whether to apply the activation.
         is_fixed: Whether each element must be one chain of tensor core instructions over K for any
             number of rows, and rounded before `residual` is added
             (`weft.kernels.gpu.fixed_linear`). K must then be longer than a tile of `FIXED`.

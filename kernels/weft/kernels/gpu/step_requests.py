@@ -47,7 +47,6 @@ def expand_decodes(
     page_table: torch.Tensor,
     page_size: int,
 ) -> None:
-    """`weft.kernels.step_requests.expand_decodes` for CUDA tensors."""
     count = given.slots.shape[0]
     _decodes_kernel[(cdiv(count, _BLOCK),)](
         step.token_ids,

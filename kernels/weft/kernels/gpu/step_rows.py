@@ -24,7 +24,6 @@ def resolve_rows(
     page_table: torch.Tensor,
     page_size: int,
 ) -> None:
-    """`weft.kernels.step_rows.resolve_rows` for CUDA tensors."""
     count = sources.shape[0]
     _resolve_kernel[(cdiv(count, _BLOCK),)](
         *step,
@@ -47,7 +46,6 @@ def resolve_rows(
 def accept_drafts(
     drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.step_rows.accept_drafts` for CUDA tensors."""
     requests, width = verified.rows.shape
     last_rows, own_slots = torch.empty((2, requests), dtype=torch.int64, device=drawn.device)
     _accept_kernel[(requests,)](
@@ -76,7 +74,6 @@ def chain_places(
     depth: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`weft.kernels.step_rows.chain_places` for CUDA tensors."""
     requests = slots.shape[0]
     positions, places = torch.empty((2, depth, requests), dtype=torch.int64, device=slots.device)
     kv_lens = torch.empty((depth, requests), dtype=torch.int32, device=slots.device)

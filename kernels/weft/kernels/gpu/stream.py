@@ -49,7 +49,6 @@ class GpuStream(Stream):
 
     Args:
         value: [T, H], contiguous; overwritten.
-        taps: Receives the stream as it enters some layers, or None.
     """
 
     def __init__(self, value: torch.Tensor, taps: Taps | None) -> None:
@@ -138,8 +137,6 @@ class RankedStream(GpuStream):
 
     Args:
         value: [T, H], contiguous; overwritten.
-        taps: Receives the stream as it enters some layers, or None.
-        peers: The ranks.
     """
 
     def __init__(self, value: torch.Tensor, taps: Taps | None, peers: GpuPeers) -> None:

@@ -43,7 +43,6 @@ def is_faster(rows: int, weight: torch.Tensor, *, gated: bool) -> bool:
     """Whether `tiled_linear` is faster than cuBLAS (measured on an H200, at 20, 32 and 64 rows).
 
     Args:
-        rows: M.
         weight: [N, K].
     """
     columns, k = weight.shape
@@ -69,7 +68,6 @@ def tiled_linear(
         x: [M, K], contiguous, 16-bit floats, 1 <= M <= MAX_ROWS; K a multiple of 64.
         weight: [N, K], contiguous, dtype of `x`; where gated the rows of gate come first.
         bias: [N], dtype of `x`, or None.
-        gated: Whether to apply the activation.
 
     Returns:
         [M, N], where gated [M, N / 2]; accumulated in float32, rounded once.

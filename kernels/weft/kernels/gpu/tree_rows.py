@@ -20,7 +20,6 @@ _MAX_ELEMENTS = 1024
 def accept_trees(
     drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`weft.kernels.tree_rows.accept_trees` for CUDA tensors."""
     requests, width = verified.rows.shape
     last_rows, own_slots = torch.empty((2, requests), dtype=torch.int64, device=drawn.device)
     paths = torch.full_like(verified.rows, -1)
@@ -46,7 +45,6 @@ def accept_trees(
 def move_paths(
     pool: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, paths: torch.Tensor
 ) -> None:
-    """`weft.kernels.tree_rows.move_paths` for CUDA tensors."""
     requests, width = rows.shape
     for entries in entries_of(pool):
         _, heads, layers, parts, page_size, dim = entries.shape
