@@ -83,7 +83,11 @@ class FileDigests:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self) -> list[bytes]:
-        """32 bytes for each file."""
+        """32 bytes for each file.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
         found = []
         for record, digest in self._digests:
             if not isinstance(digest, bytes):

@@ -23,7 +23,11 @@ GGUF_FILE = "model.gguf"
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """The files that hold the weights, in a fixed order."""
+    """The files that hold the weights, in a fixed order.
+
+    Raises:
+        ModelError: There are no files or files of both kinds, or the index names a missing file.
+    """
     index = model_dir / _INDEX_FILE
     if (model_dir / GGUF_FILE).exists():
         if index.exists() or (model_dir / _SINGLE_FILE).exists():

@@ -136,7 +136,11 @@ def cached_models() -> list[CachedModel]:
 
 
 def find_cached(name: HubName) -> list[CachedModel]:
-    """The cached states that a name means; without a revision, all states of the repository."""
+    """The cached states that a name means; without a revision, all states of the repository.
+
+    Raises:
+        ModelError: There are none.
+    """
     wanted = name.revision
     found = [
         model

@@ -129,7 +129,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
 
 
 def with_head_for(task: Task, config: ModelConfig, model_dir: Path) -> ModelConfig:
-    """The configuration with the head that the task needs."""
+    """The configuration with the head that the task needs; ModelError if the model has none."""
     if task == "embed" and config.head == "tokens":
         return replace(config, head="none")
     if task in ("generate", "score") and config.is_encoder:

@@ -35,7 +35,11 @@ class _Group:
 
 
 def match(pattern: str, name: str, *, is_whole: bool = False) -> regex.Match[str] | None:
-    """Matches the beginning of a name as `re.match` does, or the whole name; releases the GIL."""
+    """Matches the beginning of a name as `re.match` does, or the whole name; releases the GIL.
+
+    Raises:
+        AdapterError: The match takes longer than MATCH_S.
+    """
     try:
         matched = regex.fullmatch if is_whole else regex.match
         return matched(pattern, name, timeout=MATCH_S, concurrent=True)
