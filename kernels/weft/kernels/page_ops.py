@@ -172,7 +172,7 @@ def repack_pages(
     num_runs: int = 1,
 ) -> None:
     """Copies the bytes of pages, in order, into pages of another pool, which may be longer or
-    shorter. The rest of the last page written becomes zero.
+    shorter. Bytes of the destinations that are left over become zero.
 
     Args:
         pool: `[num_pages, page_bytes]` uint8, contiguous.

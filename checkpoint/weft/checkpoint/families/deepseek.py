@@ -81,7 +81,6 @@ def read_mistral4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
 
 
 def read_youtu(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Youtu-LLM."""
     return _config(Family(raw, generation, where), None, eps=1e-6, is_tied=True)
 
 

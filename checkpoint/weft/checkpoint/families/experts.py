@@ -88,7 +88,6 @@ def phi_experts(config: Fields) -> MoEConfig:
 
 
 def olmoe_experts(config: Fields) -> MoEConfig:
-    """OLMoE."""
     return MoEConfig(
         **counts(config, "num_experts"),
         intermediate_size=config.positive("intermediate_size"),

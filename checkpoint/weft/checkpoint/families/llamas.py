@@ -85,7 +85,6 @@ def read_ernie(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 def read_internlm3(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """InternLM3."""
     family = Family(raw, generation, where)
     bias = family.fields.flag("bias", family.fields.flag("mlp_bias", False))
     qkv_bias = family.fields.flag("qkv_bias", family.fields.flag("attention_bias", False))

@@ -19,7 +19,6 @@ from weft.checkpoint.rope import RopeConfig
 
 
 def read_mellum(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Mellum 2."""
     family = Family(raw, generation, where)
     fields, dim = family.fields, family.head_dim(128)
     kinds, bias = family.kinds(lambda layer: FULL), fields.flag("attention_bias", False)

@@ -40,22 +40,8 @@ def encoder_attention(
     slopes: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """`weft.kernels.encoder_attention.encoder_attention` for CUDA tensors.
-
-    Args:
-        q: [T, H, D], heads contiguous, any stride between rows; so are k and v.
-        k: [T, Hkv, D].
-        v: [T, Hkv, D].
-        cu_lens: [R + 1] int32: sequence r has rows cu_lens[r] to cu_lens[r + 1]. Rows from the last
-            bound on are padding, whose results are undefined.
-        reach: Rows that a row sees to each side; None: all.
-        slopes: [H] float32 of ALiBi, or None.
-
-    Returns:
-        [T, H, D], contiguous.
-
-    Raises:
-        ValueError: The elements of a head, or heads, are not contiguous.
+    """`weft.kernels.encoder_attention.encoder_attention` for CUDA tensors, whose rows may have any
+    stride; the elements of a row's heads must be contiguous.
     """
     tokens, heads, dim = q.shape
     if any(x.stride(2) != 1 or x.stride(1) != dim for x in (q, k, v)):

@@ -23,18 +23,12 @@ def plain_moe(
     activation: Activation,
     placement: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`weft.kernels.plain_experts.plain_experts` for CUDA tensors.
+    """`weft.kernels.plain_experts.plain_experts` for CUDA tensors; T must be at least 1.
 
     Args:
-        x: [T, H], contiguous, T at least 1.
         ids: [T, k] int32, each below E, or E for an expert of another rank.
-        shares: [T, k] float32.
         up: [E, I, H].
         down: [E, H, I].
-        placement: As in `PlainExperts`.
-
-    Returns:
-        [T, H], dtype of `x`.
     """
     (rows, top_k), (experts, hidden, inner) = ids.shape, down.shape
     more = ExpertParts(placement=placement)
