@@ -77,10 +77,10 @@ class AttentionMetadata(NamedTuple):
     max_kv_len: int
     """Largest kv_len, or a bound."""
     ancestors: torch.Tensor | None = None
-    """[T] int64, contiguous, or None: every row sees all earlier rows of its request. Bit i of a
-    row's word says that it sees row i of its request, i <= j; its own bit must be set, and bit 63
-    stands for all rows from 63 on. So -1 is causal. Only requests of at most MAX_TREE_ROWS rows may
-    have other words.
+    """[T] int64, contiguous, or None: every row sees all earlier rows of its request. Bit i of row
+    j's word says that row j sees row i of its request, i <= j. Bit j must be set, and bit 63 stands
+    for all rows from 63 on. So -1 is causal. Only requests of at most MAX_TREE_ROWS rows may have
+    other words.
     """
     is_cold: bool = False
     """Whether requests of several rows are known to have no cached positions."""

@@ -88,7 +88,7 @@ class DraftedRows(NamedTuple):
     """
 
     firsts: torch.Tensor
-    """[L] int64: the first row of each row's request; a request without drafts has one row."""
+    """[L] int64: the first row of each row's request: the row itself without drafts."""
     tokens: torch.Tensor
     """[T] int64: the input token of each row."""
     words: torch.Tensor | None
