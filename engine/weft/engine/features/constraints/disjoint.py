@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.contract.schema_keywords import KEYWORDS
+from weft.engine.features.constraints.names import have_match_in_common
+from weft.engine.features.constraints.patterns import convert_pattern
 
 Json = Any
 Resolve = Callable[[Json], Json]
@@ -21,6 +23,10 @@ _OF_ONE_CLASS = re.compile(
     r"(?:(?P<sign>[+*])|\{(?P<least>\d{1,4})(?P<comma>,(?P<most>\d{1,4})?)?\})\$"
 )
 """Patterns of strings of one kind of characters: `^[0-9a-f]{24}$`, `^[^/]+$`."""
+_WITH_ONE_OF = re.compile(
+    r"\(*(?:\[(?P<flip>\^?)(?P<kinds>(?:[^\\\[\]]|\\.)+)\]|(?P<single>\\[^\w]|[\w ]))\)*"
+)
+"""Patterns of strings that have a character of one kind: `[^a-z]`, `(\\$)`."""
 _BELOW = {"minLength": "maxLength", "minItems": "maxItems", "minProperties": "maxProperties"}
 _ABOVE = {least: most for most, least in _BELOW.items()}
 _OF_COUNT = {"Length": "string", "Items": "array", "Properties": "object"}
@@ -88,6 +94,8 @@ def are_disjoint(
         return True
     if types[0] & types[1] == {"number"} and _are_apart(first, second):
         return True
+    if types[0] & types[1] == {"string"} and not _have_strings(first, second):
+        return True
     if types[0] & types[1] != {"object"}:
         return False
     return _differ_in_a_property(first, second, resolve)
@@ -135,6 +143,17 @@ def _are_apart(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
         if isinstance(most, int | float) and isinstance(least, int | float) and most < least:
             return True
     return False
+
+
+def _have_strings(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
+    """Whether a string may match the patterns of both schemas."""
+    one, other = first.get("pattern"), second.get("pattern")
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return True
+    try:
+        return have_match_in_common(convert_pattern(one), convert_pattern(other))
+    except ValueError:
+        return True
 
 
 def _listed(schema: Mapping[str, Json]) -> list[Json] | None:
@@ -265,6 +284,10 @@ def _other_numbers(kind: str, values: list[int]) -> list[Json]:
 
 def _other_characters(pattern: str) -> list[Json] | None:
     """Schemas of the strings that do not match a pattern of one kind of characters."""
+    if (found := _WITH_ONE_OF.fullmatch(pattern)) is not None:
+        flip = "" if found["flip"] else "^"
+        kinds = found["kinds"] or found["single"]
+        return [{"type": "string", "pattern": f"^[{flip}{kinds}]*$"}]
     if (found := _OF_ONE_CLASS.fullmatch(pattern)) is None:
         return None
     flip = "" if found["flip"] else "^"

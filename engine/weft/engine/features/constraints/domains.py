@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from weft.engine.features.constraints.names import NOTHING
 from weft.engine.features.constraints.places import UNIQUE, Place, Places
 from weft.engine.features.constraints.schema import MAX_UNIQUE
 from weft.engine.features.constraints.vocabulary import tokenizer_of
@@ -177,7 +178,9 @@ class _Counter:
         matcher = LLMatcher(byte_tokens(), lark, log_level=0)
         begin = [] if matcher.is_error() else tokens_of(matcher.compute_bitmask())
         if matcher.is_error():
-            return 0, 0
+            # What else is wrong, compiling the whole schema tells.
+            few = 0 if NOTHING.search(matcher.get_error()) else MAX_UNIQUE
+            return few, few
         num_strings = 0
         if ord('"') in begin:
             matcher.consume_token(ord('"'))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,22 @@ def has_names(pattern: str, *, but: Iterable[str]) -> bool:
         return True  # Compiling the whole schema tells what is wrong.
     matcher.compute_bitmask()
     return not matcher.is_error()
+
+
+NOTHING = re.compile("(?i)unsatisfiable|NoExtension|regex is empty")
+"""What llguidance's errors say where no text satisfies a schema."""
+
+
+@functools.lru_cache(maxsize=4096)
+def have_match_in_common(first: str, second: str) -> bool:
+    """Whether some string matches two patterns, as llguidance spells them."""
+    from llguidance import LLMatcher
+
+    schema = {"allOf": [{"type": "string", "pattern": pattern} for pattern in (first, second)]}
+    matcher = LLMatcher(_one_byte_tokens(), f"start: %json {json.dumps(schema)}", log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return not matcher.is_error() or not NOTHING.search(matcher.get_error())
 
 
 @functools.cache

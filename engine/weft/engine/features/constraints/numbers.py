@@ -45,7 +45,6 @@ def prepare_number(
     at: str,
     *,
     is_integer: bool,
-    with_flags: bool = False,
     is_merged: bool = False,
 ) -> Json:
     """Rewrites the keywords of numbers.
@@ -54,7 +53,6 @@ def prepare_number(
         schema: The schema with these keywords.
         at: The schema's JSON pointer, for messages.
         is_integer: Whether only whole numbers are wanted.
-        with_flags: Whether `exclusiveMinimum` may be a boolean, as in old schemas.
         is_merged: Other schemas hold at the same place.
 
     Returns:
@@ -66,7 +64,7 @@ def prepare_number(
     given = {name: _number(schema, name, at) for name in ("minimum", "maximum", "multipleOf")}
     step, decimals = _step(given["multipleOf"], f"{at}/multipleOf", is_integer=is_integer)
     unit = Fraction(1, 10**decimals)
-    low, high = _bounds(schema, given, at, unit, with_flags=with_flags)
+    low, high = _bounds(schema, given, at, unit)
     if given["multipleOf"] is not None:
         low, high = math.ceil(low / step) * step, math.floor(high / step) * step
     if low > high:
@@ -158,8 +156,6 @@ def _bounds(
     given: Mapping[str, Fraction | None],
     at: str,
     unit: Fraction,
-    *,
-    with_flags: bool,
 ) -> tuple[Fraction, Fraction]:
     """The least and the largest multiple of a unit between the bounds."""
     low, high = given["minimum"], given["maximum"]
@@ -167,7 +163,7 @@ def _bounds(
     highs = [] if high is None else [math.floor(high / unit) * unit]
     for name, bound in (("exclusiveMinimum", low), ("exclusiveMaximum", high)):
         value = schema.get(name)
-        if isinstance(value, bool) and with_flags:
+        if isinstance(value, bool):  # as in draft 4 and in OpenAPI 3.0
             excluded = bound if value else None
         else:
             excluded = _number(schema, name, at)

@@ -44,12 +44,17 @@ _AHEAD = re.compile(
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+_SECONDS = r"\d+([.,]\d+)?S"
 _WITHOUT_LOOKAHEAD = {
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+    r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        r"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)(T{time})?|T{time})$"
+    ).replace("{time}", rf"(\d+H(\d+M)?({_SECONDS})?|\d+M({_SECONDS})?|{_SECONDS})"),
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]" + _DOMAIN: (
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]" + _DOMAIN
     ),
 }
-"""Patterns by which clients of zod ask for e-mail addresses, and equal ones without look-ahead."""
+"""Patterns of zod, of e-mail addresses and durations, and equal ones without look-ahead."""
 
 
 def convert_pattern(pattern: str) -> str:

@@ -41,6 +41,8 @@ MAX_UNIQUE = 64
 """Most items of an array without duplicates."""
 MAX_CASES = 256
 """Most combinations of optional properties written out for a bound on their number."""
+MAX_CONTAINED_AT = 16
+"""Places at which the first item that `contains` demands may be."""
 MAX_LOOKS = 2_500_000
 """Most looks at schemas that are compared, some seconds of work: alternatives that refer to one
 another could be compared in exponentially many ways.
@@ -75,6 +77,16 @@ _VACUOUS: dict[str, tuple[Json, ...]] = {
     "uniqueItems": (False,),
 }
 """Values with which a keyword excludes nothing, and so implies no type either."""
+_ALL_NAMES = ("", ".*", "^.*$", "^.*", ".*$")
+_NAMES = (".", ".+", "^.+$", "^.")
+"""Patterns of all names, and of all but the empty one."""
+_BESIDE_PATTERNS = "beside patternProperties it is supported where these say the same of names"
+_NOT_POSITIVE = "what it excludes cannot be told in positive terms"
+_WHOLE_TWICE = (
+    "each whole number satisfies both integer and number, so that none would be valid; use anyOf,"
+    " or number alone"
+)
+_OVERLAP = "the schemas may overlap; use anyOf, or tell them apart by a constant"
 _ESCAPED = "\b\t\n\f\r"
 """Control characters that have a short escape in JSON."""
 
@@ -178,7 +190,7 @@ class _Rewriter:
     ) -> Json:
         if self._is_old and "$ref" in schema:
             schema = {"$ref": schema["$ref"]}
-        for name in (*NEVER, "contains"):
+        for name in NEVER:
             if name in schema:
                 raise ValueError(_at(f"{at}/{name}", "this keyword is not supported"))
         for name in _COUNTS:
@@ -324,6 +336,11 @@ class _Rewriter:
                 overlaps[j].append(i)
         if not any(overlaps.values()):
             return [self._either(parts, at, is_closed=is_closed, is_merged=is_merged)]
+        for i, others in overlaps.items():
+            is_twice = _is_integer(behind[i]) and any(_is_any_number(behind[j]) for j in others)
+            self._require(not is_twice, at, _WHOLE_TWICE)
+        if len(parts) > 2 and (telling := self._telling(behind, overlaps)) is not None:
+            return [self._told_apart(parts, telling, at)]
         opposites = {
             j: negated(behind[j], self.behind_references)
             for j in {j for others in overlaps.values() for j in others}
@@ -334,18 +351,50 @@ class _Rewriter:
             for j in others:
                 opposite = _either_of(opposites[j], _outside(behind[i], behind[j]))
                 if opposite is None:
-                    message = "the schemas may overlap; use anyOf, or tell them apart by a constant"
-                    raise ValueError(_at(at, message))
+                    raise ValueError(_at(at, _OVERLAP))
                 whole.append((opposite, f"{at}/{j}"))
             branches.append(self._all(whole))
         return [_any_of(branches)]
+
+    def _telling(
+        self, parts: Sequence[Json], overlaps: Mapping[int, list[int]]
+    ) -> list[list[str]] | None:
+        """For each of several schemas of objects, properties that tell it from those which it
+        overlaps, once they are required; None: there are none.
+        """
+        found: list[list[str]] = []
+        for i, others in overlaps.items():
+            needed: list[str] = []
+            for j in others:
+                mine, yours = (_properties(parts[k]) for k in (i, j))
+                names = [name for name in mine if name in yours]
+                names.sort(key=lambda name: name not in needed)
+                apart = (
+                    name
+                    for name in names
+                    if are_disjoint(mine[name], yours[name], self.behind_references)
+                )
+                if (name := next(apart, None)) is None:
+                    return None
+                needed += [] if name in needed else [name]
+            found.append(needed)
+        return found
+
+    def _told_apart(self, parts: Sequence[Json], telling: Sequence[list[str]], at: str) -> Json:
+        """Alternatives, each with the properties that tell it from the others."""
+        cases = []
+        for i, (part, names) in enumerate(zip(parts, telling, strict=True)):
+            place = f"{at}/{i}"
+            needed = [({"type": "object", "required": names}, place)] if names else []
+            cases.append(self._all([(part, place), *needed]))
+        return _any_of(cases)
 
     def _not(
         self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
     ) -> list[Json]:
         opposite = negated(self.behind_references(schema["not"], at), self.behind_references)
         if opposite is None:
-            raise ValueError(_at(at, "what it excludes cannot be told in positive terms"))
+            raise ValueError(_at(at, _NOT_POSITIVE))
         return [self.schema(opposite, at, is_closed=is_closed, is_merged=is_merged)]
 
     def _if(
@@ -464,7 +513,6 @@ class _Rewriter:
                     schema,
                     at,
                     is_integer=kind == "integer",
-                    with_flags=self._is_old,
                     is_merged=is_merged,
                 )
                 parts += [] if number is False else [number]
@@ -567,7 +615,41 @@ class _Rewriter:
             out["minItems"] = least
         if most is not None:
             out["maxItems"] = int(most)
-        return out
+        return self._containing(out, schema, (rest, rest_at), at) if "contains" in schema else out
+
+    def _containing(
+        self, array: dict[str, Json], schema: Mapping[str, Json], items: tuple[Json, str], at: str
+    ) -> Json:
+        """Adds `contains`: each choice of the places of items that satisfy it is a case. These are
+        the first such items or, with a bound on their number, all of them.
+        """
+        place, wanted = f"{at}/contains", schema["contains"]
+        least, most = int(schema.get("minContains", 1)), schema.get("maxContains")
+        if self._is_old:
+            least, most = 1, None
+        if least == 0 and most is None:
+            return array
+        contained = self._all([(wanted, place), items])
+        others = array.get("items", True)
+        if most is not None:
+            opposite = negated(self.behind_references(wanted, place), self.behind_references)
+            self._require(opposite is not None, f"{at}/maxContains", _NOT_POSITIVE)
+            others = self._all([(opposite, place), items])
+        first = array.get("prefixItems", [])
+        longest = array.get("maxItems", len(first) + MAX_CONTAINED_AT)
+        cases: list[Json] = []
+        for number in range(least, least + 1 if most is None else int(most) + 1):
+            free = range(max(0, min(longest - len(first), _num_places(number))))
+            for chosen in itertools.combinations(free, number):
+                end = chosen[-1] + 1 if chosen else 0
+                middle = [contained if i in chosen else others for i in range(end)]
+                parts = [*first, *middle]
+                if any(part is False for part in parts):
+                    continue
+                case = {**array, "prefixItems": parts, "items": others}
+                cases.append({**case, "minItems": max(len(parts), array.get("minItems", 0))})
+        self._require(bool(cases), place, "no array satisfies it")
+        return _any_of(case for case in cases)
 
     # -- objects -----------------------------------------------------------------------------------
 
@@ -588,7 +670,8 @@ class _Rewriter:
             others, others_at = schema["unevaluatedProperties"], f"{at}/unevaluatedProperties"
             self._require(not is_merged, others_at, "beside other schemas it is not supported")
         if others is None:
-            others = not (is_closed and "properties" in schema)
+            has_enough = int(schema.get("minProperties", 0)) <= len(properties)
+            others = not (is_closed and "properties" in schema and has_enough)
         out: dict[str, Json] = {"type": "object"}
 
         def inner(part: Json, place: str) -> Json:
@@ -613,12 +696,13 @@ class _Rewriter:
                     own = properties[name], f"{at}/properties/{escaped(name)}"
                     named[name] = self._all([own, (part, place)])
         if "propertyNames" in schema:
-            self._require(
-                not free, f"{at}/propertyNames", "beside patternProperties: not supported"
+            names, place = schema["propertyNames"], f"{at}/propertyNames"
+            rest = (
+                self._for_all_names(free, {*patterns}, names, place)
+                if free
+                else inner(others, others_at)
             )
-            named, free = self._with_names(
-                schema["propertyNames"], named, inner(others, others_at), f"{at}/propertyNames"
-            )
+            named, free = self._with_names(names, named, rest, place)
             others = False
         for name in required:
             if name in named or free or is_merged or others is not False:
@@ -673,39 +757,116 @@ class _Rewriter:
         )
         return _any_of(cases)
 
+    def _for_all_names(
+        self, free: Mapping[str, Json], given: set[str], names: Json, at: str
+    ) -> Json:
+        """The schema of `patternProperties` that holds for all names which may come.
+
+        Args:
+            free: By pattern, rewritten.
+            given: The patterns as they are in the schema.
+            names: The schema of names.
+            at: Its place.
+        """
+        has_no_empty = not self._valid([""], {"allOf": [names]}, at)
+        is_all = given <= {*_ALL_NAMES, *(_NAMES if has_no_empty else ())}
+        choices = self._choices(names, at)
+        is_same = choices is not None and choices == ([], [*free])
+        self._require(len(free) == 1 and (is_all or is_same), at, _BESIDE_PATTERNS)
+        return next(iter(free.values()))
+
     def _with_names(
         self, names: Json, named: Mapping[str, Json], others: Json, at: str
     ) -> tuple[dict[str, Json], dict[str, Json]]:
         """Properties by name and by pattern whose names satisfy a schema."""
-        names = self.behind_references(names, at)
-        if names is True or (isinstance(names, dict) and self._is_any(names)):
+        choices = self._choices(names, at)
+        if choices is None:
             return dict(named), {".*": others} if others is not False else {}
-        self._require(isinstance(names, dict), at, "no name satisfies it")
-        combined = [name for name in COMBINING if name in names]
-        self._require(not combined, at, "schemas of names that combine others are not supported")
+        values, patterns = choices
+        kept = {name: part for name, part in named.items() if name in values}
+        left = named.keys() - kept.keys()
+        if left and patterns:
+            has_format = isinstance(names, dict) and "format" in names
+            self._require(not has_format, at, "a format beside properties is not supported")
+            valid = self._valid([*left], {"allOf": [names]}, at)
+            kept |= {name: part for name, part in named.items() if name in valid}
+        if others is False:
+            return kept, {}
+        kept |= {value: others for value in values if value not in named}
+        pattern = patterns[0] if len(patterns) == 1 else "|".join(f"(?:{one})" for one in patterns)
+        return kept, {pattern: others} if patterns else {}
+
+    def _choices(self, names: Json, at: str) -> tuple[list[str], list[str]] | None:
+        """The values and patterns, one of which a name under a schema equals or matches; None: any
+        name may come.
+        """
+        names = self.behind_references(names, at)
+        if isinstance(names, bool):
+            return None if names else ([], [])
+        self._require(isinstance(names, dict), at, "a schema (an object or a boolean) is expected")
+        if "string" not in self._kinds(names.get("type", "string"), f"{at}/type"):
+            return [], []
         if "enum" in names or "const" in names:
             values = (self._listed(names, at) or {"enum": []})["enum"]
-            kept = {value: named.get(value, others) for value in values if isinstance(value, str)}
-            return kept, {}
-        written = self._string({n: v for n, v in names.items() if n != "type"}, at)
-        if named:
-            self._require("format" not in names, at, "a format beside properties is not supported")
-            named = {
-                name: part
-                for name, part in named.items()
-                if self._valid(
-                    [name], {k: v for k, v in names.items() if k in OF_TYPE["string"]}, at
-                )
-            }
-        if others is False:
-            return dict(named), {}
-        rest = written.keys() - {"type"} if "allOf" not in written else {"", " "}
-        self._require(len(rest) == 1 or rest == {"minLength", "maxLength"}, at, "is not supported")
-        if "pattern" in rest:
-            return dict(named), {written["pattern"]: others}
-        self._require("format" not in rest, at, "this format of names is not supported")
+            return [value for value in values if isinstance(value, str)], []
+        says = OF_TYPE["string"]
+        own = {name: value for name, value in names.items() if name in says}
+        combined = [name for name in COMBINING if name in names]
+        parts = [self._own_choices(own, at)] if own else []
+        for name in combined:
+            parts.append(self._combined_choices(names[name], name, f"{at}/{name}"))
+        parts = [part for part in parts if part is not None]
+        self._require(len(parts) < 2, at, "several conditions of names at once are not supported")
+        return parts[0] if parts else None
+
+    def _combined_choices(
+        self, given: Json, keyword: str, at: str
+    ) -> tuple[list[str], list[str]] | None:
+        if keyword == "not":
+            opposite = negated(self.behind_references(given, at), self.behind_references)
+            self._require(opposite is not None, at, _NOT_POSITIVE)
+            return self._choices(opposite, at)
+        is_known = keyword in ("anyOf", "oneOf", "allOf", "$ref")
+        self._require(is_known, at, "is not supported for names")
+        if keyword == "$ref":
+            return self._choices(self._resolve(given, at)[1], at)
+        self._require(isinstance(given, list) and bool(given), at, "a list of schemas is expected")
+        if keyword == "oneOf":
+            pairs = itertools.combinations(given, 2)
+            is_apart = all(are_disjoint(*pair, self.behind_references) for pair in pairs)
+            self._require(is_apart, at, _OVERLAP)
+        parts = [self._choices(part, f"{at}/{i}") for i, part in enumerate(given)]
+        known = [part for part in parts if part is not None]
+        if keyword == "allOf":
+            self._require(len(known) < 2, at, "several conditions of names are not supported")
+            return known[0] if known else None
+        if len(known) < len(parts):
+            return None
+        values, patterns = ([one for part in known for one in part[i]] for i in (0, 1))
+        return list(dict.fromkeys(values)), list(dict.fromkeys(patterns))
+
+    def _own_choices(
+        self, keywords: Mapping[str, Json], at: str
+    ) -> tuple[list[str], list[str]] | None:
+        name = keywords.get("format")
+        if name in formats.BUILT_IN and "pattern" not in keywords:
+            pattern = formats.OF_NAMES.get(formats.BUILT_IN[name])
+            self._require(pattern is not None, f"{at}/format", "is not supported for names")
+            keywords = {"pattern": f"^(?:{pattern})$", **keywords}
+        if "pattern" in keywords:
+            keywords = {key: value for key, value in keywords.items() if key != "format"}
+        written = self._string(keywords, at)
+        if "format" in keywords and "maxLength" not in keywords:
+            written.pop("maxLength", None)  # a bound for texts of random length
+        rest = written.keys() - {"type"}
+        if not rest:
+            return None
+        if rest == {"pattern"}:
+            return [], [written["pattern"]]
+        message = "patterns beside other conditions of names are not supported"
+        self._require(rest <= {"minLength", "maxLength"}, at, message)
         bounds = f"{written.get('minLength', 0)},{written.get('maxLength', '')}"
-        return dict(named), {rf"^[\x{{0}}-\x{{10ffff}}]{{{bounds}}}$": others}
+        return [], [rf"^[\x{{0}}-\x{{10ffff}}]{{{bounds}}}$"]
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -723,6 +884,28 @@ class _Rewriter:
     def _require(is_right: bool, at: str, message: str) -> None:
         if not is_right:
             raise ValueError(_at(at, message))
+
+
+def _is_integer(schema: Json) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "integer"
+
+
+def _is_any_number(schema: Json) -> bool:
+    is_number = isinstance(schema, dict) and schema.get("type") == "number"
+    return is_number and not any(name in schema for name in OF_TYPE["number"])
+
+
+def _properties(schema: Json) -> dict[str, Json]:
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _num_places(number: int) -> int:
+    """At how many places a number of items may be, for at most `MAX_CASES` choices."""
+    places = MAX_CONTAINED_AT
+    while places > number and math.comb(places, number) > MAX_CASES:
+        places -= 1
+    return max(places, number)
 
 
 def _outside(one: Json, other: Json) -> list[Json]:

@@ -1,0 +1,48 @@
+"""Whether answers are valid under schemas, by jsonschema and with patterns as ECMA-262 has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import regex
+from jsonschema import ValidationError, validators
+
+SPACES = r" \t\n\v\f\r\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+
+
+def pattern_of_ecma(pattern: str) -> str:
+    """The same in Python's syntax, with its flag for ASCII: blanks are more than those of ASCII,
+    and the end is no place before a last line end.
+    """
+    written, is_class = "", False
+    for part in re.findall(r"\\.|.", pattern, re.DOTALL):
+        if part == "\\s":
+            part = SPACES if is_class else f"[{SPACES}]"
+        elif part == "$" and not is_class:
+            part = r"\Z"
+        is_class = part == "[" or (is_class and part != "]")
+        written += part
+    return written
+
+
+def problem(schema: Any, text: str) -> str:
+    """Why an answer is invalid; empty: it is not, or jsonschema cannot tell."""
+
+    def check(validator: Any, pattern: str, instance: Any, schema: Any) -> Any:
+        # The flag would make properties of characters those of ASCII too.
+        flags = 0 if r"\p" in pattern else regex.ASCII
+        if isinstance(instance, str) and not regex.search(
+            pattern_of_ecma(pattern), instance, flags
+        ):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+    kind = validators.validator_for(schema, default=validators.Draft202012Validator)
+    try:
+        found = next(
+            validators.extend(kind, {"pattern": check})(schema).iter_errors(json.loads(text)), None
+        )
+    except Exception:  # whatever a strange schema makes a validator raise
+        return ""
+    return "" if found is None else f"{found.message[:200]}: {text[:300]}"
