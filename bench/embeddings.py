@@ -31,7 +31,7 @@ from embedder_shapes import SHAPES, random_texts, write_model
 from harness import Harness, Run, in_turns, ratio_of, spread
 from tokenizers import Tokenizer
 from weft.checkpoint.dtypes import resolve_dtype
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 
 LENGTHS = {"8 to 48": (8, 48), "16 to 480": (16, 480), "256": (256, 256)}
@@ -134,7 +134,7 @@ def embeddings(run: Run) -> None:
 
     def embed(texts: Sequence[str]) -> list[Any]:
         prompts = [one.ids for one in tokenizer.encode_batch(list(texts))]
-        return [one[0] for one in llm.pool(prompts, Pool(output="embedding"))]
+        return [one[0] for one in llm.pool(prompts, PoolingParams(output="embedding"))]
 
     ways: dict[str, Callable[[Sequence[str]], tuple[np.ndarray, float]]] = {
         "sentence-transformers": lambda texts: clocked(theirs.encode, texts),

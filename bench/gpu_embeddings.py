@@ -32,14 +32,14 @@ from transformers import AutoConfig
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.submits import Submit
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM, NO_TIMEOUT_S
 
 LONG, SHORT = 512, 32
 """Tokens of a document."""
 NUM_PEER = 512
 """Documents that sentence-transformers gets."""
-EMBEDDING = Pool(output="embedding")
+EMBEDDING = PoolingParams(output="embedding")
 
 harness = Harness(__file__, __doc__)
 harness.flag("--shapes", nargs="+", choices=SHAPES, default=["bge-m3", "qwen3-0.6b"])

@@ -18,9 +18,9 @@ import numpy as np
 from weft.contract.errors import TargetUnattainable
 from weft.gateway.admission.slo import (
     NO_TARGETS,
-    AdmissionRequest,
     LatencyForecaster,
     LatencyGate,
+    SloTicket,
     Targets,
 )
 from weft.gateway.admission.slo.forecast import Side
@@ -87,7 +87,7 @@ class _Run:
     """A request that was sent to workers."""
 
     offer: Offer
-    ask: AdmissionRequest
+    ticket: SloTicket
     gateway: int
     decode: int
     num_tokens: int
@@ -132,7 +132,7 @@ class ServingSimulation:
         self._filling = [0] * setup.num_decode
         self._runs: dict[int, _Run] = {}
         """Runs by identity of the job that represents the request on a worker."""
-        self._waiting: dict[AdmissionRequest, Offer] = {}
+        self._waiting: dict[SloTicket, Offer] = {}
         self._is_ticking = False
         self._open = 0
         self.results: dict[str, TenantResult] = defaultdict(TenantResult)
@@ -164,7 +164,7 @@ class ServingSimulation:
             first_token_s=(offer.targets.first_token_s if self._setup.holds_to_targets else None),
         )
         request._keys[gateway.prefill.view.workers[0].naming] = PageNames(arrival.pages)
-        ask = AdmissionRequest(
+        ticket = SloTicket(
             prompts=[request],
             arrival=self._now,
             targets=offer.targets,
@@ -173,24 +173,24 @@ class ServingSimulation:
             max_tokens=4096,
         )
         if not self._setup.holds_to_targets:
-            self._send(which, ask, offer)
+            self._send(which, ticket, offer)
             return
         try:
-            is_sent = gateway.gate.offer(ask, self._now)
+            is_sent = gateway.gate.offer(ticket, self._now)
         except TargetUnattainable:
-            self._refused(ask, offer)
+            self._refused(ticket, offer)
             return
         if is_sent:
-            self._send(which, ask, offer)
+            self._send(which, ticket, offer)
         else:
-            self._waiting[ask] = offer
+            self._waiting[ticket] = offer
             self._tick_later()
 
-    def _refused(self, ask: AdmissionRequest, offer: Offer) -> None:
+    def _refused(self, ticket: SloTicket, offer: Offer) -> None:
         self._open -= 1
         result = self.results[offer.tenant]
         result.outcomes["refused"] += 1
-        result.refused_after_s.append(self._now - ask.arrival)
+        result.refused_after_s.append(self._now - ticket.arrival)
 
     def _tick_later(self) -> None:
         if not self._is_ticking:
@@ -200,25 +200,25 @@ class ServingSimulation:
     def _tick(self, now: float) -> None:
         self._is_ticking = False
         for which, gateway in enumerate(self._gateways):
-            for ask, error in gateway.gate.release(now):
-                offer = self._waiting.pop(ask)
+            for ticket, error in gateway.gate.release(now):
+                offer = self._waiting.pop(ticket)
                 if error is None:
-                    self._send(which, ask, offer)
+                    self._send(which, ticket, offer)
                 else:
-                    self._refused(ask, offer)
+                    self._refused(ticket, offer)
         if self._waiting:
             self._tick_later()
 
-    def _send(self, which: int, ask: AdmissionRequest, offer: Offer) -> None:
-        gateway, (request,) = self._gateways[which], ask.prompts
+    def _send(self, which: int, ticket: SloTicket, offer: Offer) -> None:
+        gateway, (request,) = self._gateways[which], ticket.prompts
         num_tokens = len(offer.arrival.tokens)
         filler, match = gateway.prefill.policy.choose(gateway.prefill.view, request, 1)[0]
         owner = gateway.decode.policy.choose(gateway.decode.view, request, 1)[0].position
         gateway.prefill.loads[filler].begin(num_tokens, num_tokens - match)
         gateway.decode.loads[owner].begin(num_tokens, 0)
-        gateway.gate.began(ask)
+        gateway.gate.began(ticket)
         job = Job(offer.arrival, which, filler, self._now, num_tokens - match)
-        self._runs[id(job)] = _Run(offer, ask, which, owner, num_tokens)
+        self._runs[id(job)] = _Run(offer, ticket, which, owner, num_tokens)
         self._filling[owner] += 1
         self._prefill[filler].submit(self._now, job)
 
@@ -238,11 +238,11 @@ class ServingSimulation:
         run = self._runs.pop(id(job))
         gateway, offer = self._gateways[run.gateway], run.offer
         gateway.decode.loads[run.decode].end(run.num_tokens)
-        first_s = run.first_token_at - run.ask.arrival
+        first_s = run.first_token_at - run.ticket.arrival
         num_gaps = offer.arrival.num_output - 1
         between_s = (self._now - run.first_token_at) / num_gaps if num_gaps else None
         if self._setup.holds_to_targets:
-            gateway.gate.ended(run.ask, run.first_token_at, offer.arrival.num_output)
+            gateway.gate.ended(run.ticket, run.first_token_at, offer.arrival.num_output)
         result = self.results[offer.tenant]
         result.first_token_s.append(first_s)
         if between_s is not None:

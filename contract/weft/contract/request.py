@@ -1,7 +1,12 @@
-"""The parameters of a request: plain values, validated at the services' edges."""
+"""The parameters of a request, each declared once: type, default, range, and names for clients.
+
+Bodies of dialects, their checks and documents, models' defaults and the wire derive from the fields
+of `SamplingParams`, `StopCriteria` and `CallParams`; `PARAMETERS` lists them by name.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -71,10 +76,8 @@ class Constraint:
 
 
 def check_whitespace(pattern: str) -> None:
-    """Checks a pattern of `Constraint.whitespace`.
-
-    Raises:
-        ValueError: It may match other texts than blanks, tabs and line breaks, or is too long.
+    """Raises ValueError for a pattern of `Constraint.whitespace` that is too long, or may match
+    other texts than blanks, tabs and line breaks.
     """
     if len(pattern) > MAX_WHITESPACE_PATTERN or not _BLANKS.fullmatch(pattern):
         raise ValueError(
@@ -89,23 +92,35 @@ def check_whitespace(pattern: str) -> None:
 
 MAX_BIAS = 100.0
 """A value of `logit_bias` is -MAX_BIAS to MAX_BIAS."""
+MAX_TOKENS = 2**31 - 1
+_MAX_STOPS, _MAX_STOP_BYTES = 16, 256
+_MAX_TARGET_MS = 3_600_000
+
+ParameterType = Literal[
+    "float", "int", "bool", "str", "tuple[str, ...]", "tuple[int, ...]", "dict[int, float]"
+]
 
 
 class Parameter(NamedTuple):
-    """A number that requests give of how tokens are drawn: declared once, for every dialect, the
-    validation, the documents and the wire.
+    """A parameter that requests give, declared once for every dialect, the checks, the documents
+    and the wire.
     """
 
     name: str
-    """Its name in OpenAI's dialect, in typed gRPC and in `SamplingParams`."""
-    default: float
+    """Its name in its class, and where `names` does not have another."""
+    type: ParameterType
+    default: Any
     help: str
-    low: float
-    high: float
+    low: float = -math.inf
+    """Least number, or bytes of a text; of several texts or numbers, of each."""
+    high: float = math.inf
     excludes_low: bool = False
-    is_whole: bool = False
+    max_entries: int = 0
+    """Most entries of a list or a mapping."""
     of_model: bool = False
     """Whether a model's generation_config.json may give another default."""
+    says_more: bool = True
+    """Whether its description states range and default beside `help`."""
     names: Mapping[str, str] = {}
     """Its name in dialects where that differs; empty where a dialect lacks it."""
     aliases: Mapping[float, float | None] = {}
@@ -118,35 +133,78 @@ class Parameter(NamedTuple):
     @property
     def description(self) -> str:
         """What it does, its range and its default, for clients."""
-        range_ = f"{'above ' if self.excludes_low else ''}{self.low:g} to {self.high:g}"
-        shown = "" if self.is_whole and self.high >= 1 << 31 else f"; {range_}"
-        default = "the model's" if self.of_model else f"{self.default:g}"
-        return f"{self.help}{shown}" + ("" if self.name == "seed" else f"; default {default}")
+        if not self.says_more:
+            return self.help
+        told = [self.help, self._range]
+        if self.of_model:
+            told.append("default the model's")
+        elif self.type == "bool":
+            told.append(f"default {str(self.default).lower()}")
+        elif self.type in ("float", "int") and self.default is not None:
+            told.append(f"default {_shown(self.default)}")
+        return "; ".join(filter(None, told))
+
+    @property
+    def _range(self) -> str:
+        low, high = _shown(self.low), _shown(self.high)
+        if self.type in ("bool", "tuple[int, ...]"):
+            return f"at most {self.max_entries}" if self.max_entries else ""
+        if self.type == "str":
+            return f"at most {high} bytes"
+        if self.type == "tuple[str, ...]":
+            return f"at most {self.max_entries}, of {high} bytes each"
+        if self.type == "int" and self.high >= MAX_TOKENS:
+            return ""
+        above = "above " if self.excludes_low else ""
+        return f"{above}{low}" if self.high == math.inf else f"{above}{low} to {high}"
 
 
-def _parameter(default: float, help: str, low: float, high: float, **more: Any) -> Any:
-    return field(default=default, metadata={"of_request": (default, help, low, high, more)})
+def _shown(number: float) -> str:
+    return f"{number:g}" if abs(number) < 1e6 or not math.isfinite(number) else f"{number:.0f}"
 
 
-_OPENAI_ALONE = {"responses": "", "anthropic": "", "ollama": ""}
-_NOT_ANTHROPIC = {"anthropic": ""}
+def _parameter(
+    default: Any, help: str, low: float = -math.inf, high: float = math.inf, **more: Any
+) -> Any:
+    return field(default=default, metadata=_declaration(default, help, low, high, **more))
+
+
+def _declaration(default: Any, help: str, low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"of_request": (default, help, low, high, more)}
+
+
+def _not_in(*dialects: str) -> dict[str, str]:
+    return dict.fromkeys(dialects, "")
+
+
+_OPENAI_ALONE = _not_in("responses", "anthropic", "ollama", "pooling")
+_NOT_ANTHROPIC = _not_in("anthropic", "pooling")
+_TEXT = _not_in("pooling")
+_CHATS = _not_in("anthropic", "ollama", "pooling")
+_BY_CALL = {**_OPENAI_ALONE, "grpc": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Parameters of drawing the next token."""
 
-    temperature: float = _parameter(1.0, "0 = greedy", 0, 100, of_model=True)
+    temperature: float = _parameter(1.0, "0 = greedy", 0, 100, of_model=True, names=_TEXT)
     top_p: float = _parameter(
-        1.0, "probability mass kept (nucleus)", 0, 1, excludes_low=True, of_model=True
+        1.0,
+        "probability mass kept (nucleus)",
+        0,
+        1,
+        excludes_low=True,
+        of_model=True,
+        names=_TEXT,
     )
     top_k: int = _parameter(
         0,
         "number of most likely tokens to draw from; 0 or -1 = all",
         0,
         2**31 - 1,
-        is_whole=True,
         of_model=True,
+        names=_TEXT,
         aliases={-1: 0},
     )
     min_p: float = _parameter(
@@ -180,20 +238,34 @@ class SamplingParams:
     frequency_penalty: float = _parameter(
         0.0, "subtracted for each time that a token was generated", -2, 2, names=_NOT_ANTHROPIC
     )
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, float] = field(
+        default_factory=dict,
+        metadata=_declaration(
+            {},
+            "token id -> number that is added to the token's logit",
+            -MAX_BIAS,
+            MAX_BIAS,
+            max_entries=1024,
+            names=_CHATS,
+        ),
+    )
     seed: int = _parameter(
         0,
         "64-bit; same seed, same text; -1 = random",
         -(2**63),
         2**64 - 1,
-        is_whole=True,
+        says_more=False,
+        names=_TEXT,
         aliases={-1: None},
     )
     """Unsigned 64 bits here; noise is a function of (seed, absolute position, token id)."""
-    n: int = _parameter(1, "samples of each prompt", 1, 128, is_whole=True, names=_OPENAI_ALONE)
+    n: int = _parameter(1, "samples of each prompt", 1, 128, names=_OPENAI_ALONE)
     constraint: Constraint | None = None
-    speculates: bool = True
-    """Whether the engine may speculate where that pays; the text does not change."""
+    speculates: bool = _parameter(
+        True,
+        "tokens may be drafted where that pays; the text is the same",
+        names={**_OPENAI_ALONE, "openai": "speculate", "grpc": "speculate"},
+    )
 
     @property
     def has_penalties(self) -> bool:
@@ -207,12 +279,119 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopCriteria:
-    """Conditions on tokens that end a sample; the gateway handles stop strings."""
+    """Conditions that end a sample. Engines know tokens alone; the gateway finds texts."""
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    max_tokens: int | None = _parameter(
+        None,
+        "most tokens generated of each sample; absent: up to the context",
+        1,
+        MAX_TOKENS,
+        names={"responses": "max_output_tokens", "ollama": "num_predict", "pooling": ""},
+    )
+    min_tokens: int = _parameter(0, "no stop before so many tokens", 0, MAX_TOKENS, names=_CHATS)
+    stop: tuple[str, ...] = _parameter(
+        (),
+        "strings that end the text",
+        1,
+        _MAX_STOP_BYTES,
+        max_entries=_MAX_STOPS,
+        names={"anthropic": "stop_sequences", "pooling": ""},
+    )
+    stop_regex: tuple[str, ...] = _parameter(
+        (),
+        "regular expressions that end the text where a match is complete",
+        1,
+        _MAX_STOP_BYTES,
+        max_entries=_MAX_STOPS,
+        names=_CHATS,
+    )
+    stop_token_ids: tuple[int, ...] = _parameter(
+        (), "tokens that end the text", max_entries=256, names=_OPENAI_ALONE
+    )
+    ignore_eos: bool = _parameter(False, "go on past the end-of-sequence token", names=_CHATS)
+    include_stop_in_output: bool = _parameter(
+        False,
+        "keep the stop's text",
+        names={**_OPENAI_ALONE, "openai": "include_stop_str_in_output"},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallParams:
+    """Parameters of a request that change neither how tokens are drawn nor where a sample ends."""
+
+    top_logprobs: int | None = _parameter(
+        None,
+        "alternatives per position",
+        0,
+        MAX_TOP_LOGPROBS,
+        names={"openai": "", "anthropic": "", "pooling": "", "grpc": ""},
+    )
+    """None: no log-probabilities. OpenAI's two bodies have fields of their own for it."""
+    prompt_logprobs: int | None = _parameter(
+        None,
+        "log-probabilities of the prompt's tokens: alternatives per position; only with n: 1, not "
+        "streamed",
+        0,
+        MAX_TOP_LOGPROBS,
+        names=_BY_CALL,
+    )
+    skip_special_tokens: bool = _parameter(
+        True, "leave special tokens out of the text", names=_BY_CALL
+    )
+    cache_salt: str = _parameter("", "separates cache entries", 1, 128)
+    priority: int = _parameter(
+        0,
+        "less is more urgent, where workers run with the scheduling policy `priority`",
+        -MAX_PRIORITY,
+        MAX_PRIORITY,
+    )
+    routing_key: str = _parameter(
+        "",
+        "keeps requests of one key on one worker, if so set up",
+        0,
+        256,
+        names={**_not_in("anthropic", "ollama", "pooling"), "grpc": ""},
+    )
+    session_id: str = _parameter(
+        "",
+        "names the chat: its KV stays on its worker between requests while there is room. The "
+        "routing key as well, where none is given",
+        0,
+        MAX_SESSION_ID_BYTES,
+    )
+    end_session: bool = _parameter(
+        False, "the chat is over with this request: nothing is kept for it"
+    )
+    ttft_target_ms: float | None = _parameter(
+        None,
+        "from arrival to the first token, in milliseconds; refused at once when it would come "
+        "later; default the tenant's",
+        1,
+        _MAX_TARGET_MS,
+        names=_BY_CALL,
+    )
+    itl_target_ms: float | None = _parameter(
+        None,
+        "mean time between tokens, in milliseconds; default the tenant's",
+        1,
+        _MAX_TARGET_MS,
+        names=_BY_CALL,
+    )
+    timeout: float | None = _parameter(
+        None,
+        "longest duration of the request, in seconds; the server's own limit applies as well",
+        0,
+        excludes_low=True,
+        names={**_BY_CALL, "pooling": "timeout"},
+    )
+    ttft_timeout: float | None = _parameter(
+        None,
+        "longest time until the first token, waiting included, in seconds",
+        0,
+        excludes_low=True,
+        names=_BY_CALL,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +414,23 @@ class PromptLogprobs(NamedTuple):
     logprobs: list[TokenLogprob]
 
 
+def _declared(cls: type) -> dict[str, Parameter]:
+    return {
+        one.name: Parameter(one.name, one.type.removesuffix(" | None"), *given[:4], **given[4])  # type: ignore[arg-type]
+        for one in fields(cls)
+        if (given := one.metadata.get("of_request")) is not None
+    }
+
+
 PARAMETERS: Mapping[str, Parameter] = {
-    one.name: Parameter(one.name, *given[:4], **given[4])
-    for one in fields(SamplingParams)
-    if (given := one.metadata.get("of_request")) is not None
+    **_declared(SamplingParams),
+    **_declared(StopCriteria),
+    **_declared(CallParams),
 }
-"""The numbers that requests give of sampling, by their names in `SamplingParams`."""
+"""Every parameter that requests give, by its name in the classes above."""
+SAMPLING_NUMBERS: Mapping[str, Parameter] = {
+    name: one for name, one in _declared(SamplingParams).items() if one.type in ("float", "int")
+}
 SAMPLING_DEFAULTS: Mapping[str, float] = {
     name: one.default for name, one in PARAMETERS.items() if one.of_model
 }

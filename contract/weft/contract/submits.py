@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.contract.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
-from weft.contract.tasks import Pool, PooledVectors
+from weft.contract.tasks import PooledVectors, PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.contract.token_ids import TokenIds
 
@@ -37,7 +37,7 @@ class Submit:
     """Number of alternatives per token; None: no log-probabilities."""
     prompt_logprobs: int | None = None
     """Number of alternatives per prompt token; None: no log-probabilities of the prompt."""
-    pool: Pool | None = None
+    pool: PoolingParams | None = None
     """Parameters of a request for vectors; None: the request wants tokens."""
     candidates: list[FillCandidate] = field(default_factory=list)
     first_token_timeout_s: float = 600.0

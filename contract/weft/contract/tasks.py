@@ -16,7 +16,7 @@ Output = Literal[
 """embedding: one vector per prompt; token_embeddings: one vector per token; sparse: the lexical
 weight of each token, one number; multi_vector: one vector per token from a head of its own, for
 late interaction; classes: values of the classification head; label_logits: logits of
-`Pool.label_ids` for the token after the prompt.
+`PoolingParams.label_ids` for the token after the prompt.
 """
 HEADED_OUTPUTS: frozenset[Output] = frozenset({"sparse", "multi_vector"})
 """Outputs for which a model needs a head of its own."""
@@ -40,7 +40,7 @@ _TASK_OF: dict[Output, Task] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class PoolingParams:
     """A request's parameters for vectors in place of tokens."""
 
     output: Output

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModel
 from weft.contract.errors import ModelError
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_embedders import make_embedder, write_json, write_modules
 from weft.testing.models.tiny_encoders import make_encoder
@@ -74,13 +74,13 @@ def test_embedders_of_decoders(tmp_path: Path, seed: int, name: str) -> None:
     write_json(model_dir / "config.json", config)
     for dtype, least in (("float32", 0.99999), ("bfloat16", 0.999)):
         with LLM(model_dir, dtype=dtype, num_pages=200) as llm:
-            found = llm.pool(prompts, Pool(output="embedding"))
+            found = llm.pool(prompts, PoolingParams(output="embedding"))
         for one, vector in zip(found, wanted, strict=True):
             assert float(torch.from_numpy(one[0].copy()) @ vector) > least
     if fields:
         with LLM(model_dir, dtype="float32", deterministic=True, num_pages=200) as llm:
-            together = llm.pool(prompts, Pool(output="embedding"))
-            alone = [llm.pool([prompt], Pool(output="embedding"))[0] for prompt in prompts]
+            together = llm.pool(prompts, PoolingParams(output="embedding"))
+            alone = [llm.pool([prompt], PoolingParams(output="embedding"))[0] for prompt in prompts]
         assert all(np.array_equal(a, b) for a, b in zip(together, alone, strict=True))
     if "is_causal" in fields:
         with pytest.raises(ModelError, match="later ones"):
@@ -111,7 +111,7 @@ def test_adapters_of_embedders_are_those_of_peft(
     with LLM(model_dir, dtype="float32", **settings) as llm:
         digest = llm.load_adapter(tmp_path / "adapter")
         chosen = [digest, b"", digest]
-        found = llm.pool(prompts, Pool(output="embedding"), adapters=chosen)
+        found = llm.pool(prompts, PoolingParams(output="embedding"), adapters=chosen)
     for one, ids, adapter in zip(found, prompts, chosen, strict=True):
         with contextlib.nullcontext() if adapter else wanted_of.disable_adapter():
             vector = wanted_of(torch.tensor([ids])).last_hidden_state[0, -1]
@@ -148,7 +148,7 @@ def test_adapters_of_encoders_are_those_of_peft(tmp_path: Path, seed: int, kind:
     with LLM(model_dir, dtype="float32", **settings) as llm:
         digest = llm.load_adapter(tmp_path / "adapter")
         chosen = [digest, b"", digest, b""]
-        found = llm.pool(prompts, Pool(output="embedding"), adapters=chosen)
+        found = llm.pool(prompts, PoolingParams(output="embedding"), adapters=chosen)
     changed = []
     for one, ids, adapter in zip(found, prompts, chosen, strict=True):
         with contextlib.nullcontext() if adapter else wanted_of.disable_adapter():

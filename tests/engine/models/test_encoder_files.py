@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ModelError
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_embedders import write_json
 from weft.testing.models.tiny_encoders import make_encoder
@@ -23,7 +23,7 @@ from weft.testing.models.tiny_encoders import make_encoder
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 Tensors = dict[str, torch.Tensor]
-STATES = Pool(output="token_embeddings", normalises=False)
+STATES = PoolingParams(output="token_embeddings", normalises=False)
 
 
 GPT2 = {

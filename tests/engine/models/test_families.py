@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import kl_div
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.kernels.int_groups import quantise_groups
@@ -193,5 +193,5 @@ def test_gpt_neox_without_a_head_has_the_same_states(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = base(torch.tensor([tokens])).last_hidden_state[0, -1]
     with LLM(tmp_path / "headless", dtype="float32", num_pages=16) as llm:
-        found = torch.from_numpy(llm.pool([tokens], Pool(output="embedding"))[0][0].copy())
+        found = torch.from_numpy(llm.pool([tokens], PoolingParams(output="embedding"))[0][0].copy())
     assert_close(found, expected / expected.norm(), 3e-5)

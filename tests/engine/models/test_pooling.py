@@ -19,7 +19,7 @@ from transformers import (
 )
 from weft.checkpoint.pooling import load_pooling
 from weft.contract.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError
-from weft.contract.tasks import Output, Pool
+from weft.contract.tasks import Output, PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.testing.models.families import FAMILIES, SIZES
 from weft.testing.models.tiny_embedders import (
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 PAGE, CHUNK, VOCAB, HIDDEN = 8, 24, 517, 72
 LENGTHS = (1, 2, PAGE, PAGE + 1, CHUNK, 2 * CHUNK + 1, 150)
-EMBEDDING = Pool(output="embedding")
+EMBEDDING = PoolingParams(output="embedding")
 ENCODERS = tuple(CONFIGS)
 POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "lasttoken": lambda hidden: hidden[-1],
@@ -93,7 +93,7 @@ def test_decoders_embed_what_is_cut_into_steps_and_what_is_cached(
         sizes = llm.engine.sizes()
         assert not any(sizes[name] for name in ("groups", "prefilling", "slots", "running"))
         some = [*prompts[:4], *random_prompts(CHUNK + 1)]
-        each = llm.pool(some, Pool(output="token_embeddings", normalises=False))
+        each = llm.pool(some, PoolingParams(output="token_embeddings", normalises=False))
         for rows, hidden in zip(each, hidden_states(model_dir, some), strict=True):
             assert np.allclose(rows, hidden, atol=1e-4)
 
@@ -109,19 +109,19 @@ def test_dense_layers_dimensions_and_lengths(tmp_path: Path, seed: int, kind: st
         wanted = [one.tanh() if number == 2 else one for one in wanted]
     with make_llm(model_dir) as llm:
         check_embeddings(llm.pool(prompts, EMBEDDING), wanted)
-        cut = llm.pool(prompts, Pool(output="embedding", dimensions=10))
+        cut = llm.pool(prompts, PoolingParams(output="embedding", dimensions=10))
         check_embeddings(cut, [one[:10] for one in wanted])
-        bare = llm.pool(prompts, Pool(output="embedding", normalises=False))
+        bare = llm.pool(prompts, PoolingParams(output="embedding", normalises=False))
         assert np.allclose([one[0] for one in bare], torch.stack(wanted), atol=1e-4)
         with pytest.raises(ContextTooLong):
             llm.pool(random_prompts(61), EMBEDDING)
         for size in (0, 25):
             with pytest.raises(InvalidRequest, match=f"from 1 to 24, not {size}"):
-                llm.pool(prompts, Pool(output="embedding", dimensions=size))
+                llm.pool(prompts, PoolingParams(output="embedding", dimensions=size))
         with pytest.raises(InvalidRequest, match="embed, not generate"):
             llm.generate(prompts)
         with pytest.raises(InvalidRequest, match="embed, not score"):
-            llm.pool(prompts, Pool(output="label_logits", label_ids=(1,)))
+            llm.pool(prompts, PoolingParams(output="label_logits", label_ids=(1,)))
 
 
 def test_labels_get_the_logits_of_the_lm_head(tmp_path: Path, seed: int) -> None:
@@ -131,7 +131,7 @@ def test_labels_get_the_logits_of_the_lm_head(tmp_path: Path, seed: int) -> None
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with make_llm(model_dir) as llm, torch.no_grad():
         for labels in ((9, 2), (5,)):
-            found = llm.pool(prompts, Pool(output="label_logits", label_ids=labels))
+            found = llm.pool(prompts, PoolingParams(output="label_logits", label_ids=labels))
             for one, ids in zip(found, prompts, strict=True):
                 logits = model(torch.tensor([ids])).logits[0, -1, list(labels)]
                 assert np.allclose(one[0], logits, atol=2e-4)
@@ -150,12 +150,12 @@ def test_classes_are_those_of_the_head(tmp_path: Path, seed: int, kind: str) -> 
     prompts, second = random_prompts(*LENGTHS), 11
     has_types = kind == "bert"
     with make_llm(model_dir) as llm, torch.no_grad():
-        found = llm.pool(prompts, Pool(output="classes"))
+        found = llm.pool(prompts, PoolingParams(output="classes"))
         for one, ids in zip(found, prompts, strict=True):
             assert np.allclose(one[0], model(torch.tensor([ids])).logits[0], atol=1e-4)
         if has_types:
             pairs = prompts[-3:]
-            found = llm.pool(pairs, Pool(output="classes", segment_start=second))
+            found = llm.pool(pairs, PoolingParams(output="classes", segment_start=second))
             for one, ids in zip(found, pairs, strict=True):
                 types = torch.tensor([[int(at >= second) for at in range(len(ids))]])
                 wanted = model(torch.tensor([ids]), token_type_ids=types).logits[0]
@@ -179,7 +179,7 @@ def test_decoders_made_of_parts_give_vectors_and_classes(
         model_dir = tmp_path / output
         model.eval().save_pretrained(model_dir)
         with make_llm(model_dir) as llm:
-            found = llm.pool(prompts, Pool(output=output))
+            found = llm.pool(prompts, PoolingParams(output=output))
         for one, ids in zip(found, prompts, strict=True):
             answer = model(torch.tensor([ids]))
             if output == "classes":
@@ -218,9 +218,9 @@ def test_heads_of_tokens_are_those_of_bge_m3(tmp_path: Path, seed: int) -> None:
     linear = torch.nn.functional.linear
     with make_llm(model_dir) as llm:
         check_embeddings(llm.pool(prompts, EMBEDDING), [states[0] for states in hidden])
-        weights = llm.pool(prompts, Pool(output="sparse"))
-        vectors = llm.pool(prompts, Pool(output="multi_vector"))
-        bare = llm.pool(prompts, Pool(output="multi_vector", normalises=False))
+        weights = llm.pool(prompts, PoolingParams(output="sparse"))
+        vectors = llm.pool(prompts, PoolingParams(output="multi_vector"))
+        bare = llm.pool(prompts, PoolingParams(output="multi_vector", normalises=False))
         for states, weight, vector, raw in zip(hidden, weights, vectors, bare, strict=True):
             wanted = linear(states, **heads["sparse_linear"]).relu()
             assert np.allclose(weight, wanted, atol=1e-5)
@@ -229,7 +229,7 @@ def test_heads_of_tokens_are_those_of_bge_m3(tmp_path: Path, seed: int) -> None:
             wanted = torch.nn.functional.normalize(wanted, dim=-1)
             assert np.allclose(vector, wanted, atol=1e-5)
         with pytest.raises(InvalidRequest, match="one width"):
-            llm.pool(prompts, Pool(output="sparse", dimensions=1))
+            llm.pool(prompts, PoolingParams(output="sparse", dimensions=1))
     for damaged in ({"weight": torch.zeros(2, 48), "bias": torch.zeros(2)}, [torch.nn.Linear]):
         (model_dir / "sparse_linear.safetensors").unlink(missing_ok=True)
         torch.save(damaged, model_dir / "sparse_linear.pt")
@@ -237,7 +237,7 @@ def test_heads_of_tokens_are_those_of_bge_m3(tmp_path: Path, seed: int) -> None:
             make_llm(model_dir)
     plain = make_encoder("bert", tmp_path / "plain", seed)
     with make_llm(plain) as llm, pytest.raises(InvalidRequest, match="no head"):
-        llm.pool(prompts, Pool(output="sparse"))
+        llm.pool(prompts, PoolingParams(output="sparse"))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "modernbert", *crossed("bert", "roberta")[1:]])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.kernels import cpu, encoder_attention
 from weft.testing.engine.captured_steps import RecordedSteps
@@ -49,8 +49,8 @@ def test_graphs_change_no_vector(
     prompts = [[random.randrange(5, 256) for _ in range(length)] for length in lengths]
     settings = {"dtype": "float32", "page_size": 4, "max_running_requests": 4, "overlap": "on"}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 32, "max_context_tokens": 40}
-    embedding = Pool(output="embedding")
-    tokens = Pool(output="token_embeddings", normalises=False)
+    embedding = PoolingParams(output="embedding")
+    tokens = PoolingParams(output="token_embeddings", normalises=False)
     found = []
     for is_captured in (False, True):
         with LLM(tmp_path, **settings) as llm:
@@ -77,7 +77,7 @@ def test_texts_of_pairs_are_told_apart(
         with LLM(tmp_path, **settings) as llm:
             steps = RecordedSteps(llm.engine, 0) if is_captured else None
             for second in (5, 0, 8):
-                found += llm.pool(pairs, Pool(output="classes", segment_start=second))
+                found += llm.pool(pairs, PoolingParams(output="classes", segment_start=second))
             assert steps is None or steps.num_replays["ragged"] > 5
     half = len(found) // 2
     assert np.allclose(found[:half], found[half:], atol=1e-5)

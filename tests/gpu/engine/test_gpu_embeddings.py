@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
 from weft.contract.errors import ConfigError
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.testing.models.tiny_embedders import make_embedder, write_modules
@@ -39,7 +39,7 @@ GEMMA = {
 KNOWN = [kind for kind in CONFIGS if kind in CONFIG_MAPPING]
 """Encoders that the installed transformers has."""
 LENGTHS = (1, 2, 17, 32, 64, 65, 128, 150, 190)
-EMBEDDING = Pool(output="embedding")
+EMBEDDING = PoolingParams(output="embedding")
 
 
 def make_model(kind: str, path: Path, pooling: str | None = None) -> str:
@@ -105,7 +105,7 @@ def test_graphs_change_nothing(tmp_path: Path, kind: str) -> None:
     pooling = make_model(kind, tmp_path)
     prompts = random_prompts(random.choices(LENGTHS, k=30))
     wanted = wanted_vectors(tmp_path, prompts, pooling)
-    tokens = Pool(output="token_embeddings", normalises=False)
+    tokens = PoolingParams(output="token_embeddings", normalises=False)
     rows = []
     for cuda_graphs in (True, False):
         with make_llm(tmp_path, "float32", cuda_graphs=cuda_graphs) as llm:
@@ -144,7 +144,7 @@ def test_pairs_rank_as_by_transformers(tmp_path: Path, kind: str) -> None:
         wanted.append(float(model(torch.tensor([ids], device="cuda"), **more).logits[0, 0]))
     for dtype, most in (("float32", 1e-3), ("bfloat16", 0.05)):
         with make_llm(tmp_path, dtype) as llm:
-            found = llm.pool(pairs, Pool(output="classes", segment_start=second))
+            found = llm.pool(pairs, PoolingParams(output="classes", segment_start=second))
         scores = np.array([one[0, 0] for one in found])
         assert np.abs(scores - wanted).max() < most * max(1.0, float(np.abs(wanted).max()))
         if dtype == "float32":

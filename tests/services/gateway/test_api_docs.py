@@ -14,8 +14,8 @@ from weft.contract.errors import WeftError
 from weft.gateway.api.openai.parse import BodyTooLarge
 from weft.gateway.api.responses.service import ResponseNotFound
 from weft.gateway.api.server.service import MetricsNotServed
-from weft.gateway.mesh.access import ConsoleOff
-from weft.gateway.mesh.relay import MemberNotFound
+from weft.gateway.console.access import ConsoleOff
+from weft.gateway.console.relay import MemberNotFound
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
 from weft.v1 import (

@@ -446,9 +446,7 @@ async def test_cancelled_before_they_are_complete(tmp_path: Path) -> None:
 
         async def cancel() -> None:
             await mesh.wait(lambda: mesh.workers[0].submits)
-            generation = mesh.app.pipeline._open[
-                mesh.app.pipeline.running_ids[0]
-            ].stream.generations
+            generation = mesh.app.pipeline._open[mesh.app.pipeline.running_ids[0]].generations
             await mesh.wait(lambda: len(generation[0].prompt_scores.entries) == 6)
             request = gateway_pb2.CancelRequest(request_id=mesh.app.pipeline.running_ids[0])
             assert (await mesh.typed.Cancel(request)).found

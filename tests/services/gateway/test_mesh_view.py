@@ -20,12 +20,12 @@ from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.settings import load_settings
 from weft.gateway.admission.keys import new_key, write_keys
-from weft.gateway.mesh.flows import MeshFlows
-from weft.gateway.mesh.history import quantile
-from weft.gateway.mesh.members import describe_store
-from weft.gateway.mesh.service import hide_ids
-from weft.gateway.mesh.stores import StoreState, StoreWatch
-from weft.gateway.mesh.view import MAX_ADAPTERS, MAX_WATCHERS
+from weft.gateway.console.flows import MeshFlows
+from weft.gateway.console.history import quantile
+from weft.gateway.console.members import describe_store
+from weft.gateway.console.service import hide_ids
+from weft.gateway.console.stores import StoreState, StoreWatch
+from weft.gateway.console.view import MAX_ADAPTERS, MAX_WATCHERS
 from weft.gateway.settings import GatewaySettings
 from weft.testing.services.dialect_edge import dialect_edge
 from weft.testing.services.fake_decode import Script
@@ -329,7 +329,7 @@ async def test_events_over_rest_and_the_console_page(rest_binary: Path, tmp_path
 async def test_adapters_are_looked_up_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.gateway.mesh.view._ADAPTERS_FRESH_S", 600.0)
+    monkeypatch.setattr("weft.gateway.console.view._ADAPTERS_FRESH_S", 600.0)
 
     def manifest(generation: int, count: int) -> Manifest:
         entries = (

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import ContextTooLong, InvalidRequest
+from weft.gateway.api.openai.bodies import ChatBody, CompletionBody
 from weft.gateway.api.openai.bounds import BOUNDS
 from weft.gateway.api.openai.document import openapi_document
 from weft.testing.services.fake_decode import Script
@@ -58,14 +59,22 @@ def around(keywords: dict[str, Any]) -> Iterator[Any]:
         yield from (*keywords["enum"], True)
 
 
+def bounds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Bounds of fields: those that a body states, and those of the module."""
+    for body in (ChatBody, CompletionBody):
+        for name, field in body.model_fields.items():
+            stated = BOUNDS[body.__name__].get(name) or field.json_schema_extra
+            if isinstance(stated, dict):
+                yield body.__name__, name, dict(stated)
+
+
 def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for model in NEEDED:
-        for name, keywords in BOUNDS[model].items():
-            for value in around(dict(keywords)):
-                beside = dict(BESIDE.get(name, {}))
-                if name == "best_of":
-                    beside["n"] = value
-                yield model, name, {**NEEDED[model], **beside, name: value}
+    for model, name, keywords in bounds():
+        for value in around(keywords):
+            beside = dict(BESIDE.get(name, {}))
+            if name == "best_of":
+                beside["n"] = value
+            yield model, name, {**NEEDED[model], **beside, name: value}
 
 
 OTHERS: list[tuple[str, str, dict[str, Any]]] = [

@@ -57,30 +57,30 @@ class Clock:
 def test_what_must_not_wait_takes_the_gathered_tokens_along(kind: str) -> None:
     clock = Clock()
     pace = StreamPace(1.0, clock)
-    assert pace.goes([NEXT], 1)
+    assert pace.should_flush([NEXT], 1)
     gathered = [NEXT] * random.randint(1, 5)
-    assert not pace.goes(gathered, 1)
+    assert not pace.should_flush(gathered, 1)
     urgent = URGENT[kind](NEXT)
-    assert pace.goes([*gathered, urgent], 1)
-    assert not pace.goes([NEXT], 1), "what comes later gathers again"
+    assert pace.should_flush([*gathered, urgent], 1)
+    assert not pace.should_flush([NEXT], 1), "what comes later gathers again"
 
 
 def test_an_interval_holds_from_message_to_message() -> None:
     clock = Clock()
     interval_s = random.uniform(0.01, 1.0)
     pace = StreamPace(interval_s, clock)
-    assert pace.goes([NEXT], 1)
+    assert pace.should_flush([NEXT], 1)
     clock.now += 0.9 * interval_s
-    assert not pace.goes([NEXT], 1)
-    assert pace.goes([], 1), "nothing waits"
+    assert not pace.should_flush([NEXT], 1)
+    assert pace.should_flush([], 1), "nothing waits"
     clock.now += 0.2 * interval_s
-    assert pace.goes([NEXT], 1)
-    assert not pace.goes([NEXT], 1)
+    assert pace.should_flush([NEXT], 1)
+    assert not pace.should_flush([NEXT], 1)
 
 
 def test_without_an_interval_every_step_goes_out() -> None:
     pace = StreamPace(0.0, Clock())
-    assert all(pace.goes([NEXT], random.randint(1, 1000)) for _ in range(5))
+    assert all(pace.should_flush([NEXT], random.randint(1, 1000)) for _ in range(5))
 
 
 def test_by_itself_few_samples_never_wait_and_many_for_some_computing_or_long_enough() -> None:
@@ -88,16 +88,16 @@ def test_by_itself_few_samples_never_wait_and_many_for_some_computing_or_long_en
     pace = StreamPace(None, clock, computed)
     for samples in range(1, 3 * MANY_SAMPLES):
         computed.now += 1.0
-        assert pace.goes([NEXT], samples)
+        assert pace.should_flush([NEXT], samples)
         if samples < MANY_SAMPLES:
-            assert pace.goes([NEXT], samples)
+            assert pace.should_flush([NEXT], samples)
             continue
         computed.now += 0.9 * samples * SAMPLE_S
         clock.now += 0.9 * MAX_INTERVAL_S
-        assert not pace.goes([NEXT], samples)
+        assert not pace.should_flush([NEXT], samples)
         if random.random() < 0.5:
             computed.now += 0.2 * samples * SAMPLE_S
         else:
             clock.now += 0.2 * MAX_INTERVAL_S
-        assert pace.goes([NEXT], samples)
-        assert not pace.goes([NEXT], samples)
+        assert pace.should_flush([NEXT], samples)
+        assert not pace.should_flush([NEXT], samples)

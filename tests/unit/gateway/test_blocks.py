@@ -6,7 +6,7 @@ import itertools
 import random
 
 from weft.gateway.api.blocks import BlockReader, Step
-from weft.gateway.generation.stream import Delta
+from weft.gateway.generation.answer import Delta
 from weft.gateway.text.answer import TextParser
 from weft.gateway.text.answer.formats import HERMES, QWEN3
 from weft.v1 import common_pb2

@@ -26,7 +26,7 @@ from weft.gateway.admission.admission import Admission
 from weft.gateway.api.openai.bodies import ChatBody
 from weft.gateway.api.openai.parse import parse_body
 from weft.gateway.fleet.session import ReconnectBackoff
-from weft.gateway.generation.prompt_vectors import PromptVectors
+from weft.gateway.generation.prompt_outputs import PromptVectors
 from weft.gateway.telemetry.metrics import LoopHistogram
 from weft.gateway.text.model_card import least_tokens, load_model_card
 from weft.gateway.text.template import ChatTemplate

@@ -11,9 +11,9 @@ import pytest
 from weft.contract.errors import Overloaded, TargetUnattainable
 from weft.gateway.admission.slo import (
     NO_TARGETS,
-    AdmissionRequest,
     LatencyForecaster,
     LatencyGate,
+    SloTicket,
     Targets,
 )
 from weft.gateway.admission.slo.forecast import Side
@@ -214,9 +214,9 @@ def test_replicas_share_what_is_spare() -> None:
 # The gate
 
 
-def make(tokens: int, *, tenant: str = "", at: float = 0.0, **given: float) -> AdmissionRequest:
+def make(tokens: int, *, tenant: str = "", at: float = 0.0, **given: float) -> SloTicket:
     targets = Targets(given.get("first"), given.get("between"))
-    return AdmissionRequest(
+    return SloTicket(
         prompts=[route([1] * tokens)],
         arrival=at,
         targets=targets,
@@ -226,9 +226,9 @@ def make(tokens: int, *, tenant: str = "", at: float = 0.0, **given: float) -> A
     )
 
 
-def begin(fleet: Fleet, gate: LatencyGate, ask: AdmissionRequest, worker: int = 0) -> None:
-    fleet.loads[worker].begin(len(ask.prompts[0].prompt_ids), ask.to_compute)
-    gate.began(ask)
+def begin(fleet: Fleet, gate: LatencyGate, ticket: SloTicket, worker: int = 0) -> None:
+    fleet.loads[worker].begin(len(ticket.prompts[0].prompt_ids), ticket.to_compute)
+    gate.began(ticket)
 
 
 def test_without_targets_nothing_is_refused_or_held() -> None:
@@ -236,9 +236,9 @@ def test_without_targets_nothing_is_refused_or_held() -> None:
     fleet.queue(10**7, 10**7)
     gate = LatencyGate(fleet.forecaster, 0.5, lambda: False)
     for _ in range(100):
-        ask = make(1000)
-        assert gate.offer(ask, 0.0)
-        begin(fleet, gate, ask)
+        ticket = make(1000)
+        assert gate.offer(ticket, 0.0)
+        begin(fleet, gate, ticket)
     assert gate.num_held == 0
 
 
@@ -298,10 +298,10 @@ def test_what_is_behind_the_window_is_held_and_leaves_in_fair_turn() -> None:
     gate = LatencyGate(fleet.forecaster, 0.5)
     sent = []
     for _ in range(30):
-        ask = make(400, tenant="flood")
-        if gate.offer(ask, 0.0):
-            begin(fleet, gate, ask, len(sent) % 2)
-            sent.append(ask)
+        ticket = make(400, tenant="flood")
+        if gate.offer(ticket, 0.0):
+            begin(fleet, gate, ticket, len(sent) % 2)
+            sent.append(ticket)
     # Two workers, half a second of both: 1,000 tokens are let in, and what crosses the border.
     assert len(sent) == 3
     assert gate.num_held == 27
@@ -309,16 +309,16 @@ def test_what_is_behind_the_window_is_held_and_leaves_in_fair_turn() -> None:
     assert not gate.offer(quick, 0.1)
     assert gate.release(0.2) == []
     now = 0.2
-    left: list[AdmissionRequest] = []
+    left: list[SloTicket] = []
     while quick not in left:
         now += 0.4
-        for at, ask in enumerate(sent):  # all that was let in is computed
-            fleet.loads[at % 2].computed(ask.to_compute)
+        for at, ticket in enumerate(sent):  # all that was let in is computed
+            fleet.loads[at % 2].computed(ticket.to_compute)
         sent = []
-        for ask, error in gate.release(now):
+        for ticket, error in gate.release(now):
             assert error is None
-            begin(fleet, gate, ask, len(sent) % 2)
-            sent.append(ask)
+            begin(fleet, gate, ticket, len(sent) % 2)
+            sent.append(ticket)
         assert len(sent) in (3, 4)
         left += sent
     assert len(left) <= 4, "one or two of the flood's are before it, not all of them"
@@ -328,9 +328,9 @@ def test_a_wait_that_is_too_long_is_foreseen() -> None:
     fleet = Fleet()
     gate = LatencyGate(fleet.forecaster, 0.5)
     for _ in range(50):
-        ask = make(1000, tenant="a", first=100.0)
-        if gate.offer(ask, 0.0):
-            begin(fleet, gate, ask, 0)
+        ticket = make(1000, tenant="a", first=100.0)
+        if gate.offer(ticket, 0.0):
+            begin(fleet, gate, ticket, 0)
     assert gate.num_held > 40
     with pytest.raises(TargetUnattainable) as refused:
         gate.offer(make(100, tenant="a", first=5.0), 0.0)
@@ -343,12 +343,12 @@ def test_held_requests_are_refused_once_they_cannot_make_it() -> None:
     fleet = Fleet()
     fleet.queue(600, 600)
     gate = LatencyGate(fleet.forecaster, 0.5)
-    ask = make(100, first=2.0)
-    assert not gate.offer(ask, 0.0)
+    ticket = make(100, first=2.0)
+    assert not gate.offer(ticket, 0.0)
     fleet.queue(2500, 2500)
     assert gate.release(1.0) == []
     ((late, error),) = gate.release(1.5)
-    assert late is ask
+    assert late is ticket
     assert isinstance(error, TargetUnattainable)
     assert gate.num_held == 0
 
@@ -358,11 +358,11 @@ def test_nobody_is_held_for_ever_when_targets_go() -> None:
     fleet.queue(10_000, 10_000)
     is_holding = True
     gate = LatencyGate(fleet.forecaster, 0.5, lambda: is_holding)
-    asks = [make(100) for _ in range(5)]
-    assert not any(gate.offer(ask, 0.0) for ask in asks)
-    gate.withdraw(asks.pop(2))
+    tickets = [make(100) for _ in range(5)]
+    assert not any(gate.offer(ticket, 0.0) for ticket in tickets)
+    gate.withdraw(tickets.pop(2))
     is_holding = False
-    assert [ask for ask, _ in gate.release(1.0)] == asks
+    assert [ticket for ticket, _ in gate.release(1.0)] == tickets
     assert gate.num_held == 0
 
 
@@ -376,13 +376,13 @@ def test_running_requests_keep_their_pace() -> None:
     other = make(10, tenant="flood")
     assert not gate.offer(other, 0.0)
     fleet.busy(8, 9)
-    assert [ask for ask, _ in gate.release(0.1)] == [other]
+    assert [ticket for ticket, _ in gate.release(0.1)] == [other]
     gate.began(other)
     fleet.busy(9, 9)
     last = make(10, tenant="flood")
     assert not gate.offer(last, 0.2)
     gate.ended(paced, 0.1, 10)
-    assert [ask for ask, _ in gate.release(0.3)] == [last]
+    assert [ticket for ticket, _ in gate.release(0.3)] == [last]
 
 
 def test_a_pace_that_no_worker_has_is_refused() -> None:
@@ -395,9 +395,9 @@ def test_forecasts_that_were_wrong_are_learned_from() -> None:
     fleet = Fleet()
     gate = LatencyGate(fleet.forecaster, 0.5)
     for number in range(100):
-        ask = make(100, at=float(number))
-        assert gate.offer(ask, float(number))
-        gate.ended(ask, number + 0.1 + 0.3, 5)  # 0.3 s later than forecast
+        ticket = make(100, at=float(number))
+        assert gate.offer(ticket, float(number))
+        gate.ended(ticket, number + 0.1 + 0.3, 5)  # 0.3 s later than forecast
     assert gate.bias_s == pytest.approx(0.3, rel=0.05)
     with pytest.raises(TargetUnattainable):
         gate.offer(make(100, first=0.35, at=200.0), 200.0)
@@ -408,20 +408,20 @@ def test_one_stall_does_not_refuse_everybody_for_ever() -> None:
     """All requests have a target: refused ones cannot show that workers are well again."""
     gate = LatencyGate(Fleet().forecaster, 0.5)
     for _ in range(40):
-        ask = make(100)
-        assert gate.offer(ask, 0.0)
-        gate.ended(ask, 60.0, 5)
+        ticket = make(100)
+        assert gate.offer(ticket, 0.0)
+        gate.ended(ticket, 60.0, 5)
     with pytest.raises(TargetUnattainable):
         gate.offer(make(100, first=1.0, at=61.0), 61.0)
     taken = 0
     for second in range(62, 62 + 300):
         now = float(second)
-        ask = make(100, first=1.0, at=now)
+        ticket = make(100, first=1.0, at=now)
         try:
-            assert gate.offer(ask, now)
+            assert gate.offer(ticket, now)
         except TargetUnattainable:
             continue
-        gate.ended(ask, now + 0.1, 5)
+        gate.ended(ticket, now + 0.1, 5)
         taken += 1
     assert taken > 150
 
@@ -449,8 +449,8 @@ def test_every_request_leaves_once_and_no_promise_is_left(seed: int) -> None:
     rng = random.Random(seed)
     fleet = Fleet()
     gate = LatencyGate(fleet.forecaster, 0.3)
-    inside: list[AdmissionRequest] = []
-    held: set[AdmissionRequest] = set()
+    inside: list[SloTicket] = []
+    held: set[SloTicket] = set()
     now, gone = 0.0, 0
     for offered in range(1, 401):
         now += rng.uniform(0, 0.05)
@@ -461,12 +461,12 @@ def test_every_request_leaves_once_and_no_promise_is_left(seed: int) -> None:
             for name, choices in (("first", [0.5, 3.0]), ("between", [0.015, 0.03]))
             if rng.random() < 0.4
         }
-        ask = make(rng.randrange(1, 500), tenant=rng.choice("abc"), at=now, **given)
+        ticket = make(rng.randrange(1, 500), tenant=rng.choice("abc"), at=now, **given)
         try:
-            if gate.offer(ask, now):
-                inside.append(ask)
+            if gate.offer(ticket, now):
+                inside.append(ticket)
             else:
-                held.add(ask)
+                held.add(ticket)
         except TargetUnattainable:
             gone += 1
         for left, error in gate.release(now):
@@ -476,20 +476,20 @@ def test_every_request_leaves_once_and_no_promise_is_left(seed: int) -> None:
             else:
                 gone += 1
         if held and rng.random() < 0.1:
-            ask = rng.choice(sorted(held, key=lambda one: one.arrival))
-            held.remove(ask)
-            gate.withdraw(ask)
+            ticket = rng.choice(sorted(held, key=lambda one: one.arrival))
+            held.remove(ticket)
+            gate.withdraw(ticket)
             gone += 1
         while inside and rng.random() < 0.6:
-            ask = inside.pop(rng.randrange(len(inside)))
+            ticket = inside.pop(rng.randrange(len(inside)))
             if rng.random() < 0.8:
-                gate.began(ask)
-            gate.ended(ask, now, rng.randrange(20))
+                gate.began(ticket)
+            gate.ended(ticket, now, rng.randrange(20))
             gone += 1
         assert gate.num_held == len(held)
         assert offered == gone + len(inside) + len(held)
-    for ask in inside:
-        gate.ended(ask, None, 0)
+    for ticket in inside:
+        gate.ended(ticket, None, 0)
     assert (gate._num_sending, gate._tokens_sending) == (0, 0)
     assert not gate._paces
 
@@ -564,16 +564,16 @@ def test_status_shows_what_admission_forecasts(is_holding: bool) -> None:
         gate.bias_s = rng.uniform(-0.5, 2.0)
         now = rng.uniform(0.0, 100.0)
         for number in range(rng.randrange(4)):
-            ask = AdmissionRequest(
+            ticket = SloTicket(
                 prompts=(route([3] * rng.randrange(1, 900)),), arrival=now, tenant=f"t{number}"
             )
-            gate.offer(ask, now)
+            gate.offer(ticket, now)
         later = now + rng.uniform(0.0, 30.0)
         shown = gate.first_token_s(later)
         assert shown is not None
         assert shown == gate.first_token_s(later)
         short = route([rng.randrange(9) for _ in range(SHORT_PROMPT_TOKENS)])
-        refused = AdmissionRequest(
+        refused = SloTicket(
             prompts=(short,), arrival=later, targets=Targets(shown - 1e-6, None), tenant="new"
         )
         with pytest.raises(TargetUnattainable, match=f"after about {shown:.2f} s"):

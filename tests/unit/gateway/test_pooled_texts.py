@@ -14,11 +14,17 @@ from transformers import PreTrainedTokenizerFast
 from weft.checkpoint.pooling import load_pooling
 from weft.contract.errors import InvalidRequest
 from weft.gateway.api.answer import field_names
-from weft.gateway.api.edge import CallFacts
 from weft.gateway.api.openai.parse import parse_body
 from weft.gateway.api.pooling.bodies import CohereEmbedBody
 from weft.gateway.api.pooling.translate import cohere_request
-from weft.gateway.request import GenerateRequest, PairPrompt, TextPrompt, Wants, WrappedPrompt
+from weft.gateway.request import (
+    CallFacts,
+    PairPrompt,
+    PoolingOptions,
+    RawRequest,
+    TextPrompt,
+    WrappedPrompt,
+)
 from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.pooled_prompts import for_model
 from weft.gateway.text.tokens import encode_cut, encode_pair, encode_parts
@@ -102,15 +108,15 @@ def test_settings_of_coheres_body_are_obeyed_or_refused(
 
 def test_cuts_of_coheres_body_are_told_by_its_names() -> None:
     cuts = [cohere(fields) for fields in ({"max_tokens": 3}, {}, {"truncate": "NONE"})]
-    assert [one.wants.truncate_tokens for one in cuts if one.wants] == [3, 0, None]
+    assert [one.pooling.truncate_tokens for one in cuts if one.pooling] == [3, 0, None]
     with pytest.raises(InvalidRequest) as caught, field_names(CohereEmbedBody.names, {}):
         encode_cut(with_template("roberta"), "the fox " * 9, 2)
     assert caught.value.param == "max_tokens"
     assert caught.value.message.startswith("max_tokens: a text cut to 2 tokens")
 
 
-def cohere(fields: dict[str, object]) -> GenerateRequest:
-    facts = CallFacts("r", "", None, "", None)
+def cohere(fields: dict[str, object]) -> RawRequest:
+    facts = CallFacts("r")
     data = json.dumps({"model": "m", "texts": ["x"], **fields}).encode()
     return cohere_request(parse_body(CohereEmbedBody, data, 1 << 20), facts)
 
@@ -123,26 +129,20 @@ def test_a_gemma_reranker_is_asked_as_its_model_card_says(tmp_path: Path) -> Non
     (folder / "1").mkdir()
     (folder / "1/config.json").write_text('{"true_token_id": 7, "false_token_id": null}')
     card = load_model_card(folder)
-    request = GenerateRequest(
-        request_id="r",
-        model="m",
-        prompts=(PairPrompt(first="a {query}?", second="a mesh"),),
-        wants=Wants(output="classes"),
-    )
-    asked = for_model(request, card, "score")
-    (prompt,) = asked.prompts
+    pair = (PairPrompt(first="a {query}?", second="a mesh"),)
+    wanted = PoolingOptions(output="classes")
+    (prompt,), asked = for_model(pair, wanted, card, "score")
     assert isinstance(prompt, WrappedPrompt)
     assert prompt.head + prompt.text == "<bos>A: a {query}?\nB: a mesh"
     assert prompt.tail.startswith("\nGiven a query A and a passage B, ")
-    assert asked.wants is not None
-    assert (asked.wants.output, asked.wants.label_ids) == ("label_logits", (7,))
+    assert asked is not None
+    assert (asked.output, asked.label_ids) == ("label_logits", (7,))
     judged = replace(card.pooling, false_token_id=9)
-    asked = for_model(request, replace(card, pooling=judged), "score")
-    assert asked.wants is not None
-    assert asked.wants.label_ids == (7, 9)
-    request = replace(request, wants=Wants(output="classes", instruction="x"))
+    _, asked = for_model(pair, wanted, replace(card, pooling=judged), "score")
+    assert asked is not None
+    assert asked.label_ids == (7, 9)
     with pytest.raises(InvalidRequest, match="takes none"):
-        for_model(request, card, "score")
+        for_model(pair, PoolingOptions(output="classes", instruction="x"), card, "score")
 
 
 def test_damaged_pooling_files_stop_requests_for_vectors_only(tmp_path: Path) -> None:
@@ -150,13 +150,8 @@ def test_damaged_pooling_files_stop_requests_for_vectors_only(tmp_path: Path) ->
     (folder / "modules.json").write_text("{")
     card = load_model_card(folder)
     assert load_pooling(folder, "generate").task == "generate"
-    chat = GenerateRequest(request_id="r", model="m", prompts=(TextPrompt(text="x"),))
-    assert for_model(chat, card, "generate") is chat
-    pair = GenerateRequest(
-        request_id="r",
-        model="m",
-        prompts=(PairPrompt(first="x", second="y"),),
-        wants=Wants(output="classes"),
-    )
+    chat = (TextPrompt(text="x"),)
+    assert for_model(chat, None, card, "generate") == (chat, None)
+    pair = (PairPrompt(first="x", second="y"),)
     with pytest.raises(InvalidRequest, match=r"modules\.json is not JSON"):
-        for_model(pair, card, "generate")
+        for_model(pair, PoolingOptions(output="classes"), card, "generate")

@@ -165,7 +165,7 @@ def test_something_else_in_a_record_is_another_choice(tmp_path: Path, name: str)
 
 def test_without_its_events_cache_aware_finds_nothing(tmp_path: Path) -> None:
     path, _ = recorded(tmp_path, "cache_aware", 4)
-    untold = (line for line in read_record(path) if type(line).__name__ != "Told")
+    untold = (line for line in read_record(path) if type(line).__name__ != "PagesReported")
     decisions = list(replay(untold, make_policy))
     assert any(choice.match_tokens for one in decisions for choice in one.recorded)
     assert not any(choice.match_tokens for one in decisions for choice in one.replayed)

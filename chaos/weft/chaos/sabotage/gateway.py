@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from weft.chaos.sabotage.wrap import wrap
 from weft.contract.faults import FaultPoint
+from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.generation.generation import Generation
-from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.routing.base import RoutingRequest
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView
@@ -27,13 +27,13 @@ INDEX = FaultPoint(
 
 def install() -> None:
     """Makes the gateway's invariants breakable in this process."""
-    wrap(TokenStream, "_take", DELIVER, _repeating)
+    wrap(Answer, "_take", DELIVER, _repeating)
     wrap(Generation, "start", RESUME, _reseeding)
     wrap(FleetPageIndex, "matches", INDEX, _forgetting)
 
 
 def _repeating(whole: Callable[..., Any]) -> Callable[..., list[Delta]]:
-    def take(stream: TokenStream) -> list[Delta]:
+    def take(stream: Answer) -> list[Delta]:
         deltas: list[Delta] = whole(stream)
         return [
             delta._replace(ids=[delta.ids[0], *delta.ids])
@@ -48,7 +48,7 @@ def _repeating(whole: Callable[..., Any]) -> Callable[..., list[Delta]]:
 def _reseeding(whole: Callable[..., Any]) -> Callable[..., None]:
     def start(generation: Generation) -> None:
         if generation.attempt and RESUME.fire():
-            generation.seed ^= 1
+            generation.prompt.seed ^= 1
         whole(generation)
 
     return start

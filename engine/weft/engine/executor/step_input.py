@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
-from weft.contract.tasks import TOKEN_OUTPUTS, Pool
+from weft.contract.tasks import TOKEN_OUTPUTS, PoolingParams
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.state_rows import StateRows
 
@@ -40,7 +40,7 @@ class PooledRows(NamedTuple):
 
     request: int
     slot: int
-    pool: Pool
+    pool: PoolingParams
     prompt_length: int
     """Tokens of the whole prompt."""
     start: int

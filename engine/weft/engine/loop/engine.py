@@ -409,7 +409,7 @@ class Engine:
                 # Loads run beside steps, so the device must have poisoned the pages before one
                 # begins.
                 self._executor.mark().wait()
-        goes = self._pace.goes(self._out.gather(), len(self.scheduler.running))
+        goes = self._pace.should_flush(self._out.gather(), len(self.scheduler.running))
         is_due = goes and now >= self._report_at
         self._is_reported = is_due or (inbox is not None and wants_report(inbox))
         if self._is_reported:

@@ -14,7 +14,7 @@ from weft.contract.keys import PageKeys, namespace_digest, token_bytes
 from weft.contract.layout import CacheLayout
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.submits import SampleProgress, Submit
-from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, Pool, Task
+from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, PoolingParams, Task
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
@@ -149,7 +149,7 @@ class Intake:
             unforked_samples=unforked,
         )
 
-    def _pool(self, submit: Submit) -> Pool | None:
+    def _pool(self, submit: Submit) -> PoolingParams | None:
         """None: the submit wants tokens."""
         pool = submit.pool
         wanted: Task = "generate" if pool is None else pool.task

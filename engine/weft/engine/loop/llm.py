@@ -19,7 +19,7 @@ from weft.contract.errors import WeftError, error_class
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
@@ -199,7 +199,7 @@ class LLM:
         return self._finish(submits, max_at_once or len(submits))
 
     def pool(
-        self, prompts: Sequence[Sequence[int]], pool: Pool, adapters: Sequence[bytes] = ()
+        self, prompts: Sequence[Sequence[int]], pool: PoolingParams, adapters: Sequence[bytes] = ()
     ) -> list[Float32Array]:
         """Makes vectors of prompts of token ids.
 

@@ -37,8 +37,8 @@ class StreamPace:
         self._clock, self._computed_s = clock, computed_s
         self._went_at = self._had_computed_s = 0.0
 
-    def goes(self, batches: Sequence[GatewayBatch], num_samples: int) -> bool:
-        """Whether what has gathered goes out now.
+    def should_flush(self, batches: Sequence[GatewayBatch], num_samples: int) -> bool:
+        """Whether the gathered batches go out now.
 
         Args:
             batches: What has gathered, oldest first.

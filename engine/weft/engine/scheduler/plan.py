@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from weft.contract.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
 from weft.contract.request import TokenLogprob
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.engine.base.drafts import DraftShape, LaterDrafts
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.state import Request
@@ -88,7 +88,7 @@ class Pooled(Protocol):
         ...
 
     @property
-    def pool(self) -> Pool: ...
+    def pool(self) -> PoolingParams: ...
 
     @property
     def is_last(self) -> bool:

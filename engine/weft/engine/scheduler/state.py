@@ -9,7 +9,7 @@ from enum import Enum
 from weft.contract.errors import WeftError
 from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.contract.tasks import Pool
+from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.memory.tree import Node
 from weft.engine.scheduler.acceptance import Acceptance
@@ -84,7 +84,7 @@ class Request:
     first_token_deadline: float
     deadline: float
     timeline: Timeline
-    pool: Pool | None = None
+    pool: PoolingParams | None = None
     """The vectors of its prompt that are wanted in place of tokens; None: the request generates, or
     fills.
     """

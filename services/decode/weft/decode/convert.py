@@ -15,7 +15,7 @@ from weft.contract.request import (
     MAX_SESSION_ID_BYTES,
     MAX_TENANT_BYTES,
     MAX_TOP_LOGPROBS,
-    PARAMETERS,
+    SAMPLING_NUMBERS,
     Constraint,
     Reasoning,
     SamplingParams,
@@ -23,7 +23,7 @@ from weft.contract.request import (
     check_whitespace,
 )
 from weft.contract.submits import SampleProgress, Submit
-from weft.contract.tasks import Output, Pool
+from weft.contract.tasks import Output, PoolingParams
 from weft.contract.timeline import FillCandidate
 from weft.decode.assembly import Assembly
 from weft.v1 import common_pb2, decode_pb2
@@ -106,11 +106,11 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
     )
 
 
-def _pool(message: decode_pb2.PoolOptions) -> Pool:
+def _pool(message: decode_pb2.PoolOptions) -> PoolingParams:
     output = OUTPUTS.get(message.output)
     if output is None:
         raise InvalidRequest("no output is named", param="pool")
-    return Pool(
+    return PoolingParams(
         output=output,
         label_ids=tuple(message.label_ids),
         dimensions=message.dimensions if message.HasField("dimensions") else None,
@@ -147,7 +147,7 @@ def _in_range(name: str, value: float, low: float, high: float) -> float:
 def _sampling(message: common_pb2.SamplingParams) -> SamplingParams:
     numbers: dict[str, Any] = {
         name: _in_range(name, getattr(message, name), one.low, one.high)
-        for name, one in PARAMETERS.items()
+        for name, one in SAMPLING_NUMBERS.items()
         if message.HasField(name)  # type: ignore[arg-type]
     }
     bias = {int(token): value for token, value in message.logit_bias.items()}

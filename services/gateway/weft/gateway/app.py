@@ -33,17 +33,17 @@ from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ServedModel
+from weft.gateway.console.access import MeshAccess, OperatorsAccess
+from weft.gateway.console.flows import MeshFlows
+from weft.gateway.console.recent import RecentRequests
+from weft.gateway.console.relay import OperatorsRelay
+from weft.gateway.console.service import MeshFace
+from weft.gateway.console.view import MeshView
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.mesh.access import MeshAccess, OperatorsAccess
-from weft.gateway.mesh.flows import MeshFlows
-from weft.gateway.mesh.recent import RecentRequests
-from weft.gateway.mesh.relay import OperatorsRelay
-from weft.gateway.mesh.service import MeshFace
-from weft.gateway.mesh.view import MeshView
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
 from weft.gateway.routing.record_file import RoutingRecord
 from weft.gateway.routing.router import Router

@@ -1,17 +1,19 @@
-"""A client's request, in one form for both faces."""
+"""A client's request, in one form for all dialects.
+
+A dialect makes a `RawRequest` of a call: parameters that the client gave, under the names of
+`weft.contract.request`. `weft.gateway.generation.complete` makes of it the `GenerateRequest`, in
+which every parameter has its value and which does not change any more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from weft.contract.request import PARAMETERS, Constraint
+from weft.contract.request import CallParams, Constraint, SamplingParams, StopCriteria
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
-
-MIN_TARGET_S = 0.001
-MAX_TARGET_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,8 @@ class Targets:
         )
 
     def outcome(self, first_token_s: float | None, between_tokens_s: float | None) -> str:
-        """Outcome of an answered request.
-
-        Args:
-            first_token_s: Measured time to the first token; None: there was no token.
-            between_tokens_s: Measured mean time between tokens; None: there were fewer than two.
-
-        Returns:
-            met, late_first_token or slow_tokens.
+        """met, late_first_token or slow_tokens, by the measured times of an answered request; None:
+        there was no token, or there were fewer than two.
         """
         target_s = self.first_token_s
         if target_s is not None and (first_token_s is None or first_token_s > target_s):
@@ -101,7 +97,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPrompt:
-    """Two texts whose relation is scored; a request's `wants` decides how a model reads them."""
+    """Two texts whose relation is scored; a request's `pooling` decides how a model reads them."""
 
     first: str
     second: str
@@ -122,7 +118,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | WrappedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wants:
+class PoolingOptions:
     """Vectors that a request wants of its prompts in place of tokens."""
 
     output: Output
@@ -144,63 +140,6 @@ class Wants:
     """What makes a document relevant; empty: the model's default."""
     label_ids: tuple[int, ...] = ()
     """Tokens whose logits make scores, set once the model is known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn."""
-
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """The parameters that the client gave, by their names in `PARAMETERS`; all of them but perhaps
-    the seed after `with_defaults`.
-    """
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    constraint: Constraint | None = None
-    speculate: bool = True
-    """Whether the worker may speculate; the text is the same."""
-
-    @property
-    def n(self) -> int:
-        """Samples of each prompt."""
-        return int(self.numbers.get("n", 1))
-
-    @property
-    def seed(self) -> int | None:
-        """Seed, 64 bits, signed or unsigned; None: drawn by the gateway."""
-        seed = self.numbers.get("seed")
-        return None if seed is None else int(seed)
-
-    def with_defaults(self, of_model: Mapping[str, float]) -> Sampling:
-        """A copy with a value of every parameter.
-
-        Args:
-            of_model: The model's own defaults.
-        """
-        defaults = {name: one.default for name, one in PARAMETERS.items() if name != "seed"}
-        return replace(self, numbers={**defaults, **of_model, **self.numbers})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopping:
-    """Conditions that end a sample; bounds are those of `weft.v1.StopCriteria`."""
-
-    max_tokens: int | None = None
-    """Most tokens to generate; None: up to the context."""
-    is_bounded: bool = False
-    """Whether a `max_tokens` above what the prompt leaves of the context is lowered, with a
-    warning; otherwise it is refused.
-    """
-    is_echo_alone: bool = False
-    """Whether the prompt is only scored: the one token that is drawn is not shown, and it needs no
-    room in the context.
-    """
-    min_tokens: int = 0
-    stops: tuple[str, ...] = ()
-    stop_regexes: tuple[str, ...] = ()
-    """Regular expressions that end the text where a match is complete."""
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,71 +174,156 @@ class ResolvedAdapter:
     """Content digest, 32 bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """One request of one client: one or more prompts, `sampling.n` samples of each."""
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """Facts about a request taken from the call itself."""
 
     request_id: str
     """Id made by the gateway, never by a client: it is the key on Sessions. At most 52 bytes."""
     client_request_id: str = ""
-    """Id given by the client, which need not be unique; empty: none."""
-    header_request_id: str = ""
-    """The call's `x-request-id` where the body gives another name; empty: none."""
-    model: str
-    """Name of a model, an adapter or `model:adapter`. Empty: the served model."""
-    prompts: tuple[Prompt, ...]
-    sampling: Sampling = field(default_factory=Sampling)
-    stopping: Stopping = field(default_factory=Stopping)
-    top_logprobs: int | None = None
-    """Number of alternatives at each position; None: no log-probabilities."""
-    prompt_logprobs: int | None = None
-    """Number of alternatives at each position of a prompt; None: no log-probabilities of it."""
-    calls: Calls | None = None
-    """Calls that answers may have; None: they are text."""
-    constraint_param: str = "constraint"
-    """The client's name for the constraint, for error messages."""
-    max_tokens_param: str = "max_tokens"
-    top_logprobs_param: str = "top_logprobs"
-    prompt_logprobs_param: str = "prompt_logprobs"
-    skip_special_tokens: bool = True
+    """Id given by the client or the REST edge; empty: none that is usable."""
     timeout_s: float | None = None
-    """Time limit given by the client; the gateway's own limit applies as well."""
-    first_token_timeout_s: float | None = None
-    """Time limit for the first token of each prompt; None: only the one for the whole request."""
-    cache_salt: str = ""
-    priority: int = 0
-    """Priority, a lower number is more urgent; bounds are those of `weft.v1.Submit`."""
-    routing_key: str = ""
-    """Routing key, for policies that use keys; empty: none."""
-    worker: WorkerChoice | None = None
-    """The decode worker that the client names; None: the router chooses."""
-    session_id: str = ""
-    """Chat session whose KV is kept for a while; empty: none."""
-    ends_session: bool = False
-    """Whether the chat session ends with it."""
+    """The lesser of the call's deadline and the metadata `x-request-timeout-ms`; None: there is
+    neither.
+    """
     traceparent: str = ""
-    targets: Targets = NO_TARGETS
-    """Latency targets of the client; those of its tenant apply where it gives none."""
+    """Trace context; well-formed, or empty."""
     tenant: Tenant | None = None
-    """Tenant of the request; None: the gateway asks for no API keys."""
-    wants: Wants | None = None
-    """Vectors that are wanted; None: tokens are."""
-    adapter: ResolvedAdapter | None = None
-    """Adapter that `model` refers to, once resolved; None: the base model."""
+    """Tenant of the call; None: the gateway asks for no API keys."""
+    routing_key: str = ""
+    """Value of the metadata `x-routing-key`; empty: none."""
+    targets: Targets = NO_TARGETS
+    """Targets from the metadata `x-ttft-target-ms` and `x-itl-target-ms`."""
+    first_token_timeout_s: float | None = None
+    """Time limit from the metadata `x-first-token-timeout-ms`; None: none."""
+    worker: WorkerChoice | None = None
+    """Decode worker from the metadata `x-worker-id` or `x-data-parallel-rank`; None: none."""
+
+    @property
+    def tenant_name(self) -> str:
+        """Name of its tenant; empty for a caller without an API key."""
+        return "" if self.tenant is None else self.tenant.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RawRequest:
+    """A request as its dialect has read it; nothing of it is checked yet."""
+
+    call: CallFacts
+    own_id: str = ""
+    """The client's name for the request in the body, in place of that of the call; empty: none."""
+    model: str = ""
+    """Name of a model, an adapter or `model:adapter`. Empty: the served model."""
+    prompts: tuple[Prompt, ...]
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The parameters that the client gave, by their names in `PARAMETERS`."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The client's names of parameters and of `constraint`, for error messages, where they are
+    not those of `PARAMETERS`.
+    """
+    constraint: Constraint | None = None
+    calls: Calls | None = None
+    """Calls that answers may have; None: they are text."""
+    lowers_max_tokens: bool = False
+    """Whether a `max_tokens` above what the prompt leaves of the context is lowered, with a
+    warning; otherwise it is refused.
+    """
+    is_echo_alone: bool = False
+    """Whether the prompt is only scored: the one token that is drawn is not shown, and it needs no
+    room in the context.
+    """
+    pooling: PoolingOptions | None = None
+    """Vectors that are wanted; None: tokens are."""
+
+    def name_of(self, parameter: str) -> str:
+        """The client's name of a parameter, or of the constraint."""
+        return self.names.get(parameter, parameter)
+
+    @property
+    def request_id(self) -> str:
+        """The gateway's id of the request."""
+        return self.call.request_id
+
+    @property
+    def client_request_id(self) -> str:
+        """Id given by the client, which need not be unique; empty: none."""
+        return self.own_id or self.call.client_request_id
+
+    @property
+    def header_request_id(self) -> str:
+        """The call's `x-request-id` where the body gives another name; empty: none."""
+        # The REST edge gives every call an id, also where the client sent none.
+        return self.call.client_request_id if self.own_id else ""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Time limit given by the client; the gateway's own limit applies as well."""
+        return earliest(self.call.timeout_s, self.given.get("timeout"))
+
+    @property
+    def first_token_timeout_s(self) -> float | None:
+        """Time limit for the first token of each prompt; None: only that of the whole request."""
+        return earliest(self.call.first_token_timeout_s, self.given.get("ttft_timeout"))
+
+
+def earliest(*limits_s: float | None) -> float | None:
+    """The least of several time limits, each of which may be None; None if all are."""
+    return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(CallParams):
+    """One request of one client: one or more prompts, `sampling.n` samples of each.
+
+    Every parameter has its value: the client's, else its tenant's, else the model's, else the
+    default. Its salt and session are those of the tenant. What differs between its prompts, such
+    as the room in the context, is in `PreparedPrompt`.
+    """
+
+    raw: RawRequest
+    """What the client sent."""
+    prompts: tuple[Prompt, ...]
+    """The prompts as the model reads them."""
+    sampling: SamplingParams
+    """Its seed is that of the first prompt."""
+    stop: StopCriteria
+    """Without `max_tokens`, an answer may fill the context."""
+    seeds: tuple[int, ...]
+    """Seed of each prompt, unsigned, 64 bits: the client's, or else a different one for each, so
+    that equal prompts get different answers.
+    """
+    targets: Targets = NO_TARGETS
+    """Latency targets of the client; those of its tenant where it gives none."""
+    pooling: PoolingOptions | None = None
+    """Vectors that are wanted; None: tokens are."""
+    adapter: ResolvedAdapter | None = None
+    """Adapter that the model's name refers to; None: the base model."""
+
+    @property
+    def request_id(self) -> str:
+        """The gateway's id of the request."""
+        return self.raw.call.request_id
+
+    @property
+    def tenant_name(self) -> str:
+        """Name of its tenant; empty for a caller without an API key."""
+        return self.raw.call.tenant_name
+
+
+@dataclass(slots=True, kw_only=True)
 class PreparedPrompt:
-    """One prompt after templating, tokenisation and checks."""
+    """One prompt after templating, tokenisation and checks; its preparer fills it."""
 
     ids: list[int]
-    max_tokens: int = 0
-    """Most tokens of each sample; prompt and output together fit the context. 0: none is drawn, or
-    the limit is not settled yet.
-    """
-    begins_reasoning: bool = False
-    """Whether the prompt ends within the model's reasoning, or else the model begins with it."""
     segment_start: int = 0
     """Position of the first token of the second of a pair of texts; 0: there is one text."""
+    begins_reasoning: bool = False
+    """Whether the prompt ends within the model's reasoning, or else the model begins with it."""
     has_reasoned: bool = False
     """Whether the prompt ends behind the model's reasoning, for example with an empty one."""
+    max_tokens: int = 0
+    """Most tokens of each sample; prompt and output together fit the context. 0: none is drawn."""
+    seed: int = 0
+    """Seed of its samples in every attempt; unsigned, 64 bits."""
+    constraint: Constraint | None = None
+    """Constraint of its samples, with the reasoning that may precede the constrained text."""

@@ -9,12 +9,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from weft.contract.errors import ConfigError
+from weft.contract.request import PARAMETERS
 from weft.gateway.admission.file_watch import FileWatch
-from weft.gateway.admission.keys import Tenant, name_of
-from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S, Targets
+from weft.gateway.request import Targets
 
 _log = logging.getLogger(__name__)
-_TargetMs = Annotated[float, Field(ge=MIN_TARGET_S * 1e3, le=MAX_TARGET_S * 1e3)]
+_FIRST, _BETWEEN = PARAMETERS["ttft_target_ms"], PARAMETERS["itl_target_ms"]
+_FirstMs = Annotated[float, Field(ge=_FIRST.low, le=_FIRST.high)]
+_BetweenMs = Annotated[float, Field(ge=_BETWEEN.low, le=_BETWEEN.high)]
 _PerMinute = Annotated[float, Field(gt=0, le=1e12)]
 _Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 
@@ -37,9 +39,9 @@ class Rates(BaseModel):
 class TenantTerms(Rates):
     """Terms of one tenant."""
 
-    ttft_target_ms: _TargetMs | None = None
+    ttft_target_ms: _FirstMs | None = None
     """Target from arrival to the first token, milliseconds; absent: none."""
-    itl_target_ms: _TargetMs | None = None
+    itl_target_ms: _BetweenMs | None = None
     """Target for the mean time between the tokens of a request; None: no target."""
     weight: _Weight = 1.0
     """Share of the service while tenants compete."""
@@ -78,11 +80,10 @@ class Tenants:
         self._file = _TenantsFile() if path is None else _read(path)
         self._has_targets = self._find_targets()
 
-    def of(self, tenant: Tenant | None) -> TenantTerms:
-        """Terms of a tenant; None: the gateway asks for no API keys."""
+    def of(self, tenant: str) -> TenantTerms:
+        """Terms of a tenant, by its name; empty: the gateway asks for no API keys."""
         self._follow()
-        name = name_of(tenant)
-        return self._file.tenants.get(name, self._file.default)
+        return self._file.tenants.get(tenant, self._file.default)
 
     @property
     def has_targets(self) -> bool:

@@ -10,7 +10,7 @@ from weft.contract.errors import PermissionDenied
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager, LoadOrder
 from weft.gateway.admission.authenticate import current_tenant
-from weft.gateway.api.edge import Context
+from weft.gateway.api.call import Context
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.validate import invalid
 from weft.v1 import common_pb2, gateway_pb2
@@ -58,7 +58,6 @@ class AdapterCalls:
     async def load(
         self, request: gateway_pb2.LoadAdapterRequest, context: Context
     ) -> gateway_pb2.LoadAdapterResponse:
-        """See gateway.proto."""
         given_s = _timeout_s(request)
         entry = await self.load_order(
             LoadOrder(
@@ -85,7 +84,6 @@ class AdapterCalls:
     async def unload(
         self, request: gateway_pb2.UnloadAdapterRequest, context: Context
     ) -> gateway_pb2.UnloadAdapterResponse:
-        """See gateway.proto."""
         given_s = _timeout_s(request)
         entry = await self.unload_name(request.name, _least(given_s, context.time_remaining()))
         return gateway_pb2.UnloadAdapterResponse(adapter=_ref(entry))
@@ -97,7 +95,6 @@ class AdapterCalls:
     async def list(
         self, request: gateway_pb2.ListAdaptersRequest, context: Context
     ) -> gateway_pb2.ListAdaptersResponse:
-        """See gateway.proto."""
         await self._directory.refresh()
         manifest = self._directory.manifest
         entries = sorted(manifest.entries, key=lambda entry: (entry.name, -entry.generation))

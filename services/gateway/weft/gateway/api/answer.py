@@ -8,11 +8,11 @@ from typing import Protocol
 
 from google.api.httpbody_pb2 import HttpBody
 from weft.contract.errors import ContextTooLong, WeftError
-from weft.gateway.api.edge import Context, begin_answer
+from weft.gateway.api.call import Context, begin_answer
 from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.generation.stream import Delta, TokenStream
-from weft.gateway.request import GenerateRequest
+from weft.gateway.request import RawRequest
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -54,8 +54,8 @@ class DialectWriter(Protocol):
 
 async def run_answer(
     pipeline: RequestPipeline,
-    request: GenerateRequest,
-    make_writer: Callable[[TokenStream], DialectWriter],
+    raw: RawRequest,
+    make_writer: Callable[[Answer], DialectWriter],
     context: Context,
     *,
     is_streamed: bool,
@@ -65,10 +65,8 @@ async def run_answer(
     """Runs a request and sends its answer.
 
     Args:
-        pipeline: Runs it.
-        request: One prompt and one sample.
+        raw: One prompt and one sample.
         make_writer: Creates the dialect's writer.
-        context: The call to be answered.
         is_streamed: Whether the answer is sent as it comes.
         headers: Further headers, sent ahead of the answer.
         before_end: Awaited once the answer is whole, before its end is sent.
@@ -76,17 +74,17 @@ async def run_answer(
     Raises:
         WeftError: The request was refused or failed.
     """
-    async with pipeline.open(request) as stream:
-        writer = make_writer(stream)
+    async with pipeline.open(raw) as answer:
+        writer = make_writer(answer)
         kind = writer.content_type if is_streamed else JSON
-        await begin_answer(context, request.request_id, kind, (*stream.headers, *headers))
+        await begin_answer(context, raw.request_id, kind, (*answer.headers, *headers))
         if is_streamed and (data := writer.begin()):
             await context.write(HttpBody(content_type=kind, data=data))
-        while deltas := await stream.next_deltas():
+        while deltas := await answer.next_deltas():
             data = b"".join([writer.push(delta) for delta in deltas])
             if is_streamed and data:
                 await context.write(HttpBody(content_type=kind, data=data))
-        await stream.settle()
+        await answer.settle()
         last = writer.end() if is_streamed else to_json(writer.whole())
     if before_end is not None:
         await before_end()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.gateway.generation.stream import Delta, TokenStream
+from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.text.answer import AnswerParser, AnswerPart, CallPart
 from weft.gateway.text.answer.formats import END_THINK
 from weft.v1 import common_pb2
@@ -162,7 +162,7 @@ class BlockReader:
             steps.append(Step("end", self.blocks[-1]))
 
 
-def num_reasoning_tokens(stream: TokenStream, blocks: Sequence[Block]) -> int:
+def num_reasoning_tokens(answer: Answer, blocks: Sequence[Block]) -> int:
     """Tokens of an answer's reasoning, up to and with its closing tag.
 
     If the tag is no single token, the reasoning's text is tokenised again.
@@ -170,7 +170,7 @@ def num_reasoning_tokens(stream: TokenStream, blocks: Sequence[Block]) -> int:
     reasoning = "".join([block.text for block in blocks if block.kind == "reasoning"])
     if not reasoning:
         return 0
-    ids, tokenizer = stream.generations[0].samples[0].ids, stream.card.tokenizer
+    ids, tokenizer = answer.generations[0].samples[0].ids, answer.card.tokenizer
     end = tokenizer.token_to_id(END_THINK)
     if end is not None:
         return ids.index(end) + 1 if end in ids else len(ids)

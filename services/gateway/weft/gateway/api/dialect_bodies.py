@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from weft.gateway.api.openai.bodies import Body, names_of
 from weft.gateway.api.openai.foreign import UNSERVED
 from weft.gateway.api.unserved import has_effect, leave_out, misspelt, unserved_fields
-from weft.gateway.validate import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, invalid
+from weft.gateway.validate import MAX_MESSAGES, MAX_TOOLS, invalid
 
 STRICT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 LENIENT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
@@ -25,7 +25,6 @@ LENIENT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected
 T = TypeVar("T")
 Few = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Many = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MESSAGES)]
-Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 
 
 _MAX_UNKNOWN = 16
@@ -40,7 +39,6 @@ class DialectBody(Body):
     keeps_unknown: ClassVar[bool] = True
 
     def settle(self, *, ignores_unknown: bool = False) -> None:
-        """See `Body.settle`."""
         _settle(self, "", ignores_unknown=ignores_unknown)
 
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.fleet.fleet import Fleet
-from weft.gateway.validate import check_cache_salt, check_session_id, invalid
+from weft.gateway.validate import check_parameters, invalid
 
 
-def end_session(fleet: Fleet, session_id: str, cache_salt: str) -> int:
+def end_session(fleet: Fleet, session_id: str, cache_salt: str | None) -> int:
     """Tells every decode worker that a session of the calling tenant has ended.
-
-    Args:
-        fleet: All workers.
-        session_id: As in the chat's requests.
-        cache_salt: As in the chat's requests.
 
     Returns:
         Number of workers that were told. A worker whose Session is broken keeps at most pins of the
@@ -24,8 +19,9 @@ def end_session(fleet: Fleet, session_id: str, cache_salt: str) -> int:
     """
     if not session_id:
         raise invalid("session_id", "is empty")
-    check_session_id(session_id)
-    check_cache_salt(cache_salt)
+    given = {"session_id": session_id, "cache_salt": cache_salt}
+    check_parameters({name: one for name, one in given.items() if one is not None}, {}, 0)
+    cache_salt = cache_salt or ""
     if (tenant := current_tenant.get()) is not None:
         cache_salt, session_id = tenant.salt(cache_salt), tenant.session(session_id)
     sessions = [worker.session for worker in fleet.workers("decode")]

@@ -7,7 +7,7 @@ from weft.common.rpc.authorize import OPERATORS
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import services_of
 from weft.contract.errors import PermissionDenied, WorkerNotFound
-from weft.gateway.api.edge import Context
+from weft.gateway.api.call import Context
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.worker import FleetWorker
 from weft.v1 import gateway_pb2, worker_pb2
@@ -47,7 +47,6 @@ class WorkerCalls:
     async def drain(
         self, request: gateway_pb2.DrainWorkerRequest, context: Context
     ) -> gateway_pb2.DrainWorkerResponse:
-        """See gateway.proto."""
         worker = self._find(request.worker_id)
         timeout_s = _DEFAULT_TIMEOUT_S
         if request.HasField("timeout"):
@@ -68,7 +67,6 @@ class WorkerCalls:
     async def undrain(
         self, request: gateway_pb2.UndrainWorkerRequest, context: Context
     ) -> gateway_pb2.UndrainWorkerResponse:
-        """See gateway.proto."""
         worker = self._find(request.worker_id)
         try:
             answer = await worker.stub.Undrain(worker_pb2.UndrainRequest(), timeout=_GRACE_S)

@@ -5,29 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.tasks import is_ending
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.routing import FleetPageIndex
+from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
-
-
-class KvCounters(Protocol):
-    """Receives a follower's counts."""
-
-    def on_kv_changes(self, count: int) -> None:
-        """Counts changes that were applied."""
-
-    def on_kv_snapshot(self) -> None:
-        """Counts a full snapshot that was applied."""
-
-    def on_kv_gap(self) -> None:
-        """Counts a gap in the changes, for which a snapshot is requested."""
 
 
 class _Gap(Exception):
@@ -43,18 +31,18 @@ class KvFollower:
     Args:
         stub: Stub of the worker.
         index: Prefix index of its pool.
-        counters: Counts changes, snapshots and gaps.
+        metrics: Counts changes, snapshots and gaps.
     """
 
     def __init__(
         self,
         stub: worker_pb2_grpc.WorkerServiceAsyncStub,
         index: FleetPageIndex,
-        counters: KvCounters,
+        metrics: GatewayMetrics,
     ) -> None:
         self._stub = stub
         self._index = index
-        self._counters = counters
+        self._metrics = metrics
         self._worker_id = ""
         self._epoch = 0
         self._sequence: int | None = None
@@ -79,7 +67,7 @@ class KvFollower:
                     backoff.reset()
             except _Gap:
                 self._sequence = None
-                self._counters.on_kv_gap()
+                self._metrics.kv_gaps.inc()
             except grpc.aio.AioRpcError as error:
                 _log.info("the stream of a worker's KV events broke: %s", from_rpc_error(error))
             except asyncio.CancelledError:
@@ -106,7 +94,7 @@ class KvFollower:
             self._sequence = change.sequence
             self._index.remove(self._worker_id, self._epoch, change.removed_keys)
             self._index.add(self._worker_id, self._epoch, _keys(change.stored))
-        self._counters.on_kv_changes(len(response.changes))
+        self._metrics.kv_changes.inc(len(response.changes))
 
     def _take_part(self, part: worker_pb2.KvSnapshotPart) -> None:
         self._snapshot += _keys(part.held)
@@ -117,7 +105,7 @@ class KvFollower:
             keys, self._snapshot = self._snapshot, []
             self._index.replace(self._worker_id, self._epoch, keys)
             self._sequence = part.as_of_sequence
-            self._counters.on_kv_snapshot()
+            self._metrics.kv_snapshots.inc()
 
 
 def _keys(runs: Iterable[worker_pb2.KvRun]) -> Iterator[int]:

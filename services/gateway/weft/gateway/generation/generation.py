@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from weft.common.durations import duration
 from weft.common.tasks import log_failure
 from weft.contract.errors import (
+    DeadlineExceeded,
     Draining,
     Internal,
     Overloaded,
@@ -16,10 +20,7 @@ from weft.contract.errors import (
 )
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.gateway.fleet.session import ReconnectBackoff
-from weft.gateway.generation.prompt_scores import PromptScores
-from weft.gateway.generation.prompt_vectors import PromptVectors
-from weft.gateway.generation.resume import Losses, ResumeLimits
-from weft.gateway.generation.sample_output import SampleOutput
+from weft.gateway.generation.prompt_outputs import PromptScores, PromptVectors
 from weft.gateway.generation.submit import submit_messages
 from weft.gateway.request import GenerateRequest, PreparedPrompt
 from weft.gateway.routing import RoutingRequest
@@ -31,23 +32,150 @@ from weft.v1 import common_pb2, decode_pb2
 
 STOP = common_pb2.FINISH_REASON_STOP
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
+_REFUSALS = (Draining, Overloaded)
 _LOGPROB_BYTES = 32
 """Approximate memory of one log-probability that waits for a slow client."""
 
 
-class Listener:
-    """Informed by generations when there is something for the client; see `TokenStream`."""
+@dataclass(slots=True, eq=False)
+class SampleOutput:
+    """One sample of one prompt. It outlives attempts: its text continues where it was."""
 
-    def on_sample(self, sample: SampleOutput, num_bytes: int) -> None:
-        """Called when a sample has text, log-probabilities or its end to take: about `num_bytes`
-        more.
+    index: int
+    """Index among all samples of the client's request."""
+    renderer: SampleRenderer
+    ids: list[int] = field(default_factory=list)
+    """All tokens so far; a new owner continues from these."""
+    num_ids_taken: int = 0
+    text: str = ""
+    """Text not yet taken."""
+    logprobs: list[common_pb2.TokenLogprob] = field(default_factory=list)
+    """Log-probabilities not yet taken."""
+    finish_reason: common_pb2.FinishReason.ValueType | None = None
+    is_dirty: bool = False
+    """Whether there is something to take."""
+    first_token_time: float = 0.0
+    """Event loop time; 0: no token yet."""
+    last_token_time: float = 0.0
+
+    @property
+    def pace_s(self) -> float | None:
+        """Mean seconds between its tokens; None: it has fewer than two."""
+        num_gaps = len(self.ids) - 1
+        return (self.last_token_time - self.first_token_time) / num_gaps if num_gaps > 0 else None
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Takes tokens up to the one that completes a stop string; returns the text to show."""
+        renderer = self.renderer
+        if len(ids) == 1:
+            self.ids.append(ids[0])
+            return renderer.push(ids[0])
+        text = ""
+        for token_id in ids:
+            self.ids.append(token_id)
+            text += renderer.push(token_id)
+            if renderer.is_stopped:
+                break
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeLimits:
+    """Limits of resuming one prompt, besides its deadline."""
+
+    max_attempts: int
+    """Number of lost owners with which the request fails. Those that are draining or too busy to
+    accept it do not count.
+    """
+    timeout_s: float
+    """Longest time without any owner."""
+
+
+@dataclass(slots=True)
+class _Loss:
+    attempt: int
+    worker_id: str
+    error: WeftError
+    num_tokens: int
+    at: float
+    pause_s: float | None = None
+    """Length of the client's pause; None: the pause has not ended."""
+
+
+class Losses:
+    """The lost attempts of one prompt. Times are those of the event loop, in seconds."""
+
+    def __init__(self, limits: ResumeLimits) -> None:
+        self._limits = limits
+        self._losses: list[_Loss] = []
+        self._ownerless_since: float | None = None
+
+    def add(
+        self, attempt: int, worker_id: str, error: WeftError, num_tokens: int, at: float
+    ) -> None:
+        """Records the loss of an attempt, when the samples had `num_tokens` in all."""
+        self.end_pause(at)
+        self._losses.append(_Loss(attempt, worker_id, error, num_tokens, at))
+        if self._ownerless_since is None:
+            self._ownerless_since = at
+
+    def owned(self) -> None:
+        """Notes that a worker has accepted the request."""
+        self._ownerless_since = None
+
+    def end_pause(self, now: float) -> float | None:
+        """Notes that the client receives tokens again. Returns the length of its pause; None if
+        there was none.
         """
+        if not self._losses or self._losses[-1].pause_s is not None:
+            return None
+        self._losses[-1].pause_s = now - self._losses[-1].at
+        return self._losses[-1].pause_s
 
+    def is_over(self, error: WeftError) -> bool:
+        """Whether the request must not be submitted again after its latest loss."""
+        can_mend = error.retryable or error.is_of_worker
+        if not can_mend or isinstance(error, DeadlineExceeded):
+            return True
+        num_counted = sum(not isinstance(loss.error, _REFUSALS) for loss in self._losses)
+        return num_counted >= self._limits.max_attempts
+
+    def has_waited_enough(self, now: float) -> bool:
+        """Whether the request has been without an owner for longer than allowed."""
+        since = self._ownerless_since
+        return since is not None and now - since >= self._limits.timeout_s
+
+    def describe(self) -> list[common_pb2.LostAttempt]:
+        """Describes the losses for the timeline."""
+        return [
+            common_pb2.LostAttempt(
+                attempt=loss.attempt,
+                worker_id=loss.worker_id,
+                code=loss.error.reason,
+                message=loss.error.message,
+                generated_tokens=loss.num_tokens,
+                pause=duration(loss.pause_s or 0.0),
+            )
+            for loss in self._losses
+        ]
+
+
+class Listener(ABC):
+    """The answer that generations add to. Generations know it by this class alone, since the answer
+    imports them.
+    """
+
+    @abstractmethod
+    def on_sample(self, sample: SampleOutput, num_bytes: int) -> None:
+        """A sample has text, log-probabilities or its end to take: about `num_bytes` more."""
+
+    @abstractmethod
     def on_failure(self, generation: Generation) -> None:
-        """Called when the prompt has failed for good; `generation.error` says how."""
+        """The prompt has failed for good; `generation.error` says how."""
 
+    @abstractmethod
     def on_settled(self) -> None:
-        """Called when the owner has reported the end of all samples of a generation."""
+        """The owner has reported the end of all samples of a generation."""
 
 
 class Generation:
@@ -65,7 +193,6 @@ class Generation:
         *,
         first_index: int,
         model: str,
-        seed: int,
         plan: RenderPlan,
         router: Router,
         metrics: GatewayMetrics,
@@ -76,25 +203,14 @@ class Generation:
         limits: ResumeLimits,
         trace: RequestTrace,
     ) -> None:
-        """Prepares the generation; `start` submits it.
+        """Prepares the generation; `start` submits it. Deadlines and `arrival` are event loop time.
 
         Args:
-            request: The client's request.
-            prompt: This prompt.
             routing: The request as routing policies see it; its `request_id` is the key on
                 Sessions.
             first_index: Index of its first sample in the client's request.
             model: Name of the model at the workers.
-            seed: Seed of all its attempts.
-            plan: How its samples are rendered.
-            router: Chooses owners.
-            metrics: Where tokens are counted.
-            listener: Informed of tokens, failures and the end.
-            arrival: Event loop time at which the client's request came.
-            deadline: Event loop time at which it must have ended.
-            first_token_deadline: Event loop time at which it must have its first token.
-            limits: Limits of resuming after the owner is lost.
-            trace: Receives the spans of the attempts.
+            arrival: When the client's request came.
         """
         self._request = request
         self.prompt = prompt
@@ -103,8 +219,6 @@ class Generation:
         self.wire_id = routing.request_id
         """The key by which Sessions name this generation."""
         self._model = model
-        self.seed = seed
-        """Seed of all its attempts."""
         self._stop_ids = sorted(plan.stop_ids)
         self._router = router
         self._metrics = metrics
@@ -132,8 +246,8 @@ class Generation:
         """Log-probabilities of the prompt's tokens; None: they are not wanted."""
         self.vectors = (
             None
-            if request.wants is None
-            else PromptVectors(len(prompt.ids) if request.wants.output in TOKEN_OUTPUTS else 1)
+            if request.pooling is None
+            else PromptVectors(len(prompt.ids) if request.pooling.output in TOKEN_OUTPUTS else 1)
         )
         """Vectors of the prompt; None: tokens are wanted."""
         self.attempt = 0
@@ -198,7 +312,6 @@ class Generation:
             model=self._model,
             wire_id=self.wire_id,
             attempt=self.attempt + 1,
-            seed=self.seed,
             stop_ids=self._stop_ids,
             candidates=placement.candidates,
             time_left_s=self._deadline - now,
@@ -213,7 +326,7 @@ class Generation:
                 collected.restart()
         placement.session.submit(self.wire_id, self, messages)
         placement.begin()
-        if self._request.ends_session:
+        if self._request.end_session:
             self._router.end_session(placement.session, self._request)
         self.attempt += 1
         self._timeline = common_pb2.Timeline()
@@ -250,25 +363,21 @@ class Generation:
         self._listener.on_failure(self)
 
     def on_accepted(self) -> None:
-        """See `SessionHandler`."""
         self._was_accepted = True
         self._losses.owned()
         self._backoff.reset()
 
     def on_computed_here(self) -> None:
-        """See `SessionHandler`."""
         if self._placement is not None:
             self._placement.stays()
 
     def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
-        """See `SessionHandler`."""
         scores = self.prompt_scores
         problem = "log-probabilities of a prompt" if scores is None else scores.add(event)
         if problem:
             self._violated(problem)
 
     def on_vectors(self, event: decode_pb2.SessionEvent.Vectors, now: float) -> None:
-        """See `SessionHandler`."""
         problem = "vectors" if self.vectors is None else self.vectors.add(event)
         if problem:
             self._violated(problem)
@@ -276,7 +385,6 @@ class Generation:
             self._prove(now)
 
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
-        """See `SessionHandler`."""
         if event.sample >= len(self.samples):
             self._violated(f"tokens of sample {event.sample}")
             return
@@ -335,7 +443,6 @@ class Generation:
             self._metrics.resume_pause.observe(pause_s)
 
     def on_finished(self, event: decode_pb2.SessionEvent.Finished) -> None:
-        """See `SessionHandler`."""
         if event.sample >= len(self.samples):
             self._violated(f"the end of sample {event.sample}")
             return
@@ -374,7 +481,6 @@ class Generation:
             self._settle()
 
     def on_failed(self, error: WeftError) -> None:
-        """See `SessionHandler`."""
         if not self._open_samples:
             # The client has its whole answer; only the owner's report is missing.
             self._settle()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -25,36 +23,36 @@ from weft.contract.errors import (
 from weft.contract.keys import RecentPages
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.gateway.admission.admission import Admission, shutting_down
-from weft.gateway.admission.keys import Tenant, name_of
+from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, RateLimits
-from weft.gateway.admission.slo import AdmissionRequest
+from weft.gateway.admission.slo import SloTicket
 from weft.gateway.admission.tenants import Rates, Tenants
 from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
-from weft.gateway.generation.generation import Generation
-from weft.gateway.generation.record import RequestRecord
-from weft.gateway.generation.resume import ResumeLimits
-from weft.gateway.generation.stream import TokenStream
+from weft.gateway.generation.answer import Answer
+from weft.gateway.generation.complete import complete
+from weft.gateway.generation.generation import Generation, ResumeLimits
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
+    PoolingOptions,
     PreparedPrompt,
+    RawRequest,
     ResolvedAdapter,
-    Sampling,
-    Wants,
+    WorkerChoice,
+    earliest,
 )
 from weft.gateway.routing import RoutingRequest
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.request_trace import RequestTrace
-from weft.gateway.text.answer.demand import blame_constraint, warn_of_unknown
-from weft.gateway.text.answer.make import reasoning_of, settle_constraint
+from weft.gateway.text.answer.demand import blame_constraint
+from weft.gateway.text.answer.make import reasoning_of
 from weft.gateway.text.model_card import ModelCard
-from weft.gateway.text.pooled_prompts import for_model
 from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stop_patterns import stop_patterns
 from weft.gateway.text.stops import StopAutomaton
-from weft.gateway.validate import check_request, num_prompt_logprobs, unsupported
+from weft.gateway.validate import num_prompt_logprobs, unsupported
 from weft.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
@@ -81,7 +79,7 @@ class RequestPipeline:
         tracer: Tracer,
         tenants: Tenants,
         log: GatewayRequestLog | None = None,
-        on_ended: Sequence[Callable[[RequestRecord], None]] = (),
+        on_ended: Sequence[Callable[[Answer], None]] = (),
     ) -> None:
         self._settings = settings
         self._models = models
@@ -102,7 +100,7 @@ class RequestPipeline:
         """Rates of requests and tokens."""
         self._log = log
         self._on_ended = on_ended
-        self._open: dict[str, RequestRecord] = {}
+        self._open: dict[str, Answer] = {}
         """Requests that wait or run, by their ids, oldest first."""
         self._has_ended = False
         self._recent = RecentPages()
@@ -138,14 +136,14 @@ class RequestPipeline:
     @property
     def running_ids(self) -> list[str]:
         """Ids of the requests that run, oldest first."""
-        return [id_ for id_, record in self._open.items() if record.stream is not None]
+        return [id_ for id_, answer in self._open.items() if answer.has_begun]
 
     def num_using(self, digest: bytes) -> int:
         """Number of requests that wait or run with an adapter of this content."""
-        adapters = (record.request.adapter for record in self._open.values())
+        adapters = (answer.adapter for answer in self._open.values())
         return sum(one is not None and one.digest == digest for one in adapters)
 
-    def open_requests(self, limit: int) -> list[RequestRecord]:
+    def open_requests(self, limit: int) -> list[Answer]:
         """The requests that wait or run, oldest first, `limit` at most."""
         return list(islice(self._open.values(), limit))
 
@@ -163,165 +161,149 @@ class RequestPipeline:
         if not request_id:  # requests without a name have this one
             return False
         found = [
-            record
-            for id_, record in self._open.items()
-            if request_id
-            in (id_, record.request.client_request_id, record.request.header_request_id)
-            and record.request.tenant == tenant
+            answer
+            for id_, answer in self._open.items()
+            if request_id in (id_, answer.raw.client_request_id, answer.raw.header_request_id)
+            and answer.raw.call.tenant == tenant
         ]
-        for record in found:
-            if record.stream is not None:
-                record.stream.cancel()
-            elif record.waiter is not None and not record.is_cancelled:
-                record.is_cancelled = True
-                record.waiter.cancel()
+        for answer in found:
+            if answer.has_begun:
+                answer.cancel()
+            elif answer.waiter is not None and not answer.is_cancelled:
+                answer.is_cancelled = True
+                answer.waiter.cancel()
         return bool(found)
 
     def end_all(self) -> None:
         """Fails all running and admitted requests because the gateway ends."""
         self._has_ended = True
-        for record in list(self._open.values()):
-            if record.stream is not None:
-                record.stream.fail(shutting_down("decode"))
+        for answer in list(self._open.values()):
+            if answer.has_begun:
+                answer.fail(shutting_down("decode"))
 
     @asynccontextmanager
-    async def open(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+    async def open(self, raw: RawRequest) -> AsyncIterator[Answer]:
         """Runs a request for the duration of the block; leaving it cancels what is unfinished.
 
         Args:
-            request: The request as a dialect translated it, not checked yet.
+            raw: The request as a dialect has read it, not checked yet.
 
         Yields:
-            The stream of its deltas.
+            The answer, of which deltas come from now on.
 
         Raises:
             WeftError: The request was refused.
         """
-        arrival = asyncio.get_running_loop().time()
-        trace = RequestTrace(self._tracer, request.request_id, request.traceparent)
+        trace = RequestTrace(self._tracer, raw.request_id, raw.call.traceparent)
         current_trace_id.set(trace.trace_id)
-        record = RequestRecord(
-            request=request, arrival=arrival, trace=trace, waiter=asyncio.current_task()
-        )
-        self._open[request.request_id] = record
+        answer = Answer(raw, trace, self._settings.max_unsent_bytes)
+        self._open[raw.request_id] = answer
         try:
-            async with self._run(record) as stream:
-                yield stream
-            record.outcome = "ok"
+            async with self._run(answer):
+                yield answer
+            answer.outcome = "ok"
         except WeftError as error:
-            record.outcome, record.failure = error.reason.lower(), error
+            answer.outcome, answer.failure = error.reason.lower(), error
             if error.param == "constraint":
-                blame_constraint(error, request.constraint_param)
+                blame_constraint(error, raw.name_of("constraint"))
             if error.http_status >= 500:
-                _warn(request, error)
+                _warn(raw, error)
             raise
         except BaseException as error:
-            record.outcome, record.failure = "error", error
+            answer.outcome, answer.failure = "error", error
             if isinstance(error, asyncio.CancelledError):
-                record.outcome = Cancelled.reason.lower()
-                if record.is_cancelled and record.waiter is not None:
-                    record.waiter.uncancel()
+                answer.outcome = Cancelled.reason.lower()
+                if answer.is_cancelled and answer.waiter is not None:
+                    answer.waiter.uncancel()
                     raise Cancelled("the request was cancelled by its id", stage="queue") from None
             raise
         finally:
-            del self._open[request.request_id]
-            self._close(record)
-            # Its frames hold the record: they would live until the collector finds this cycle.
-            record.failure = None
+            del self._open[raw.request_id]
+            self._close(answer)
+            # Its frames hold the answer: they would live until the collector finds this cycle.
+            answer.failure = None
 
     @asynccontextmanager
-    async def _run(self, record: RequestRecord) -> AsyncIterator[TokenStream]:
-        """Finds the model of a request, checks the request, and runs it once it is admitted."""
-        resolved = await self._models.find(record.request.model)
-        served = record.served = resolved.served
-        request = record.request = replace(record.request, adapter=resolved.adapter)
-        self._set_deadlines(record)
-        time_left_s = record.first_token_deadline - asyncio.get_running_loop().time()
+    async def _run(self, answer: Answer) -> AsyncIterator[None]:
+        """Finds the model of a request, completes the request, and runs it once it is admitted."""
+        raw = answer.raw
+        resolved = await self._models.find(raw.model)
+        served = answer.served = resolved.served
+        answer.adapter = resolved.adapter
+        self._set_deadlines(answer)
+        time_left_s = answer.first_token_deadline - asyncio.get_running_loop().time()
         card = await self._models.card(resolved, max(0.0, time_left_s))
-        check_request(request, card, self._settings.max_prompts)
-        if (constraint := request.sampling.constraint) is not None:
-            warn_of_unknown(constraint, request.constraint_param)
-        if request.wants is not None or served.task != "generate":
-            request = for_model(request, card, served.task)
-        terms, tenant = self._tenants.of(request.tenant), name_of(request.tenant)
-        if request.tenant is not None:
-            request = replace(
-                request,
-                cache_salt=request.tenant.salt(request.cache_salt),
-                session_id=request.tenant.session(request.session_id),
-            )
-        request = record.request = replace(
-            request,
-            targets=request.targets.over(terms.targets),
-            sampling=request.sampling.with_defaults(card.sampling),
+        terms, tenant = self._tenants.of(raw.call.tenant_name), raw.call.tenant_name
+        request = complete(
+            raw,
+            card,
+            terms,
+            max_prompts=self._settings.max_prompts,
+            task=served.task,
+            adapter=resolved.adapter,
         )
-        record.targets = request.targets
-        record.charge = self.limits.begin(tenant, terms, record.arrival)
-        with record.trace.stage("queue"):
+        answer.complete(request)
+        answer.charge = self.limits.begin(tenant, terms, answer.arrival)
+        with answer.trace.stage("queue"):
             admitted = await self._admission.admit(
-                len(request.prompts), record.first_token_deadline, tenant, terms.weight
+                len(request.prompts), answer.first_token_deadline, tenant, terms.weight
             )
         with admitted:
-            async with self._run_admitted(record, resolved, card, admitted.release) as stream:
-                yield stream
+            async with self._run_admitted(answer, resolved, card, admitted.release):
+                yield
 
-    def _set_deadlines(self, record: RequestRecord) -> None:
+    def _set_deadlines(self, answer: Answer) -> None:
         """Sets the times by which the request, and its first token, must be there."""
-        given_s, limit_s = record.request.timeout_s, self._settings.request_timeout_s
-        first_s = record.request.first_token_timeout_s
-        record.deadline = record.arrival + (limit_s if given_s is None else min(limit_s, given_s))
-        record.first_token_deadline = (
-            record.deadline if first_s is None else min(record.deadline, record.arrival + first_s)
+        arrival, raw = answer.arrival, answer.raw
+        limits_s = earliest(raw.timeout_s, self._settings.request_timeout_s) or 0.0
+        first_s = raw.first_token_timeout_s
+        answer.deadline = arrival + limits_s
+        answer.first_token_deadline = (
+            answer.deadline if first_s is None else min(answer.deadline, arrival + first_s)
         )
 
     @asynccontextmanager
     async def _run_admitted(
         self,
-        record: RequestRecord,
+        answer: Answer,
         resolved: ResolvedModel,
         card: ModelCard,
         release: Callable[[], None],
-    ) -> AsyncIterator[TokenStream]:
-        """Prepares a request's prompts, sends them to workers, and yields the stream of deltas.
+    ) -> AsyncIterator[None]:
+        """Prepares the prompts of a request that has passed its checks, and sends them to workers.
 
         Args:
-            record: A request that has passed its checks.
+            answer: The request's.
             resolved: What its `model` refers to.
             card: The card of that.
             release: Lets the next request in place of this one.
         """
-        loop, served = asyncio.get_running_loop(), resolved.served
-        with record.trace.stage("prepare"):
-            prompts = await self._prepare(record, served, card)
-        request = record.request = settle_constraint(record.request, card, prompts)
-        record.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
-        await self._find_worker(served, request.adapter, record.first_token_deadline)
-        assert record.charge is not None, "a request is charged before it is admitted"
-        self.limits.reserve(record.charge, _most_tokens(request, prompts), loop.time())
-        worker_id = self._named_worker(served, request)
+        loop, served, request = asyncio.get_running_loop(), resolved.served, answer.request
+        with answer.trace.stage("prepare"):
+            prompts = await self._prepare(answer, served, card)
+        answer.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
+        await self._find_worker(served, request.adapter, answer.first_token_deadline)
+        assert answer.charge is not None, "a request is charged before it is admitted"
+        self.limits.reserve(answer.charge, _most_tokens(request, prompts), loop.time())
+        worker_id = self._named_worker(served, request.raw.call.worker)
         routing = _routing(request, prompts, worker_id, card.pooling, self._recent)
-        await self._pass_gate(record, served, prompts, routing)
+        await self._pass_gate(answer, served, prompts, routing)
         if self._has_ended:
             raise shutting_down("admit")
-        stream = record.stream = TokenStream(
-            request.request_id, card, self._settings.max_unsent_bytes, release
-        )
-        stream.trace_id = record.trace.trace_id
-        stream.model = resolved.name
-        stream.headers = self.limits.headers(name_of(request.tenant), loop.time())
-        record.waiter = None
-        timers = [loop.call_at(record.deadline, _expire, record)]
-        if request.first_token_timeout_s is not None:
-            timers.append(loop.call_at(record.first_token_deadline, _expire_first, record))
+        answer.begin(card, resolved.name, release)
+        answer.headers = self.limits.headers(request.tenant_name, loop.time())
+        timers = [loop.call_at(answer.deadline, _expire, answer)]
+        if request.ttft_timeout is not None:
+            timers.append(loop.call_at(answer.first_token_deadline, _expire_first, answer))
         try:
-            stream.start(self._generations(record, served, stream, prompts, routing))
-            if record.ask is not None:
-                served.latency_admission.gate.began(record.ask)
-            yield stream
+            answer.submit(self._generations(answer, served, prompts, routing))
+            if answer.ticket is not None:
+                served.latency_admission.gate.began(answer.ticket)
+            yield
         finally:
             for timer in timers:
                 timer.cancel()
-            stream.close()
+            answer.close()
 
     async def _find_worker(
         self, served: ServedModel, adapter: ResolvedAdapter | None, deadline: float
@@ -346,43 +328,36 @@ class RequestPipeline:
                 )
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _named_worker(self, served: ServedModel, request: GenerateRequest) -> str:
+    def _named_worker(self, served: ServedModel, choice: WorkerChoice | None) -> str:
         """Id of the decode worker that a request is for; empty: the router chooses."""
-        if request.worker is None:
+        if choice is None:
             return ""
         if not self._settings.allow_worker_choice:
             raise unsupported(
-                request.worker.param, "requests choose their worker only with --allow-worker-choice"
+                choice.param, "requests choose their worker only with --allow-worker-choice"
             )
-        return served.router.named(request.worker)
+        return served.router.named(choice)
 
-    def _close(self, record: RequestRecord) -> None:
+    def _close(self, answer: Answer) -> None:
         """Records the end of a request."""
-        record.ended_at = asyncio.get_running_loop().time()
-        self._num_scores -= record.num_scores
-        self._judge(record)
-        if record.charge is not None:
-            self.limits.settle(record.charge, record.num_charged_tokens)
-        self._count(record)
+        answer.ended_at = asyncio.get_running_loop().time()
+        self._num_scores -= answer.num_scores
+        self._judge(answer)
+        if answer.charge is not None:
+            self.limits.settle(answer.charge, answer.num_charged_tokens)
+        self._count(answer)
         if self._log is not None:
-            self._log.write(record)
-        record.trace.end(record)
+            self._log.write(answer)
+        answer.trace.end(answer)
         for take in self._on_ended:
-            take(record)
+            take(answer)
 
     async def _prepare(
-        self, record: RequestRecord, served: ServedModel, card: ModelCard
+        self, answer: Answer, served: ServedModel, card: ModelCard
     ) -> list[PreparedPrompt]:
-        request = record.request
         try:
-            async with asyncio.timeout_at(record.first_token_deadline):
-                return await served.preparer.prepare(
-                    card,
-                    request.prompts,
-                    request.stopping,
-                    request.wants,
-                    max_tokens_param=request.max_tokens_param,
-                )
+            async with asyncio.timeout_at(answer.first_token_deadline):
+                return await served.preparer.prepare(card, answer.request)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed while the request was tokenised", stage="prepare"
@@ -402,17 +377,16 @@ class RequestPipeline:
 
     def _generations(
         self,
-        record: RequestRecord,
+        answer: Answer,
         served: ServedModel,
-        stream: TokenStream,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
     ) -> list[Generation]:
-        request = record.request
+        request = answer.request
         limits = ResumeLimits(
             max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
         )
-        plan = _plan_maker(stream.card, request)
+        plan = _plan_maker(answer.card, request)
         return [
             Generation(
                 request,
@@ -420,97 +394,97 @@ class RequestPipeline:
                 placing,
                 first_index=number * request.sampling.n,
                 model=served.model.name,
-                seed=_seed(request.sampling),
                 plan=plan(
                     prompt_ids=prompt.ids,
-                    reasoning=reasoning_of(request, stream.card, prompt),
+                    reasoning=reasoning_of(request, answer.card, prompt),
                     begins_reasoning=prompt.begins_reasoning,
                 ),
                 router=served.router,
                 metrics=self._metrics,
-                listener=stream,
-                arrival=record.arrival,
-                deadline=record.deadline,
-                first_token_deadline=record.first_token_deadline,
+                listener=answer,
+                arrival=answer.arrival,
+                deadline=answer.deadline,
+                first_token_deadline=answer.first_token_deadline,
                 limits=limits,
-                trace=record.trace,
+                trace=answer.trace,
             )
             for number, (prompt, placing) in enumerate(zip(prompts, routing, strict=True))
         ]
 
     async def _pass_gate(
         self,
-        record: RequestRecord,
+        answer: Answer,
         served: ServedModel,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
     ) -> None:
         """Waits until the request may be sent, if targets are in force: its own, or others'."""
-        if not record.targets and not self._tenants.has_targets:
+        if not answer.targets and not self._tenants.has_targets:
             return
-        request = record.request
-        ask = AdmissionRequest(
+        request = answer.request
+        ask = SloTicket(
             prompts=routing,
-            arrival=record.arrival,
-            targets=record.targets,
-            tenant=name_of(request.tenant),
-            weight=self._tenants.of(request.tenant).weight,
+            arrival=answer.arrival,
+            targets=answer.targets,
+            tenant=request.tenant_name,
+            weight=self._tenants.of(request.tenant_name).weight,
             max_tokens=sum(prompt.max_tokens for prompt in prompts) * request.sampling.n,
         )
-        with record.trace.stage("admit"):
-            await served.latency_admission.enter(ask, record.first_token_deadline)
-        record.ask = ask
+        with answer.trace.stage("admit"):
+            await served.latency_admission.enter(ask, answer.first_token_deadline)
+        answer.ticket = ask
 
-    def _judge(self, record: RequestRecord) -> None:
+    def _judge(self, answer: Answer) -> None:
         """Reports a request's outcome to the gate and the metrics."""
-        outcome = record.target_outcome
-        if record.served is not None and record.ask is not None:
-            record.served.latency_admission.ended(
-                record.ask, record.first_tokens_at, record.num_output_tokens
+        outcome = answer.target_outcome
+        if answer.served is not None and answer.ticket is not None:
+            answer.served.latency_admission.ended(
+                answer.ticket, answer.first_tokens_at, answer.num_output_tokens
             )
         if outcome is not None:
             self._metrics.observe_targets(outcome)
 
-    def _count(self, record: RequestRecord) -> None:
+    def _count(self, answer: Answer) -> None:
         metrics = self._metrics
-        metrics.requests.labels(record.outcome).inc()
-        if record.served is not None:
-            metrics.model_requests.labels(record.served.model.name, record.outcome).inc()
-        if record.stream is None:
+        metrics.requests.labels(answer.outcome).inc()
+        if answer.served is not None:
+            metrics.model_requests.labels(answer.served.model.name, answer.outcome).inc()
+        if not answer.has_begun:
             return
-        metrics.request_duration.observe(record.duration_s)
-        metrics.prompt_tokens.inc(record.num_prompt_tokens)
-        metrics.cached_prompt_tokens.inc(record.num_cached_tokens)
-        for generation in record.generations:
+        metrics.request_duration.observe(answer.duration_s)
+        metrics.prompt_tokens.inc(answer.num_prompt_tokens)
+        metrics.cached_prompt_tokens.inc(answer.num_cached_tokens)
+        for generation in answer.generations:
             num_generated = sum(len(sample.ids) for sample in generation.samples)
             metrics.observe_prompt(generation.timeline, generation.num_prompt_tokens, num_generated)
             for sample in generation.samples:
-                metrics.observe_sample(sample)
+                if sample.pace_s is not None:
+                    metrics.time_per_output_token.observe(sample.pace_s)
 
 
-def _expire(record: RequestRecord) -> None:
+def _expire(answer: Answer) -> None:
     """Fails a request that has not ended by its deadline."""
-    if record.stream is not None:
-        limit_s = record.deadline - record.arrival
+    if answer.has_begun:
+        limit_s = answer.deadline - answer.arrival
         message = f"the request took longer than {limit_s:g} s"
-        record.stream.fail(DeadlineExceeded(message, stage="decode"))
+        answer.fail(DeadlineExceeded(message, stage="decode"))
 
 
-def _expire_first(record: RequestRecord) -> None:
+def _expire_first(answer: Answer) -> None:
     """Fails a request of which a prompt has no token by the deadline for first tokens."""
-    stream, limit_s = record.stream, record.request.first_token_timeout_s
-    if stream is not None and not all(one.has_tokens for one in stream.generations):
+    limit_s = answer.request.ttft_timeout
+    if answer.has_begun and not all(one.has_tokens for one in answer.generations):
         message = f"the request had no token after {limit_s:g} s"
-        stream.fail(DeadlineExceeded(message, stage="decode"))
+        answer.fail(DeadlineExceeded(message, stage="decode"))
 
 
-def _warn(request: GenerateRequest, error: WeftError) -> None:
+def _warn(raw: RawRequest, error: WeftError) -> None:
     _log.warning(
         "request failed: %s",
         error.message,
         extra={
-            "client_request_id": request.client_request_id,
-            "header_request_id": request.header_request_id,
+            "client_request_id": raw.client_request_id,
+            "header_request_id": raw.header_request_id,
             "reason": error.reason,
             "stage": error.stage,
             "worker_id": error.worker_id,
@@ -519,25 +493,20 @@ def _warn(request: GenerateRequest, error: WeftError) -> None:
     )
 
 
-def _seed(sampling: Sampling) -> int:
-    """Draws the seed of one prompt: equal prompts of a request get different answers."""
-    return secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
-
-
 def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., RenderPlan]:
     """Makes the render plans of a request's prompts, which share stop strings and formats."""
-    stopping = request.stopping
-    eos_ids = () if stopping.ignore_eos else model.eos_ids
+    stop = request.stop
+    eos_ids = () if stop.ignore_eos else model.eos_ids
     return partial(
         RenderPlan,
         model.vocabulary,
-        stops=StopAutomaton(stopping.stops) if stopping.stops else None,
-        patterns=stop_patterns(stopping.stop_regexes) if stopping.stop_regexes else None,
-        stop_ids=frozenset((*stopping.stop_token_ids, *eos_ids)),
-        min_tokens=stopping.min_tokens,
-        include_stop=stopping.include_stop,
+        stops=StopAutomaton(stop.stop) if stop.stop else None,
+        patterns=stop_patterns(stop.stop_regex) if stop.stop_regex else None,
+        stop_ids=frozenset((*stop.stop_token_ids, *eos_ids)),
+        min_tokens=stop.min_tokens,
+        include_stop=stop.include_stop_in_output,
         skip_special_tokens=request.skip_special_tokens,
-        told_ids=frozenset(stopping.stop_token_ids).difference(eos_ids),
+        told_ids=frozenset(stop.stop_token_ids).difference(eos_ids),
         shown_ids=_shown_ids(model, request),
     )
 
@@ -546,7 +515,7 @@ def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
     """Special tokens by which the answer's parser recognises tool calls and reasoning."""
     if not isinstance(request.prompts[0], ChatPrompt):
         return frozenset()
-    calls, marks = request.calls, [] if model.reasoning is None else [*model.reasoning.tokens]
+    calls, marks = request.raw.calls, [] if model.reasoning is None else [*model.reasoning.tokens]
     if model.is_harmony or (calls is not None and not calls.is_demanded):
         marks += model.tool_format.tokens
     ids = (model.tokenizer.token_to_id(mark) for mark in marks)
@@ -555,9 +524,9 @@ def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
     """Most tokens that a request may come to, as far as it says."""
-    if request.wants is not None:
+    if request.pooling is not None:
         return sum(len(prompt.ids) for prompt in prompts)
-    given = request.stopping.max_tokens
+    given = request.stop.max_tokens
     output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
     return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)
 
@@ -575,14 +544,14 @@ def _routing(
         RoutingRequest(
             request_id=base if len(prompts) == 1 else f"{base}-{number}",
             prompt_ids=prompt.ids,
-            context_tokens=(len(prompt.ids) + prompt.max_tokens - request.stopping.is_echo_alone),
+            context_tokens=(len(prompt.ids) + prompt.max_tokens - request.raw.is_echo_alone),
             cache_salt=request.cache_salt,
             routing_key=request.routing_key,
             worker_id=worker_id,
             first_token_s=request.targets.first_token_s,
             adapter=b"" if request.adapter is None else request.adapter.digest,
             is_computed_anew=(
-                request.prompt_logprobs is not None or _is_computed_anew(request.wants, pooling)
+                request.prompt_logprobs is not None or _is_computed_anew(request.pooling, pooling)
             ),
             recent=recent,
         )
@@ -590,9 +559,9 @@ def _routing(
     ]
 
 
-def _is_computed_anew(wants: Wants | None, pooling: PoolingConfig) -> bool:
+def _is_computed_anew(wanted: PoolingOptions | None, of_model: PoolingConfig) -> bool:
     """Whether all of a prompt is computed, whatever is cached."""
-    if wants is None:
+    if wanted is None:
         return False
-    is_whole = pooling.is_encoder or pooling.pooling != "last"
-    return is_whole or wants.output in TOKEN_OUTPUTS
+    is_whole = of_model.is_encoder or of_model.pooling != "last"
+    return is_whole or wanted.output in TOKEN_OUTPUTS

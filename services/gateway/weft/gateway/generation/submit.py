@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.common.durations import duration
-from weft.contract.request import Constraint
+from weft.contract.request import SAMPLING_NUMBERS, Constraint
 from weft.contract.tasks import Output
-from weft.gateway.admission.keys import name_of
-from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling, Wants
+from weft.gateway.request import GenerateRequest, PoolingOptions, PreparedPrompt
 from weft.v1 import common_pb2, decode_pb2
 
 _MAX_TOKENS_PER_MESSAGE = 32_768
@@ -31,7 +30,6 @@ def submit_messages(
     model: str,
     wire_id: str,
     attempt: int,
-    seed: int,
     stop_ids: Sequence[int],
     candidates: Sequence[decode_pb2.PrefillCandidate],
     time_left_s: float,
@@ -48,7 +46,6 @@ def submit_messages(
         model: Name that the worker knows.
         wire_id: Key of the prompt on the Session, together with `attempt`.
         attempt: From 1.
-        seed: Unsigned, 64 bits; the same for every attempt.
         stop_ids: All tokens that end a sample, the model's own included.
         candidates: Prefill workers, best first.
         time_left_s: Seconds until the request's deadline.
@@ -58,19 +55,19 @@ def submit_messages(
         prompt_logprobs: Alternatives wanted at each position of the prompt; None: the prompt is not
             scored.
     """
-    stopping = request.stopping
+    stop = request.stop
     first, rest = prompt.ids[:_MAX_TOKENS_PER_MESSAGE], prompt.ids[_MAX_TOKENS_PER_MESSAGE:]
     submit_message = decode_pb2.SessionRequest(
         submit=decode_pb2.Submit(
             request_id=wire_id,
             attempt=attempt,
             prompt_length=len(prompt.ids),
-            sampling=sampling_to_proto(request.sampling, seed),
+            sampling=sampling_to_proto(request, prompt),
             stop=common_pb2.StopCriteria(
                 max_tokens=prompt.max_tokens,
-                min_tokens=stopping.min_tokens,
+                min_tokens=stop.min_tokens,
                 stop_token_ids=stop_ids,
-                ignore_eos=stopping.ignore_eos,
+                ignore_eos=stop.ignore_eos,
             ),
             prefill_candidates=candidates,
             first_token_timeout=duration(max(0.0, min(time_left_s, first_token_left_s))),
@@ -78,10 +75,10 @@ def submit_messages(
             traceparent=traceparent,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            tenant=name_of(request.tenant),
+            tenant=request.tenant_name,
             model=model,
             session_id=request.session_id,
-            end_session=request.ends_session,
+            end_session=request.end_session,
         )
     )
     submit = submit_message.submit
@@ -96,8 +93,8 @@ def submit_messages(
     if prompt_logprobs is not None:
         submit.prompt_logprobs.top_logprobs = prompt_logprobs
         submit.prompt_logprobs.SetInParent()
-    if request.wants is not None:
-        submit.pool.CopyFrom(_pool(request.wants, prompt))
+    if request.pooling is not None:
+        submit.pool.CopyFrom(_pool(request.pooling, prompt))
     generated_parts = _add_progress(submit, samples, _MAX_TOKENS_PER_MESSAGE - len(first))
     messages = [submit_message]
     for start in range(0, len(rest), _MAX_TOKENS_PER_MESSAGE):
@@ -108,24 +105,27 @@ def submit_messages(
     return messages + generated_parts
 
 
-def _pool(wants: Wants, prompt: PreparedPrompt) -> decode_pb2.PoolOptions:
+def _pool(pooling: PoolingOptions, prompt: PreparedPrompt) -> decode_pb2.PoolOptions:
     return decode_pb2.PoolOptions(
-        output=_OUTPUTS[wants.output],
-        label_ids=wants.label_ids,
-        dimensions=wants.dimensions,
-        normalize=wants.normalises,
+        output=_OUTPUTS[pooling.output],
+        label_ids=pooling.label_ids,
+        dimensions=pooling.dimensions,
+        normalize=pooling.normalises,
         segment_start=prompt.segment_start,
     )
 
 
-def sampling_to_proto(sampling: Sampling, seed: int) -> common_pb2.SamplingParams:
-    """A client's sampling with the seed that all attempts use: unsigned, 64 bits."""
-    numbers: dict[str, Any] = {**sampling.numbers, "seed": seed}
+def sampling_to_proto(
+    request: GenerateRequest, prompt: PreparedPrompt
+) -> common_pb2.SamplingParams:
+    """How the samples of one prompt are drawn."""
+    sampling = request.sampling
+    numbers: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING_NUMBERS}
     return common_pb2.SamplingParams(
-        **numbers,
+        **{**numbers, "seed": prompt.seed},
         logit_bias=sampling.logit_bias,
-        constraint=_constraint(sampling.constraint),
-        speculate=sampling.speculate,
+        constraint=_constraint(prompt.constraint),
+        speculate=sampling.speculates,
     )
 
 

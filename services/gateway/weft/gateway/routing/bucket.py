@@ -26,7 +26,6 @@ class Bucket(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._lengths: deque[int] = deque(maxlen=_WINDOW)
         self._sorted: Column = np.empty(0, np.int64)
@@ -34,7 +33,6 @@ class Bucket(Policy):
         self._num_since = 0
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         length = len(request.prompt_ids)
         self._note(length)
         most, fewest = int(view.num_requests.max()), int(view.num_requests.min())

@@ -45,14 +45,12 @@ class CacheAware(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self.index: FleetPageIndex = FleetPageIndex(self.options.index_pages)
         self._ends: OrderedDict[int, None] = OrderedDict()
         """Numbers of pages at which longest matches ended, least recent first."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         matches = self.index.matches(view, request)
         cost = (
             view.queued_tokens

@@ -23,7 +23,6 @@ class CacheAwareApproximate(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._sent = SentPages(self.options.max_tree_pages, self.options.eviction_interval_s)
 
@@ -33,7 +32,6 @@ class CacheAwareApproximate(Policy):
         return self._sent.index.num_pages
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         matches = self._sent.index.matches(view, request)
         requests = view.num_requests
         if self._is_uneven(int(requests.max()), int(requests.min())):
@@ -46,7 +44,6 @@ class CacheAwareApproximate(Policy):
         return [Choice(position, int(matches[position])) for position in best]
 
     def flush(self) -> int:
-        """See `Policy.flush`."""
         return self._sent.clear()
 
     def _is_uneven(self, most: int, fewest: int) -> bool:

@@ -15,11 +15,9 @@ class ConsistentHashing(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._hashing = Rendezvous()
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         key = (request.routing_key or request.request_id).encode()
         return [Choice(position) for position in self._hashing.first(view, key, count)]

@@ -15,14 +15,12 @@ class Follow(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._view: PoolView | None = None
         self._is_elsewhere: dict[str, Column] = {}
         """Columns by host: 0 for its workers, 1 for others."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         if view is not self._view:
             self._view, self._is_elsewhere = view, {}
         host = request.prefill_host

@@ -17,7 +17,6 @@ class Manual(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Worker and time of last use by key, the least recently used first."""
@@ -25,7 +24,6 @@ class Manual(Policy):
         self._positions: dict[str, int] = {}
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         key = request.routing_key
         best = self.least(view, count, view.num_requests, view.queued_tokens)
         if key:

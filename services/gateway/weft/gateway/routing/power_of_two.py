@@ -16,7 +16,6 @@ class PowerOfTwo(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._rng = random.Random(self.options.seed)
 

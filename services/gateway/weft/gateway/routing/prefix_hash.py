@@ -18,12 +18,10 @@ class PrefixHash(Policy):
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._hashing = Rendezvous()
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         prefix = token_bytes(request.prompt_ids[: self.options.prefix_tokens])
         key = request.separator + prefix
         weights = self._hashing.weights(view, key)

@@ -12,11 +12,9 @@ class RandomChoice(Policy):
     """Draws workers evenly, whatever their load."""
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
-        """See `Policy`."""
         super().__init__(options)
         self._rng = random.Random(self.options.seed)
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         drawn = self._rng.sample(range(len(view)), min(count, len(view)))
         return [Choice(position) for position in drawn]

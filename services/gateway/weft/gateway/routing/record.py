@@ -27,7 +27,7 @@ class Line(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
     """Name of the pool, MODEL/ROLE."""
 
 
-class Began(Line, tag="began"):
+class Started(Line, tag="began"):
     """Creation of the policy; the first line of each pool."""
 
     policy: str
@@ -42,7 +42,7 @@ class Members(Line, tag="members"):
     workers: list[WorkerView]
 
 
-class Asked(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Queried(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A recorded `RoutingRequest`."""
 
     request_id: str
@@ -54,12 +54,12 @@ class Asked(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter: bytes = b""
 
 
-class Chose(Line, tag="chose"):
+class Routed(Line, tag="chose"):
     """A recorded choice."""
 
     now: float
     """Time on the policy's clock."""
-    request: Asked
+    request: Queried
     count: int
     columns: dict[str, list[float]]
     """Columns of the view by name, if not 0 throughout."""
@@ -67,7 +67,7 @@ class Chose(Line, tag="chose"):
     """Positions and matched tokens, best first."""
 
 
-class Told(Line, tag="told"):
+class PagesReported(Line, tag="told"):
     """An update of the index for one worker."""
 
     how: str
@@ -85,7 +85,7 @@ class Flushed(Line, tag="flushed"):
     """A flush of what workers were sent."""
 
 
-AnyLine = Began | Members | Chose | Told | Cleared | Flushed
+AnyLine = Started | Members | Routed | PagesReported | Cleared | Flushed
 Write = Callable[[AnyLine], None]
 
 
@@ -106,37 +106,34 @@ class RecordingIndex(FleetPageIndex):
         self._write = write
 
     def replace(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """See `FleetPageIndex.replace`."""
         told = self._told("replace", worker_id, epoch, keys)
         super().replace(worker_id, epoch, told.keys)
         self._write(told)
 
     def add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """See `FleetPageIndex.add`."""
         told = self._told("add", worker_id, epoch, keys)
         super().add(worker_id, epoch, told.keys)
         self._write(told)
 
     def remove(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """See `FleetPageIndex.remove`."""
         told = self._told("remove", worker_id, epoch, keys)
         super().remove(worker_id, epoch, told.keys)
         self._write(told)
 
     def forget(self, worker_id: str) -> int:
-        """See `FleetPageIndex.forget`."""
         count = super().forget(worker_id)
         self._write(self._told("forget", worker_id, 0, ()))
         return count
 
     def clear(self) -> int:
-        """See `FleetPageIndex.clear`."""
         count = super().clear()
         self._write(Cleared(pool=self._pool))
         return count
 
-    def _told(self, how: str, worker_id: str, epoch: int, keys: Iterable[int]) -> Told:
-        return Told(pool=self._pool, how=how, worker_id=worker_id, epoch=epoch, keys=list(keys))
+    def _told(self, how: str, worker_id: str, epoch: int, keys: Iterable[int]) -> PagesReported:
+        return PagesReported(
+            pool=self._pool, how=how, worker_id=worker_id, epoch=epoch, keys=list(keys)
+        )
 
 
 class RecordingPolicy(Policy):
@@ -165,7 +162,7 @@ class RecordingPolicy(Policy):
         self._view: PoolView | None = None
         self._inner = make(name, replace(options, clock=lambda: self._now))
         given = {key: value for key, value in asdict(options).items() if key != "clock"}
-        write(Began(pool=pool, policy=name, options=given))
+        write(Started(pool=pool, policy=name, options=given))
         if self._inner.index is not None:
             self._inner.index = RecordingIndex(options.index_pages, pool, write)
         self.index = self._inner.index
@@ -179,10 +176,10 @@ class RecordingPolicy(Policy):
         columns = {name: values for name in COLUMNS if any(values := _values(view, name))}
         chosen = self._inner.choose(view, request, count)
         self._write(
-            Chose(
+            Routed(
                 pool=self._pool,
                 now=self._now,
-                request=_asked(request),
+                request=_queried(request),
                 count=count,
                 columns=columns,
                 chosen=[(choice.position, choice.match_tokens) for choice in chosen],
@@ -191,7 +188,6 @@ class RecordingPolicy(Policy):
         return chosen
 
     def flush(self) -> int:
-        """See `Policy.flush`."""
         count = self._inner.flush()
         self._write(Flushed(pool=self._pool))
         return count
@@ -202,8 +198,8 @@ def _values(view: PoolView, name: str) -> list[float]:
     return values
 
 
-def _asked(request: RoutingRequest) -> Asked:
-    return Asked(
+def _queried(request: RoutingRequest) -> Queried:
+    return Queried(
         request_id=request.request_id,
         prompt_ids=list(request.prompt_ids),
         cache_salt=request.cache_salt,

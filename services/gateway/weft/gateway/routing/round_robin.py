@@ -10,7 +10,6 @@ class RoundRobin(Policy):
     """Starts with the next worker for every request, whatever the loads."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         start, size = self._turn, len(view)
         self._turn += 1
         return [Choice((start + offset) % size) for offset in range(min(count, size))]

@@ -10,6 +10,5 @@ class TotalRequests(Policy):
     """Orders by fewest requests, then fewest prompt tokens waiting; ties in turn."""
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         best = self.least(view, count, view.num_requests, view.queued_tokens)
         return [Choice(position) for position in best]

@@ -14,6 +14,5 @@ class TotalTokens(Policy):
     """
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`."""
         best = self.least(view, count, view.num_tokens, view.num_requests)
         return [Choice(position) for position in best]

@@ -9,7 +9,6 @@ from itertools import product
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.gateway.generation.sample_output import SampleOutput
 from weft.v1 import common_pb2
 
 _TTFT_BUCKETS_S = (
@@ -175,13 +174,13 @@ class GatewayMetrics:
             ["source", "transport"],
             registry=self.registry,
         )
-        self._kv_changes = self._counter(
+        self.kv_changes = self._counter(
             "weft_kv_changes", "Changes of workers' prefix caches that were followed."
         )
-        self._kv_snapshots = self._counter(
+        self.kv_snapshots = self._counter(
             "weft_kv_snapshots", "Snapshots of workers' prefix caches that were taken."
         )
-        self._kv_gaps = self._counter(
+        self.kv_gaps = self._counter(
             "weft_kv_gaps", "Changes that were missing: a snapshot was asked for."
         )
 
@@ -267,29 +266,11 @@ class GatewayMetrics:
         self.prefill_time.observe(max(0.0, first_s - queued_s))
         self.decode_time.observe(max(0.0, finish_s - first_s))
 
-    def observe_sample(self, sample: SampleOutput) -> None:
-        """Counts a sample that has ended."""
-        pace_s = sample.pace_s
-        if pace_s is not None:
-            self.time_per_output_token.observe(pace_s)
-
     def observe_targets(self, outcome: str) -> None:
-        """Counts an ended request with a target; see `RequestRecord.target_outcome`."""
+        """Counts an ended request with a target; see `Answer.target_outcome`."""
         self.slo_requests.labels(outcome).inc()
         self.num_with_target += 1
         self.num_within_target += outcome == "met"
-
-    def on_kv_changes(self, count: int) -> None:
-        """See `KvCounters`."""
-        self._kv_changes.inc(count)
-
-    def on_kv_snapshot(self) -> None:
-        """See `KvCounters`."""
-        self._kv_snapshots.inc()
-
-    def on_kv_gap(self) -> None:
-        """See `KvCounters`."""
-        self._kv_gaps.inc()
 
     def add_gauges(self, sources: dict[str, tuple[str, Callable[[], float]]]) -> None:
         """Adds values read on demand: name -> (documentation, function)."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from functools import partial
 
 from tokenizers import Tokenizer
 from weft.common.telemetry.request_log import LoggedPrompt, LoggedSample, RequestLog, terms
+from weft.contract.request import StopCriteria
+from weft.gateway.generation.answer import Answer
 from weft.gateway.generation.generation import Generation
-from weft.gateway.generation.record import RequestRecord
 from weft.gateway.generation.submit import sampling_to_proto
-from weft.gateway.request import Stopping
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.tokens import decode
 from weft.v1 import common_pb2
@@ -42,35 +43,35 @@ class GatewayRequestLog:
             settings.request_log_files,
         )
 
-    def write(self, record: RequestRecord) -> None:
+    def write(self, answer: Answer) -> None:
         """Logs the prompts of a request that has ended. One without a stream has none."""
-        if record.stream is None:
+        if not answer.has_begun:
             return
-        request, model, duration_s = record.request, record.stream.card, record.duration_s
+        request, model, duration_s = answer.request, answer.card, answer.duration_s
         arrived_at = time.time() - duration_s
         add_texts = partial(_add_texts, model.tokenizer) if self._has_texts else _add_nothing
-        for generation in record.generations:
+        for generation in answer.generations:
             sampling, stop = terms(
-                sampling_to_proto(request.sampling, generation.seed),
-                _stop(request.stopping, generation.prompt.max_tokens),
+                sampling_to_proto(request, generation.prompt),
+                _stop(request.stop, generation.prompt.max_tokens),
                 has_content=self._has_ids,
             )
             self._log.write(
                 LoggedPrompt(
                     time=arrived_at,
                     request_id=generation.wire_id,
-                    client_request_id=request.client_request_id,
-                    header_request_id=request.header_request_id,
-                    trace_id=record.trace.trace_id,
+                    client_request_id=answer.raw.client_request_id,
+                    header_request_id=answer.raw.header_request_id,
+                    trace_id=answer.trace.trace_id,
                     model=model.name,
                     adapter="" if request.adapter is None else request.adapter.name,
                     sampling=sampling,
                     stop=stop,
-                    is_pooled=request.wants is not None,
+                    is_pooled=request.pooling is not None,
                     top_logprobs=request.top_logprobs,
                     num_prompt_tokens=generation.num_prompt_tokens,
                     prompt_ids=generation.prompt.ids if self._has_ids else None,
-                    outcome=record.outcome,
+                    outcome=answer.outcome,
                     duration_s=round(duration_s, 6),
                     samples=self._samples(generation),
                 ),
@@ -112,13 +113,6 @@ def _reason(reason: common_pb2.FinishReason.ValueType | None) -> str:
     return "" if reason is None else _REASONS.get(reason, "")
 
 
-def _stop(stopping: Stopping, max_tokens: int) -> common_pb2.StopCriteria:
-    return common_pb2.StopCriteria(
-        max_tokens=max_tokens,
-        min_tokens=stopping.min_tokens,
-        stop=stopping.stops,
-        stop_token_ids=stopping.stop_token_ids,
-        ignore_eos=stopping.ignore_eos,
-        include_stop_in_output=stopping.include_stop,
-        stop_regex=stopping.stop_regexes,
-    )
+def _stop(stop: StopCriteria, max_tokens: int) -> common_pb2.StopCriteria:
+    given = {one.name: getattr(stop, one.name) for one in fields(stop)}
+    return common_pb2.StopCriteria(**{**given, "max_tokens": max_tokens})

@@ -11,7 +11,7 @@ from weft.contract.clock import monotonic
 from weft.contract.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.gateway.generation.record import RequestRecord
+    from weft.gateway.generation.answer import Answer
 
 _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "embd": "embeddings"}
 """Operation names of OpenTelemetry's conventions, by the kind of the request id."""
@@ -127,27 +127,27 @@ class RequestTrace:
         if self._first_token_s is None:
             self._first_token_s = monotonic()
 
-    def end(self, record: RequestRecord) -> None:
+    def end(self, answer: Answer) -> None:
         """Ends the root span, of a request that has ended."""
         if not self._tracer.is_on:
             return
-        request, outcome = record.request, record.outcome
+        raw, outcome = answer.raw, answer.outcome
         operation = _OPERATIONS.get(self._request_id.partition("-")[0], "request")
         attributes: dict[str, Attribute] = {
             "weft.outcome": outcome,
-            "weft.prompts": len(request.prompts),
-            "weft.samples": request.sampling.n,
+            "weft.prompts": len(raw.prompts),
+            "weft.samples": raw.given.get("n", 1),
             "gen_ai.operation.name": operation,
-            "gen_ai.request.model": "" if record.served is None else record.served.model.name,
+            "gen_ai.request.model": "" if answer.served is None else answer.served.model.name,
         }
-        if request.client_request_id:
-            attributes["weft.client_request_id"] = request.client_request_id
-        if request.header_request_id:
-            attributes["weft.header_request_id"] = request.header_request_id
-        if record.stream is not None:
-            attributes["gen_ai.usage.input_tokens"] = record.num_prompt_tokens
-            attributes["gen_ai.usage.output_tokens"] = record.num_output_tokens
-            attributes["weft.cached_tokens"] = record.num_cached_tokens
+        if raw.client_request_id:
+            attributes["weft.client_request_id"] = raw.client_request_id
+        if raw.header_request_id:
+            attributes["weft.header_request_id"] = raw.header_request_id
+        if answer.has_begun:
+            attributes["gen_ai.usage.input_tokens"] = answer.num_prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = answer.num_output_tokens
+            attributes["weft.cached_tokens"] = answer.num_cached_tokens
         if self._first_token_s is not None:
             self._record("render", self._first_token_s, {}, "")
         self._tracer.record(

@@ -228,7 +228,7 @@ def _sampling(folder: Path, generation_config: dict[str, Any]) -> dict[str, floa
         value = generation_config.get(name)
         if value is None:
             continue
-        kinds = int if one.is_whole else (int, float)
+        kinds = int if one.type == "int" else (int, float)
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
         is_low = is_number and one.excludes_low and value == one.low
         if not is_number or is_low or not one.low <= value <= one.high:

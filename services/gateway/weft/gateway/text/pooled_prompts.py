@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from weft.contract.tasks import HEADED_OUTPUTS, Pool, Task
+from weft.contract.tasks import HEADED_OUTPUTS, PoolingParams, Task
 from weft.gateway.request import (
-    GenerateRequest,
     PairPrompt,
+    PoolingOptions,
     Prompt,
     TextPrompt,
-    Wants,
     WrappedPrompt,
 )
 from weft.gateway.text.model_card import ModelCard
@@ -67,44 +66,45 @@ _NEEDS: dict[Task, str] = {
 }
 
 
-def for_model(request: GenerateRequest, card: ModelCard, task: Task) -> GenerateRequest:
+def for_model(
+    prompts: tuple[Prompt, ...], pooling: PoolingOptions | None, card: ModelCard, task: Task
+) -> tuple[tuple[Prompt, ...], PoolingOptions | None]:
     """Makes the prompts of a request those that the model was trained with.
 
     Args:
-        request: Checked, but for what follows.
-        card: The model.
-        task: The task that its workers serve.
+        pooling: The vectors that are wanted; None: tokens are.
+        task: The task that the model's workers serve.
 
     Raises:
         InvalidRequest: The model serves another task, or has no such prompt.
     """
-    wants = request.wants
-    if wants is None:
+    if pooling is None:
         if task != "generate":
             raise _other_task(card, task, "text")
-        return request
+        return prompts, None
     if card.pooling_problem:
         message = f"the pooling files of `{card.name}` cannot be used: {card.pooling_problem}"
         raise invalid("model", message)
-    if any(isinstance(prompt, PairPrompt) for prompt in request.prompts):
-        return _scored(request, wants, card, task)
-    wanted = Pool(output=wants.output).task
+    if any(isinstance(prompt, PairPrompt) for prompt in prompts):
+        return _scored(prompts, pooling, card, task)
+    wanted = PoolingParams(output=pooling.output).task
     if wanted != task:
         raise _other_task(card, task, _NEEDS[wanted])
-    if wants.output in HEADED_OUTPUTS:
-        if wants.output not in card.pooling.token_heads:
-            raise invalid("model", f"the model `{card.name}` has no head for {wants.output}")
-        if wants.dimensions is not None:
-            raise invalid("dimensions", f"{wants.output} has one width")
-    ahead = _prompt_ahead(wants, card)
+    if pooling.output in HEADED_OUTPUTS:
+        if pooling.output not in card.pooling.token_heads:
+            raise invalid("model", f"the model `{card.name}` has no head for {pooling.output}")
+        if pooling.dimensions is not None:
+            raise invalid("dimensions", f"{pooling.output} has one width")
+    ahead = _prompt_ahead(pooling, card)
     if not ahead:
-        return request
-    prompts = tuple(_behind(ahead, prompt) for prompt in request.prompts)
-    return replace(request, prompts=prompts)
+        return prompts, pooling
+    return tuple(_behind(ahead, prompt) for prompt in prompts), pooling
 
 
-def _scored(request: GenerateRequest, wants: Wants, card: ModelCard, task: Task) -> GenerateRequest:
-    """A request that scores pairs of texts."""
+def _scored(
+    prompts: tuple[Prompt, ...], wanted: PoolingOptions, card: ModelCard, task: Task
+) -> tuple[tuple[Prompt, ...], PoolingOptions]:
+    """Prompts and options of a request that scores pairs of texts."""
     if task == "classify":
         if len(card.labels) != 1:
             raise invalid(
@@ -112,25 +112,24 @@ def _scored(request: GenerateRequest, wants: Wants, card: ModelCard, task: Task)
                 f"the model `{card.name}` has {len(card.labels)} classes; scores need one, see "
                 "/v1/classify",
             )
-        if wants.instruction:
+        if wanted.instruction:
             raise invalid("instruction", f"the model `{card.name}` takes none")
-        return replace(request, wants=replace(wants, output="classes"))
+        return prompts, replace(wanted, output="classes")
     if task != "score":
         raise _other_task(card, task, _NEEDS["score"])
     judge = _JUDGES.get(card.model_type, _QWEN3)
-    if wants.instruction and not judge.takes_instruction:
+    if wanted.instruction and not judge.takes_instruction:
         raise invalid("instruction", f"the model `{card.name}` takes none")
     pooling = card.pooling
     labels = [_label(card, pooling.true_token_id, judge.yes)]
     if judge.no or pooling.false_token_id is not None:
         labels.append(_label(card, pooling.false_token_id, judge.no))
-    instruction = wants.instruction or DEFAULT_INSTRUCTION
-    prompts = tuple(
+    instruction = wanted.instruction or DEFAULT_INSTRUCTION
+    judged = tuple(
         _judged(judge, prompt, instruction) if isinstance(prompt, PairPrompt) else prompt
-        for prompt in request.prompts
+        for prompt in prompts
     )
-    wants = replace(wants, output="label_logits", label_ids=tuple(labels))
-    return replace(request, prompts=prompts, wants=wants)
+    return judged, replace(wanted, output="label_logits", label_ids=tuple(labels))
 
 
 def _judged(judge: _Judge, prompt: PairPrompt, instruction: str) -> WrappedPrompt:
@@ -146,17 +145,17 @@ def _label(card: ModelCard, given: int | None, word: str) -> int:
     return int(found)
 
 
-def _prompt_ahead(wants: Wants, card: ModelCard) -> str:
+def _prompt_ahead(wanted: PoolingOptions, card: ModelCard) -> str:
     pooling = card.pooling
-    if wants.prompt_name is None:
-        choices = (name for name in wants.prompt_choices if name in pooling.prompts)
+    if wanted.prompt_name is None:
+        choices = (name for name in wanted.prompt_choices if name in pooling.prompts)
         chosen = next(choices, None)
         return pooling.default_prompt if chosen is None else pooling.prompts[chosen]
-    if wants.prompt_name not in pooling.prompts:
+    if wanted.prompt_name not in pooling.prompts:
         known = ", ".join(f"`{name}`" for name in pooling.prompts)
         told = f"only the prompts {known}" if known else "no prompts of its own"
-        raise invalid(wants.prompt_field, f"the model `{card.name}` has {told}")
-    return pooling.prompts[wants.prompt_name]
+        raise invalid(wanted.prompt_field, f"the model `{card.name}` has {told}")
+    return pooling.prompts[wanted.prompt_name]
 
 
 def _behind(ahead: str, prompt: Prompt) -> Prompt:

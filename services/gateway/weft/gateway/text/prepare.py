@@ -7,7 +7,6 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,18 +15,19 @@ from weft.contract.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import (
     ChatPrompt,
+    GenerateRequest,
     PairPrompt,
+    PoolingOptions,
     PreparedPrompt,
     Prompt,
-    Stopping,
     TextPrompt,
     TokenPrompt,
-    Wants,
     WrappedPrompt,
 )
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import ReasoningFormat
+from weft.gateway.text.answer.make import final_constraint
 from weft.gateway.text.control_tokens import Rendered
 from weft.gateway.text.model_card import ModelCard, least_tokens
 from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, encode_parts
@@ -62,36 +62,28 @@ class Preparer:
     async def prepare(
         self,
         model: ModelCard,
-        prompts: Sequence[Prompt],
-        stopping: Stopping,
-        wants: Wants | None = None,
-        *,
-        max_tokens_param: str = "max_tokens",
+        request: GenerateRequest,
     ) -> list[PreparedPrompt]:
-        """Prepares the prompts of a checked request.
-
-        Args:
-            model: Theirs.
-            prompts: At least one.
-            stopping: When answers end.
-            wants: Vectors that are wanted; None: tokens are.
-            max_tokens_param: The field in which the client gives the length of an answer.
+        """Prepares the prompts of a request.
 
         Raises:
-            InvalidRequest: A template refuses its messages, or a prompt is empty.
+            InvalidRequest: A template refuses its messages, a prompt is empty, or the constraint
+                does not go with calls.
             ContextTooLong: A prompt and its output do not fit the context.
         """
+        prompts, pooling = request.prompts, request.pooling
         if all(isinstance(prompt, TokenPrompt) for prompt in prompts):
             # A thread is not worth it: there is hardly anything to do.
-            tokenized = self._tokenize_all(model, prompts, wants)
+            prepared = self._tokenize_all(model, prompts, pooling)
         else:
-            tokenized = await self._in_thread(
-                lambda: self._tokenize_all(model, tuple(prompts), wants)
+            loop = asyncio.get_running_loop()
+            prepared = await loop.run_in_executor(
+                self._pool, self._tokenize_all, model, prompts, pooling
             )
-        return [
-            self._fit(prompt, given, stopping, wants, max_tokens_param)
-            for prompt, given in zip(prompts, tokenized, strict=True)
-        ]
+        for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
+            self._fit(prompt, given, request)
+            given.seed, given.constraint = seed, final_constraint(request, model, given)
+        return prepared
 
     async def tokenize(self, model: ModelCard, prompt: Prompt) -> list[int]:
         """Tokenises one prompt that is not run.
@@ -130,13 +122,10 @@ class Preparer:
         finally:
             del job  # Its error would keep this frame, and the frame its error.
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     def _tokenize_all(
-        self, model: ModelCard, prompts: Sequence[Prompt], wants: Wants | None = None
+        self, model: ModelCard, prompts: Sequence[Prompt], pooling: PoolingOptions | None = None
     ) -> list[PreparedPrompt]:
-        most = None if wants is None else wants.truncate_tokens
+        most = None if pooling is None else pooling.truncate_tokens
         if most is not None:
             context = self._context_tokens()
             most = min(context, most or context)
@@ -172,46 +161,41 @@ class Preparer:
         if least > self._context_tokens():
             raise self._too_long(prompt, f"at least {least}; shorten it", least)
 
-    def _fit(
-        self,
-        prompt: Prompt,
-        given: PreparedPrompt,
-        stopping: Stopping,
-        wants: Wants | None,
-        max_tokens_param: str,
-    ) -> PreparedPrompt:
-        """The prompt, with the number of tokens that its answer may have in the context."""
-        ids = given.ids
+    def _fit(self, prompt: Prompt, given: PreparedPrompt, request: GenerateRequest) -> None:
+        """Settles how many tokens the answer to a prompt may have in the context."""
+        ids, raw, stop = given.ids, request.raw, request.stop
         if not ids:
             raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
         context = self._context_tokens()
-        if wants is not None:
+        if request.pooling is not None:
             if len(ids) > context:
                 how = "truncate_prompt_tokens, in /v2/embed truncate"
                 problem = f"{len(ids)}; shorten it, or have it cut ({how})"
                 raise self._too_long(prompt, problem, len(ids))
-            return given
+            return
         # A token that is only drawn needs no room.
-        room = context - len(ids) + stopping.is_echo_alone
-        max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
-        if max_tokens > room >= 1 and stopping.is_bounded:
-            warn(max_tokens_param, f"lowered to {room}, which the prompt leaves of the context")
+        room = context - len(ids) + raw.is_echo_alone
+        max_tokens, param = stop.max_tokens, raw.name_of("max_tokens")
+        if max_tokens is None:
+            max_tokens = room
+        if max_tokens > room >= 1 and raw.lowers_max_tokens:
+            warn(param, f"lowered to {room}, which the prompt leaves of the context")
             max_tokens = room
         if room < 1 or max_tokens > room:
             problem = (
                 f"{len(ids)} and the output needs {max(1, max_tokens)}; shorten the prompt or "
-                f"lower {max_tokens_param}"
+                f"lower {param}"
             )
             error = self._too_long(prompt, problem, len(ids) if room < 1 else 0)
             if max_tokens > context:
-                error.param = max_tokens_param
+                error.param = param
             raise error
-        if stopping.min_tokens > max_tokens:
+        if stop.min_tokens > max_tokens:
             raise invalid(
-                "min_tokens",
-                f"{stopping.min_tokens}, but only {max_tokens} tokens can be generated",
+                raw.name_of("min_tokens"),
+                f"{stop.min_tokens}, but only {max_tokens} tokens can be generated",
             )
-        return replace(given, max_tokens=max_tokens)
+        given.max_tokens = max_tokens
 
     def _too_long(self, prompt: Prompt, problem: str, num_tokens: int) -> ContextTooLong:
         """The error for a prompt that does not fit; `num_tokens` is 0 if it would, but for its

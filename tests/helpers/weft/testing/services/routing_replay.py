@@ -12,13 +12,13 @@ from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequ
 from weft.gateway.routing.record import (
     COLUMNS,
     AnyLine,
-    Asked,
-    Began,
-    Chose,
     Cleared,
     Flushed,
     Members,
-    Told,
+    PagesReported,
+    Queried,
+    Routed,
+    Started,
 )
 from weft.gateway.routing.view import PoolView
 
@@ -59,19 +59,19 @@ def read_record(path: Path) -> Iterator[AnyLine]:
 class _Pool:
     """One pool of a record: its policy, and the view that it is shown next."""
 
-    def __init__(self, began: Began, make: Callable[[str, PolicyOptions], Policy]) -> None:
+    def __init__(self, began: Started, make: Callable[[str, PolicyOptions], Policy]) -> None:
         self.now = 0.0
         options = PolicyOptions(**began.options, clock=lambda: self.now)
         self.policy = make(began.policy, options)
         self.view = PoolView(())
 
-    def choose(self, line: Chose) -> list[Choice]:
+    def choose(self, line: Routed) -> list[Choice]:
         self.now = line.now
         for name in COLUMNS:
             getattr(self.view, name)[:] = line.columns.get(name, 0)
         return self.policy.choose(self.view, _request(line.request), line.count)
 
-    def tell(self, line: Told) -> None:
+    def tell(self, line: PagesReported) -> None:
         index = self.policy.index
         if index is None:  # The choice is of a policy that replaces the recorded one.
             return
@@ -98,21 +98,21 @@ def replay(
     """
     pools: dict[str, _Pool] = {}
     for line in lines:
-        if isinstance(line, Began):
+        if isinstance(line, Started):
             pools[line.pool] = _Pool(line, make)
             continue
         if line.pool not in pools:
             raise ConfigError(f"the record has no beginning of {line.pool}")
         pool = pools[line.pool]
         match line:
-            case Chose():
+            case Routed():
                 recorded = [Choice(*pair) for pair in line.chosen]
                 yield ReplayedChoice(
                     line.pool, line.request.request_id, recorded, pool.choose(line)
                 )
             case Members():
                 pool.view = PoolView(line.workers)
-            case Told():
+            case PagesReported():
                 pool.tell(line)
             case Cleared():
                 if pool.policy.index is not None:
@@ -121,7 +121,7 @@ def replay(
                 pool.policy.flush()
 
 
-def _request(asked: Asked) -> RoutingRequest:
+def _request(asked: Queried) -> RoutingRequest:
     return RoutingRequest(
         request_id=asked.request_id,
         prompt_ids=asked.prompt_ids,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from weft.gateway.admission.slo.forecast import Forecast, LatencyForecaster
-from weft.gateway.admission.slo.gate import AdmissionRequest, LatencyGate
+from weft.gateway.admission.slo.gate import LatencyGate, SloTicket
 from weft.gateway.request import NO_TARGETS, Targets
 
 __all__ = [
     "NO_TARGETS",
-    "AdmissionRequest",
     "Forecast",
     "LatencyForecaster",
     "LatencyGate",
+    "SloTicket",
     "Targets",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from weft.contract.errors import DeadlineExceeded
-from weft.gateway.admission.slo.gate import AdmissionRequest, LatencyGate
+from weft.gateway.admission.slo.gate import LatencyGate, SloTicket
 
 _LOOK_EVERY_S = 0.02
 """Interval of checks while requests are held, since workers' loads change without notice."""
@@ -20,14 +20,14 @@ class LatencyAdmission:
 
     def __init__(self, gate: LatencyGate) -> None:
         self.gate = gate
-        self._waiters: dict[AdmissionRequest, asyncio.Future[None]] = {}
+        self._waiters: dict[SloTicket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def enter(self, ask: AdmissionRequest, deadline: float) -> None:
+    async def enter(self, ticket: SloTicket, deadline: float) -> None:
         """Waits until a request may be sent; `gate.began` and `ended` follow.
 
         Args:
-            ask: The request; its times are the event loop's.
+            ticket: The request; its times are the event loop's.
             deadline: Event loop time at which waiting ends.
 
         Raises:
@@ -35,18 +35,18 @@ class LatencyAdmission:
             DeadlineExceeded: It was held for too long.
         """
         loop = asyncio.get_running_loop()
-        if self.gate.offer(ask, loop.time()):
+        if self.gate.offer(ticket, loop.time()):
             return
-        waiter = self._waiters[ask] = loop.create_future()
+        waiter = self._waiters[ticket] = loop.create_future()
         self._look_later()
         try:
             async with asyncio.timeout_at(deadline):
                 await waiter
         except BaseException as error:
-            if self._waiters.pop(ask, None) is not None:
-                self.gate.withdraw(ask)
-            elif ask.is_sending:  # The request was released at the same moment.
-                self.gate.ended(ask, None, 0)
+            if self._waiters.pop(ticket, None) is not None:
+                self.gate.withdraw(ticket)
+            elif ticket.is_sending:  # The request was released at the same moment.
+                self.gate.ended(ticket, None, 0)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     "the deadline passed while the request was held for others' latency targets",
@@ -54,22 +54,20 @@ class LatencyAdmission:
                 ) from None
             raise
 
-    def ended(
-        self, ask: AdmissionRequest, first_token_at: float | None, num_generated: int
-    ) -> None:
+    def ended(self, ticket: SloTicket, first_token_at: float | None, num_generated: int) -> None:
         """Notes that a request which had entered is over; see `LatencyGate.ended`."""
-        self.gate.ended(ask, first_token_at, num_generated)
+        self.gate.ended(ticket, first_token_at, num_generated)
         self.look()
 
     def look(self) -> None:
         """Wakes the gate after a change: held requests may be able to go."""
         if not self._waiters:
             return
-        for ask, error in self.gate.release(asyncio.get_running_loop().time()):
-            waiter = self._waiters.pop(ask)
+        for ticket, error in self.gate.release(asyncio.get_running_loop().time()):
+            waiter = self._waiters.pop(ticket)
             if waiter.done():  # The waiter was cancelled, and its task has not run since.
                 if error is None:
-                    self.gate.ended(ask, None, 0)
+                    self.gate.ended(ticket, None, 0)
             elif error is None:
                 waiter.set_result(None)
             else:

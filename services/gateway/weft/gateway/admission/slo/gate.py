@@ -34,7 +34,7 @@ the reason.
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class AdmissionRequest:
+class SloTicket:
     """A request at the gate. Times are seconds of one clock."""
 
     prompts: Sequence[RoutingRequest]
@@ -110,8 +110,8 @@ class LatencyGate:
         self._forecaster = forecaster
         self._ahead_s = ahead_s
         self._is_holding = is_holding
-        self._held: TenantFairQueue[AdmissionRequest] = TenantFairQueue()
-        self._hopeful: dict[AdmissionRequest, None] = {}
+        self._held: TenantFairQueue[SloTicket] = TenantFairQueue()
+        self._hopeful: dict[SloTicket, None] = {}
         """Held requests that have a target, as an ordered set."""
         self._drain = _Drain()
         self._paces: Counter[float] = Counter()
@@ -128,7 +128,7 @@ class LatencyGate:
         """Number of requests held here."""
         return len(self._held)
 
-    def offer(self, ask: AdmissionRequest, now: float) -> bool:
+    def offer(self, ticket: SloTicket, now: float) -> bool:
         """Decides on a new request.
 
         Returns:
@@ -139,85 +139,83 @@ class LatencyGate:
             TargetUnattainable: A target would be missed.
         """
         self._fade_bias(now)
-        forecast = self._weigh(ask)
-        self._refuse_slow_pace(ask)
-        must_wait = self._must_wait(ask)
-        self._check(ask, forecast, now, self._wait_s(ask) if must_wait else 0.0)
+        forecast = self._weigh(ticket)
+        self._refuse_slow_pace(ticket)
+        must_wait = self._must_wait(ticket)
+        self._check(ticket, forecast, now, self._wait_s(ticket) if must_wait else 0.0)
         if not must_wait:
-            self._let_through(ask, forecast, now)
+            self._let_through(ticket, forecast, now)
             return True
         self._drain.note(now, 0.0, is_holding=True)
-        self._held.push(ask, ask.tenant, ask.cost, ask.weight)
-        target_s = ask.targets.first_token_s
+        self._held.push(ticket, ticket.tenant, ticket.cost, ticket.weight)
+        target_s = ticket.targets.first_token_s
         if target_s is not None and forecast.first_token_s is not None:
             service_s = self._service_s(forecast.first_token_s, now)
-            ask.hopeless_at = ask.arrival + target_s - service_s
-            self._hopeful[ask] = None
+            ticket.hopeless_at = ticket.arrival + target_s - service_s
+            self._hopeful[ticket] = None
         return False
 
-    def release(self, now: float) -> list[tuple[AdmissionRequest, TargetUnattainable | None]]:
+    def release(self, now: float) -> list[tuple[SloTicket, TargetUnattainable | None]]:
         """The held requests that leave now, each to be sent or with the error that refuses it."""
-        left: list[tuple[AdmissionRequest, TargetUnattainable | None]] = []
+        left: list[tuple[SloTicket, TargetUnattainable | None]] = []
         for late in [held for held in self._hopeful if now > held.hopeless_at]:
             self.withdraw(late)
             target_s = late.targets.first_token_s or 0.0
             left.append((late, self._late(late, target_s + now - late.hopeless_at)))
-        while (ask := self._next(now)) is not None:
-            forecast = self._weigh(ask)
+        while (ticket := self._next(now)) is not None:
+            forecast = self._weigh(ticket)
             try:
-                self._refuse_slow_pace(ask)
-                self._check(ask, forecast, now, 0.0)
+                self._refuse_slow_pace(ticket)
+                self._check(ticket, forecast, now, 0.0)
             except TargetUnattainable as error:
-                left.append((ask, error))
+                left.append((ticket, error))
             else:
-                self._drain.note(now, ask.cost, is_holding=len(self._held) > 0)
-                self._let_through(ask, forecast, now)
-                left.append((ask, None))
+                self._drain.note(now, ticket.cost, is_holding=len(self._held) > 0)
+                self._let_through(ticket, forecast, now)
+                left.append((ticket, None))
         return left
 
-    def _next(self, now: float) -> AdmissionRequest | None:
+    def _next(self, now: float) -> SloTicket | None:
         """Removes and returns the next request, if there is room for it."""
-        ask = self._held.head()
-        if ask is None:
+        ticket = self._held.head()
+        if ticket is None:
             return None
-        if self._is_holding() and not self._has_room(ask) and not self._lacks_own_pace(ask):
+        if self._is_holding() and not self._has_room(ticket) and not self._lacks_own_pace(ticket):
             self._drain.note(now, 0.0, is_holding=True)
             return None
         self._held.pop()
-        self._hopeful.pop(ask, None)
-        return ask
+        self._hopeful.pop(ticket, None)
+        return ticket
 
-    def withdraw(self, ask: AdmissionRequest) -> None:
+    def withdraw(self, ticket: SloTicket) -> None:
         """Removes a held request that goes away unserved."""
-        self._held.remove(ask, ask.tenant)
-        self._hopeful.pop(ask, None)
+        self._held.remove(ticket, ticket.tenant)
+        self._hopeful.pop(ticket, None)
 
-    def began(self, ask: AdmissionRequest) -> None:
+    def began(self, ticket: SloTicket) -> None:
         """Notes that a released request is now in the workers' loads, or never will be."""
-        if ask.is_sending:
-            ask.is_sending = False
-            self._num_sending -= len(ask.prompts)
-            self._tokens_sending -= ask.to_compute
+        if ticket.is_sending:
+            ticket.is_sending = False
+            self._num_sending -= len(ticket.prompts)
+            self._tokens_sending -= ticket.to_compute
 
-    def ended(
-        self, ask: AdmissionRequest, first_token_at: float | None, num_generated: int
-    ) -> None:
+    def ended(self, ticket: SloTicket, first_token_at: float | None, num_generated: int) -> None:
         """Notes that a released request is over.
 
         Args:
-            ask: The request.
+            ticket: The request.
             first_token_at: Time of the first token; None: there was none.
             num_generated: Generated tokens over its prompts and samples; 0: the request is not
                 learned from.
         """
-        self.began(ask)
-        pace_s = ask.targets.pace_s
+        self.began(ticket)
+        pace_s = ticket.targets.pace_s
         if pace_s is not None:
             self._paces[pace_s] -= 1
             if not self._paces[pace_s]:
                 del self._paces[pace_s]
-        if first_token_at is not None and ask.first_token_s is not None:
-            error_s = first_token_at - ask.sent_at - ask.first_token_s
+        if first_token_at is not None and ticket.first_token_s is not None:
+            error_s = first_token_at - ticket.sent_at - ticket.first_token_s
             self.bias_s += _SMOOTHING * (error_s - self.bias_s)
             self._bias_at = None
         if num_generated:
@@ -230,12 +228,12 @@ class LatencyGate:
         prompt = RoutingRequest(
             request_id="", prompt_ids=range(SHORT_PROMPT_TOKENS), cache_salt="forecast"
         )
-        ask = AdmissionRequest(prompts=(prompt,), arrival=now)
-        forecast_s = self._weigh(ask).first_token_s
+        ticket = SloTicket(prompts=(prompt,), arrival=now)
+        forecast_s = self._weigh(ticket).first_token_s
         if forecast_s is None:
             return None
-        wait_s = self._wait_s(ask) if self._must_wait(ask) else 0.0
-        return self._predicted_s(ask, forecast_s, now, wait_s)
+        wait_s = self._wait_s(ticket) if self._must_wait(ticket) else 0.0
+        return self._predicted_s(ticket, forecast_s, now, wait_s)
 
     # -- internals -------------------------------------------------------------------------------
 
@@ -250,33 +248,33 @@ class LatencyGate:
             return self.bias_s
         return self.bias_s * math.pow(0.5, (now - self._bias_at) / _BIAS_LIFE_S)
 
-    def _must_wait(self, ask: AdmissionRequest) -> bool:
-        return self._is_holding() and (len(self._held) > 0 or not self._has_room(ask))
+    def _must_wait(self, ticket: SloTicket) -> bool:
+        return self._is_holding() and (len(self._held) > 0 or not self._has_room(ticket))
 
-    def _weigh(self, ask: AdmissionRequest) -> Forecast:
+    def _weigh(self, ticket: SloTicket) -> Forecast:
         """Forecasts the slowest of its prompts; records the cost of the request."""
-        forecasts = [self._forecaster.forecast(prompt) for prompt in ask.prompts]
-        if not ask.is_sending:
-            ask.to_compute = sum(forecast.to_compute for forecast in forecasts)
-            ask.cost = ask.to_compute + min(ask.max_tokens, self._mean_output)
+        forecasts = [self._forecaster.forecast(prompt) for prompt in ticket.prompts]
+        if not ticket.is_sending:
+            ticket.to_compute = sum(forecast.to_compute for forecast in forecasts)
+            ticket.cost = ticket.to_compute + min(ticket.max_tokens, self._mean_output)
         return max(forecasts, key=lambda forecast: forecast.first_token_s or 0.0)
 
-    def _has_room(self, ask: AdmissionRequest) -> bool:
-        is_by_owner = any(prompt.is_computed_anew for prompt in ask.prompts)
+    def _has_room(self, ticket: SloTicket) -> bool:
+        is_by_owner = any(prompt.is_computed_anew for prompt in ticket.prompts)
         spare = self._forecaster.spare_tokens(self._ahead_s, is_by_owner=is_by_owner)
         if spare <= self._tokens_sending:
             return False
-        own_s = ask.targets.between_tokens_s
+        own_s = ticket.targets.between_tokens_s
         pace_s = min(self._paces, default=math.inf)
         pace_s = pace_s if own_s is None else min(own_s, pace_s)
         if pace_s == math.inf:
             return True
         spare = self._forecaster.spare_requests(_HEADROOM * pace_s)
-        return spare >= self._num_sending + len(ask.prompts)
+        return spare >= self._num_sending + len(ticket.prompts)
 
-    def _wait_s(self, ask: AdmissionRequest) -> float:
+    def _wait_s(self, ticket: SloTicket) -> float:
         """Expected holding time of a request."""
-        before = self._held.cost_before(ask.tenant, ask.cost, ask.weight)
+        before = self._held.cost_before(ticket.tenant, ticket.cost, ticket.weight)
         rate = self._drain.per_s or self._forecaster.tokens_per_s()
         return before / rate if rate else 0.0
 
@@ -284,20 +282,20 @@ class LatencyGate:
         return max(0.0, forecast_s + self._faded_bias_s(now))
 
     def _predicted_s(
-        self, ask: AdmissionRequest, forecast_s: float, now: float, wait_s: float
+        self, ticket: SloTicket, forecast_s: float, now: float, wait_s: float
     ) -> float:
         """Time from its arrival to its first token, if it is held for another `wait_s`."""
-        return now - ask.arrival + wait_s + self._service_s(forecast_s, now)
+        return now - ticket.arrival + wait_s + self._service_s(forecast_s, now)
 
-    def _check(self, ask: AdmissionRequest, forecast: Forecast, now: float, wait_s: float) -> None:
-        if ask.targets.first_token_s is None or forecast.first_token_s is None:
+    def _check(self, ticket: SloTicket, forecast: Forecast, now: float, wait_s: float) -> None:
+        if ticket.targets.first_token_s is None or forecast.first_token_s is None:
             return
-        predicted_s = self._predicted_s(ask, forecast.first_token_s, now, wait_s)
-        if predicted_s > ask.targets.first_token_s:
-            raise self._late(ask, predicted_s)
+        predicted_s = self._predicted_s(ticket, forecast.first_token_s, now, wait_s)
+        if predicted_s > ticket.targets.first_token_s:
+            raise self._late(ticket, predicted_s)
 
-    def _late(self, ask: AdmissionRequest, predicted_s: float) -> TargetUnattainable:
-        target_s = ask.targets.first_token_s or 0.0
+    def _late(self, ticket: SloTicket, predicted_s: float) -> TargetUnattainable:
+        target_s = ticket.targets.first_token_s or 0.0
         return TargetUnattainable(
             f"the first token would come after about {predicted_s:.2f} s, and the target is "
             f"{target_s:g} s; send the request again later",
@@ -305,11 +303,11 @@ class LatencyGate:
             retry_after_s=min(_MAX_RETRY_S, max(_MIN_RETRY_S, predicted_s - target_s)),
         )
 
-    def _refuse_slow_pace(self, ask: AdmissionRequest) -> None:
+    def _refuse_slow_pace(self, ticket: SloTicket) -> None:
         """Refuses a request for which even an idle worker is too slow, or which would have to wait
         for a tighter pace than its tenant has.
         """
-        pace_s, least_s = ask.targets.between_tokens_s, self._forecaster.least_step_s()
+        pace_s, least_s = ticket.targets.between_tokens_s, self._forecaster.least_step_s()
         if pace_s is not None and least_s is not None and least_s > pace_s:
             raise TargetUnattainable(
                 f"tokens come every {least_s * 1e3:.1f} ms at best, and the target is "
@@ -317,7 +315,7 @@ class LatencyGate:
                 stage="admit",
                 retry_after_s=_MAX_RETRY_S,
             )
-        if pace_s is not None and self._lacks_own_pace(ask):
+        if pace_s is not None and self._lacks_own_pace(ticket):
             raise TargetUnattainable(
                 f"workers are too busy for a token every {pace_s * 1e3:g} ms; send the request "
                 "again later",
@@ -325,18 +323,18 @@ class LatencyGate:
                 retry_after_s=_MIN_RETRY_S,
             )
 
-    def _lacks_own_pace(self, ask: AdmissionRequest) -> bool:
+    def _lacks_own_pace(self, ticket: SloTicket) -> bool:
         """Whether the request would have to wait for a tighter pace than its tenant has."""
-        own_s = ask.targets.between_tokens_s
-        if own_s is None or own_s == ask.targets.pace_s or not self._is_holding():
+        own_s = ticket.targets.between_tokens_s
+        if own_s is None or own_s == ticket.targets.pace_s or not self._is_holding():
             return False
         spare = self._forecaster.spare_requests(_HEADROOM * own_s)
-        return spare < self._num_sending + len(ask.prompts)
+        return spare < self._num_sending + len(ticket.prompts)
 
-    def _let_through(self, ask: AdmissionRequest, forecast: Forecast, now: float) -> None:
-        ask.sent_at, ask.first_token_s = now, forecast.first_token_s
-        ask.is_sending = True
-        self._num_sending += len(ask.prompts)
-        self._tokens_sending += ask.to_compute
-        if ask.targets.pace_s is not None:
-            self._paces[ask.targets.pace_s] += 1
+    def _let_through(self, ticket: SloTicket, forecast: Forecast, now: float) -> None:
+        ticket.sent_at, ticket.first_token_s = now, forecast.first_token_s
+        ticket.is_sending = True
+        self._num_sending += len(ticket.prompts)
+        self._tokens_sending += ticket.to_compute
+        if ticket.targets.pace_s is not None:
+            self._paces[ticket.targets.pace_s] += 1

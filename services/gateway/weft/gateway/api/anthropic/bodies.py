@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
-from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, StrictPart
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
-from weft.gateway.api.sampling import with_sampling
+from weft.gateway.api.parameters import parameter_field, with_parameters
 from weft.gateway.api.unserved import left_out, refused, unused
 
 Hint = dict[str, Any]
@@ -164,18 +164,18 @@ class PromptBody(DialectBody):
 
 
 if TYPE_CHECKING:
-    _Sampled = PromptBody
+    _WithParameters = PromptBody
 else:
-    _Sampled = with_sampling(PromptBody, "anthropic")
+    _WithParameters = with_parameters(PromptBody, "anthropic")
 
 
-class MessagesBody(_Sampled):
+class MessagesBody(_WithParameters):
     """Body of POST /v1/messages."""
 
     max_tokens: int = Field(description="most tokens generated")
     metadata: MetadataBody | None = Field(None)
     service_tier: str | None = unused()
-    stop_sequences: Stops | None = Field(None, description="at most 16 strings of 256 bytes")
+    stop_sequences: Few[str] | None = parameter_field("stop")
     stream: bool | None = Field(None, description="answer as server-sent events")
     container: Any = refused("containers")
     diagnostics: Any = left_out("diagnostics")
@@ -183,11 +183,6 @@ class MessagesBody(_Sampled):
     fallbacks: Any = left_out("no other model answers")
     fallback_credit_token: Any = left_out("billing")
     billing_policy: Any = left_out("billing")
-    # Weft's own, the same as in other dialects.
-    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
-    priority: int | None = Field(None, description="less is more urgent")
-    session_id: str | None = Field(None, description="names the chat, see docs/api.md")
-    end_session: bool | None = Field(None, description="the chat is over with this request")
 
 
 class CountTokensBody(PromptBody):

@@ -6,14 +6,13 @@ from google.api.httpbody_pb2 import HttpBody
 from weft.gateway.api.answer import field_names, json_body, run_answer
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.anthropic.translate import (
-    NAMES,
     PARTS,
     TOO_LONG,
     messages_prompt,
     messages_request,
 )
 from weft.gateway.api.anthropic.writer import MessageWriter
-from weft.gateway.api.edge import Context, begin_answer, call_facts
+from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
@@ -29,24 +28,22 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
         self._bodies = bodies
 
     async def CreateMessage(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See dialects.proto."""
-        with field_names(NAMES, PARTS, TOO_LONG):
+        with field_names({}, PARTS, TOO_LONG):
             facts = call_facts(context, "msg", "_")
-            body, generate = await self._bodies.parse(
+            body, raw = await self._bodies.parse(
                 MessagesBody, request, lambda body: messages_request(body, facts)
             )
             await run_answer(
                 self._pipeline,
-                generate,
-                lambda stream: MessageWriter(generate, stream),
+                raw,
+                MessageWriter,
                 context,
                 is_streamed=bool(body.stream),
                 headers=_id_header(facts.request_id),
             )
 
     async def CountTokens(self, request: HttpBody, context: Context) -> HttpBody:
-        """See dialects.proto."""
-        with field_names(NAMES, PARTS, TOO_LONG):
+        with field_names({}, PARTS, TOO_LONG):
             facts = call_facts(context, "msg", "_")
             body, (prompt, _) = await self._bodies.parse(CountTokensBody, request, messages_prompt)
             resolved = await self._models.find(body.model or "")

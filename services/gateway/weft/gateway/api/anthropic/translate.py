@@ -17,22 +17,19 @@ from weft.gateway.api.anthropic.bodies import (
     PromptBody,
     ToolBody,
 )
-from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.hosted import own_tools
-from weft.gateway.api.sampling import given_numbers
+from weft.gateway.api.parameters import client_names, given_parameters
 from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
-from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
+from weft.gateway.request import CallFacts, ChatPrompt, RawRequest
 from weft.gateway.validate import invalid, unsupported
 
-NAMES = {"stop": "stop_sequences"}
-"""Anthropic's names of fields, by those of the internal request."""
 TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
 PARTS = {".function.parameters": ".input_schema", ".function.": "."}
 _CLEAR_THINKING = "clear_thinking_20251015"
 
 
-def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
+def messages_request(body: MessagesBody, facts: CallFacts) -> RawRequest:
     """Translates a body.
 
     Raises:
@@ -44,17 +41,15 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
     if wanted is not None and constraint is None:  # Otherwise the answer consists of calls.
         schema = json.dumps(wanted.schema_, ensure_ascii=False)
         constraint, param = Constraint(kind="json_schema", text=schema), f"{wanted_param}.schema"
-    return GenerateRequest(
-        **call_fields(body, facts),
+    return RawRequest(
+        call=facts,
+        model=body.model or "",
         prompts=(prompt,),
-        sampling=Sampling(numbers=given_numbers(body, "anthropic"), constraint=constraint),
-        stopping=Stopping(
-            max_tokens=body.max_tokens,
-            is_bounded=True,
-            stops=tuple(body.stop_sequences or ()),
-        ),
+        given=given_parameters(body, "anthropic"),
+        names={**client_names("anthropic"), "constraint": param},
+        constraint=constraint,
         calls=use.calls,
-        constraint_param=param if constraint is not None else "constraint",
+        lowers_max_tokens=True,
     )
 
 

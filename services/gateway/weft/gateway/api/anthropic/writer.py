@@ -6,8 +6,7 @@ from typing import Any
 
 from weft.gateway.api.answer import EVENTS, named_event
 from weft.gateway.api.blocks import Block, BlockReader, Step, num_reasoning_tokens
-from weft.gateway.generation.stream import Delta, TokenStream
-from weft.gateway.request import GenerateRequest
+from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.text.answer.call_reader import parse_json
 from weft.gateway.text.answer.make import parser_maker
 from weft.v1 import common_pb2
@@ -18,21 +17,20 @@ class MessageWriter:
 
     content_type = EVENTS
 
-    def __init__(self, request: GenerateRequest, stream: TokenStream) -> None:
-        self._stream = stream
-        asked, given = request.stopping.max_tokens, stream.generations[0].prompt.max_tokens
-        self._is_bounded = asked is not None and asked > given
-        make_parser = parser_maker(request, stream.card, stream.generations[0].prompt)
-        self._reader = BlockReader(make_parser)
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        request, prompt = answer.request, answer.generations[0].prompt
+        asked = request.stop.max_tokens
+        self._is_bounded = asked is not None and asked > prompt.max_tokens
+        self._reader = BlockReader(parser_maker(request, answer.card, prompt))
         self._frame: dict[str, object] = {
             "id": request.request_id,
             "type": "message",
             "role": "assistant",
-            "model": stream.model,
+            "model": answer.model,
         }
 
     def begin(self) -> bytes:
-        """See `DialectWriter`."""
         message = {
             **self._frame,
             "content": [],
@@ -43,18 +41,15 @@ class MessageWriter:
         return named_event("message_start", {"type": "message_start", "message": message})
 
     def push(self, delta: Delta) -> bytes:
-        """See `DialectWriter`."""
         return b"".join([_event(step) for step in self._reader.push(delta)])
 
     def end(self) -> bytes:
-        """See `DialectWriter`."""
         delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
         return named_event("message_delta", delta) + named_event(
             "message_stop", {"type": "message_stop"}
         )
 
     def whole(self) -> dict[str, object]:
-        """See `DialectWriter`."""
         content = [_whole(block) for block in self._reader.blocks]
         return {**self._frame, "content": content, **self._stop(), "usage": self._usage()}
 
@@ -72,8 +67,8 @@ class MessageWriter:
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
     def _usage(self) -> dict[str, object]:
-        usage = self._stream.usage()
-        reasoning = num_reasoning_tokens(self._stream, self._reader.blocks)
+        usage = self._answer.usage()
+        reasoning = num_reasoning_tokens(self._answer, self._reader.blocks)
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
             "cache_creation_input_tokens": 0,

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest
+from weft.contract.request import CallParams
+from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.parameters import given_in
 from weft.gateway.api.pooling.translate import pairs_of
 from weft.gateway.api.pooling.vectors import score_of, vectors_of
+from weft.gateway.generation.answer import Answer
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.generation.stream import TokenStream
-from weft.gateway.request import GenerateRequest, PairPrompt, Prompt, TextPrompt, TokenPrompt, Wants
+from weft.gateway.request import (
+    CallFacts,
+    PairPrompt,
+    PoolingOptions,
+    Prompt,
+    RawRequest,
+    TextPrompt,
+    TokenPrompt,
+)
 from weft.gateway.validate import invalid
 from weft.gateway.warnings import current_warnings
 from weft.v1 import gateway_pb2
@@ -25,8 +35,7 @@ class PooledCalls:
     async def embed(
         self, request: gateway_pb2.EmbedRequest, context: Context
     ) -> gateway_pb2.EmbedResponse:
-        """See gateway.proto."""
-        wants = Wants(
+        wanted = PoolingOptions(
             output="embedding",
             dimensions=request.dimensions if request.HasField("dimensions") else None,
             truncate_tokens=_cut(request.call),
@@ -34,7 +43,7 @@ class PooledCalls:
         )
         prompts = tuple(_input(number, one) for number, one in enumerate(request.inputs))
         facts = call_facts(context, "embd")
-        async with self._run(request.model, request.call, prompts, wants, facts, context) as done:
+        async with self._run(request.model, request.call, prompts, wanted, facts, context) as done:
             return gateway_pb2.EmbedResponse(
                 request_id=facts.request_id,
                 model=done.model,
@@ -49,11 +58,10 @@ class PooledCalls:
     async def rerank(
         self, request: gateway_pb2.RerankRequest, context: Context
     ) -> gateway_pb2.RerankResponse:
-        """See gateway.proto."""
         prompts = tuple(PairPrompt(first=request.query, second=one) for one in request.documents)
-        wants = _scores(request.call, request.instruction)
+        wanted = _scores(request.call, request.instruction)
         facts = call_facts(context, "rerank")
-        async with self._run(request.model, request.call, prompts, wants, facts, context) as done:
+        async with self._run(request.model, request.call, prompts, wanted, facts, context) as done:
             scores = [score_of(done, one) for one in done.generations]
             order = sorted(range(len(scores)), key=lambda index: -scores[index])
             return gateway_pb2.RerankResponse(
@@ -70,11 +78,10 @@ class PooledCalls:
     async def score(
         self, request: gateway_pb2.ScoreRequest, context: Context
     ) -> gateway_pb2.ScoreResponse:
-        """See gateway.proto."""
         prompts = pairs_of(request.first, request.second, ("first", "second"))
-        wants = _scores(request.call, request.instruction)
+        wanted = _scores(request.call, request.instruction)
         facts = call_facts(context, "score")
-        async with self._run(request.model, request.call, prompts, wants, facts, context) as done:
+        async with self._run(request.model, request.call, prompts, wanted, facts, context) as done:
             return gateway_pb2.ScoreResponse(
                 request_id=facts.request_id,
                 model=done.model,
@@ -89,38 +96,25 @@ class PooledCalls:
         model: str,
         call: gateway_pb2.PoolCall,
         prompts: tuple[Prompt, ...],
-        wants: Wants,
+        wanted: PoolingOptions,
         facts: CallFacts,
         context: Context,
-    ) -> AsyncIterator[TokenStream]:
+    ) -> AsyncIterator[Answer]:
         """Runs a request to its end; its vectors are there within the block."""
-        given = call.timeout.ToNanoseconds() / 1e9 if call.HasField("timeout") else None
-        request = GenerateRequest(
-            request_id=facts.request_id,
-            client_request_id=facts.client_request_id,
-            model=model,
-            prompts=prompts,
-            wants=wants,
-            timeout_s=earliest(facts.timeout_s, given),
-            first_token_timeout_s=facts.first_token_timeout_s,
-            cache_salt=call.cache_salt,
-            priority=call.priority,
-            routing_key=facts.routing_key,
-            worker=facts.worker,
-            traceparent=facts.traceparent,
-            targets=facts.targets,
-            tenant=facts.tenant,
-        )
-        async with self._pipeline.open(request) as stream:
-            while await stream.next_deltas():
+        given = given_in(call, CallParams)
+        if call.HasField("timeout"):
+            given["timeout"] = call.timeout.ToNanoseconds() / 1e9
+        raw = RawRequest(call=facts, model=model, prompts=prompts, given=given, pooling=wanted)
+        async with self._pipeline.open(raw) as answer:
+            while await answer.next_deltas():
                 pass
-            await stream.settle()
-            await begin_answer(context, facts.request_id, headers=stream.headers)
-            yield stream
+            await answer.settle()
+            await begin_answer(context, facts.request_id, headers=answer.headers)
+            yield answer
 
 
-def _scores(call: gateway_pb2.PoolCall, instruction: str) -> Wants:
-    return Wants(output="classes", truncate_tokens=_cut(call), instruction=instruction)
+def _scores(call: gateway_pb2.PoolCall, instruction: str) -> PoolingOptions:
+    return PoolingOptions(output="classes", truncate_tokens=_cut(call), instruction=instruction)
 
 
 def _cut(call: gateway_pb2.PoolCall) -> int | None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.rpc.breaker import BreakerState
-from weft.contract.request import PARAMETERS, Constraint, Reasoning
+from weft.contract.request import (
+    CallParams,
+    Constraint,
+    Reasoning,
+    SamplingParams,
+    StopCriteria,
+)
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest
+from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
 from weft.gateway.api.grpc.pooling import PooledCalls
+from weft.gateway.api.parameters import given_in
 from weft.gateway.api.tools import (
     NO_TOOLS,
     Tool,
@@ -28,16 +35,14 @@ from weft.gateway.api.tools import (
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
 from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.generation.answer import Delta
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.generation.prompt_scores import PromptScores
-from weft.gateway.generation.stream import Delta, TokenStream
+from weft.gateway.generation.prompt_outputs import PromptScores
 from weft.gateway.request import (
+    CallFacts,
     ChatPrompt,
-    GenerateRequest,
     Prompt,
-    Sampling,
-    Stopping,
-    Targets,
+    RawRequest,
     TextPrompt,
     TokenPrompt,
 )
@@ -83,7 +88,6 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         self._max_body_bytes = max_body_bytes
 
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
-        """See gateway.proto."""
         self._check_size(request)
         for name in ("reasoning", "alternatives"):
             given = {field.name for field, _ in request.sampling.constraint.ListFields()}
@@ -98,7 +102,6 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         await self._answer(translated, request.stream, context, gateway_pb2.ChatResponse)
 
     async def Complete(self, request: gateway_pb2.CompleteRequest, context: Context) -> None:  # type: ignore[override]
-        """See gateway.proto."""
         self._check_size(request)
         kind = request.WhichOneof("prompt")
         if kind is None:
@@ -114,46 +117,45 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def Embed(
         self, request: gateway_pb2.EmbedRequest, context: Context
     ) -> gateway_pb2.EmbedResponse:
-        """See gateway.proto."""
         self._check_size(request)
         return await self._pooled.embed(request, context)
 
     async def Rerank(
         self, request: gateway_pb2.RerankRequest, context: Context
     ) -> gateway_pb2.RerankResponse:
-        """See gateway.proto."""
         self._check_size(request)
         return await self._pooled.rerank(request, context)
 
     async def Score(
         self, request: gateway_pb2.ScoreRequest, context: Context
     ) -> gateway_pb2.ScoreResponse:
-        """See gateway.proto."""
         self._check_size(request)
         return await self._pooled.score(request, context)
 
     async def _answer(
         self,
-        request: GenerateRequest,
+        raw: RawRequest,
         is_streamed: bool,
         context: Context,
         response: type[gateway_pb2.ChatResponse] | type[gateway_pb2.CompleteResponse],
     ) -> None:
         created = Timestamp()
         created.GetCurrentTime()
-        async with self._pipeline.open(request) as stream:
-            model, make_parser = stream.model, None
-            if isinstance(request.prompts[0], ChatPrompt):
-                make_parser = parser_maker(request, stream.card, stream.generations[0].prompt)
+        async with self._pipeline.open(raw) as answer:
+            model, make_parser = answer.model, None
+            if isinstance(raw.prompts[0], ChatPrompt):
+                make_parser = parser_maker(
+                    answer.request, answer.card, answer.generations[0].prompt
+                )
             choices = _Choices(make_parser)
-            scores = stream.generations[0].prompt_scores
-            await begin_answer(context, request.request_id, headers=stream.headers)
+            scores = answer.generations[0].prompt_scores
+            await begin_answer(context, raw.request_id, headers=answer.headers)
             collected: dict[int, list[Delta]] = {}
-            while deltas := await stream.next_deltas():
+            while deltas := await answer.next_deltas():
                 if is_streamed:
                     await context.write(
                         response(
-                            request_id=request.request_id,
+                            request_id=raw.request_id,
                             model=model,
                             create_time=created,
                             choices=[choices.of([delta]) for delta in deltas],
@@ -162,14 +164,14 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
                 else:
                     for delta in deltas:
                         collected.setdefault(delta.sample, []).append(delta)
-            await stream.settle()
+            await answer.settle()
             last = response(
-                request_id=request.request_id,
+                request_id=raw.request_id,
                 model=model,
                 create_time=created,
                 choices=[choices.of(collected[index], scores) for index in sorted(collected)],
-                usage=stream.usage(),
-                timeline=_timeline(stream),
+                usage=answer.usage(),
+                timeline=answer.timelines()[0],
                 warnings=current_warnings(),
             )
         await context.write(last)
@@ -181,7 +183,6 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
-        """See gateway.proto."""
         begin_warnings()
         resolved = await self._models.find(request.model)
         prompt: Prompt
@@ -202,7 +203,6 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
-        """See gateway.proto."""
         resolved = await self._models.find(request.model)
         card = await self._models.card(resolved)
         check_ids("tokens", request.tokens.ids, card.vocabulary_size)
@@ -212,7 +212,6 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def ListModels(
         self, request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
-        """See gateway.proto."""
         described: list[gateway_pb2.Model] = []
         for served in self._models:
             adapters = self._models.adapters_of(served)
@@ -222,7 +221,6 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetModel(
         self, request: gateway_pb2.GetModelRequest, context: Context
     ) -> gateway_pb2.GetModelResponse:
-        """See gateway.proto."""
         resolved = await self._models.named(request.model)
         is_base = resolved.entry is None
         model = _describe(resolved.served) if is_base else _describe_adapter(resolved)
@@ -231,55 +229,47 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def Cancel(
         self, request: gateway_pb2.CancelRequest, context: Context
     ) -> gateway_pb2.CancelResponse:
-        """See gateway.proto."""
         found = self._pipeline.cancel(request.request_id, current_tenant.get())
         return gateway_pb2.CancelResponse(found=found)
 
     async def DrainWorker(
         self, request: gateway_pb2.DrainWorkerRequest, context: Context
     ) -> gateway_pb2.DrainWorkerResponse:
-        """See gateway.proto."""
         self._workers.check_caller(context)
         return await self._workers.drain(request, context)
 
     async def UndrainWorker(
         self, request: gateway_pb2.UndrainWorkerRequest, context: Context
     ) -> gateway_pb2.UndrainWorkerResponse:
-        """See gateway.proto."""
         self._workers.check_caller(context)
         return await self._workers.undrain(request, context)
 
     async def LoadAdapter(
         self, request: gateway_pb2.LoadAdapterRequest, context: Context
     ) -> gateway_pb2.LoadAdapterResponse:
-        """See gateway.proto."""
         self._adapters.check_caller()
         return await self._adapters.load(request, context)
 
     async def UnloadAdapter(
         self, request: gateway_pb2.UnloadAdapterRequest, context: Context
     ) -> gateway_pb2.UnloadAdapterResponse:
-        """See gateway.proto."""
         self._adapters.check_caller()
         return await self._adapters.unload(request, context)
 
     async def ListAdapters(
         self, request: gateway_pb2.ListAdaptersRequest, context: Context
     ) -> gateway_pb2.ListAdaptersResponse:
-        """See gateway.proto."""
         return await self._adapters.list(request, context)
 
     async def EndSession(
         self, request: gateway_pb2.EndSessionRequest, context: Context
     ) -> gateway_pb2.EndSessionResponse:
-        """See gateway.proto."""
-        num_told = end_session(self._fleet, request.session_id, request.cache_salt)
+        num_told = end_session(self._fleet, request.session_id, request.cache_salt or None)
         return gateway_pb2.EndSessionResponse(workers=num_told)
 
     async def GetFleet(
         self, request: gateway_pb2.GetFleetRequest, context: Context
     ) -> gateway_pb2.GetFleetResponse:
-        """See gateway.proto."""
         now = asyncio.get_running_loop().time()
         response = gateway_pb2.GetFleetResponse(load=self._pipeline.load())
         for worker in self._fleet.workers():
@@ -368,59 +358,42 @@ def _tool_use(request: gateway_pb2.ChatRequest) -> tuple[tuple[Tool, ...], ToolU
 
 def _translate(
     request: AnyRequest, facts: CallFacts, prompt: Prompt, use: ToolUse = NO_TOOLS
-) -> GenerateRequest:
+) -> RawRequest:
     """Converts the requests of this face."""
-    sampling = _sampling(request.sampling)
-    if sampling.constraint is not None and use.constraint is not None:
+    sampling = request.sampling
+    given = {
+        **given_in(request, CallParams),
+        **given_in(sampling, SamplingParams),
+        **given_in(request.stop, StopCriteria),
+        **_targets(request.targets),
+    }
+    constraint = _constraint(sampling.constraint) if sampling.HasField("constraint") else None
+    if constraint is not None and use.constraint is not None:
         raise invalid(
             "sampling.constraint",
             "contradicts the tool_choice, under which the answer is calls; set its mode to AUTO",
         )
-    if use.constraint is not None:
-        sampling = replace(sampling, constraint=use.constraint)
-    wants_scores = request.HasField("prompt_logprobs")
-    if wants_scores:
+    if request.HasField("logprobs"):
+        given["top_logprobs"] = request.logprobs.top_logprobs
+    if request.HasField("prompt_logprobs"):
         check_not_streamed("prompt_logprobs", request.stream)
-    given_s = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-    return GenerateRequest(
-        request_id=facts.request_id,
-        client_request_id=facts.client_request_id,
+        given["prompt_logprobs"] = request.prompt_logprobs.top_logprobs
+    if request.HasField("timeout"):
+        given["timeout"] = request.timeout.ToNanoseconds() / 1e9
+    return RawRequest(
+        call=facts,
         model=request.model,
         prompts=(prompt,),
-        sampling=sampling,
-        stopping=_stopping(request.stop),
-        top_logprobs=request.logprobs.top_logprobs if request.HasField("logprobs") else None,
-        prompt_logprobs=request.prompt_logprobs.top_logprobs if wants_scores else None,
+        given=given,
+        names={"constraint": "sampling.constraint" if use.constraint is None else use.param},
+        constraint=constraint if use.constraint is None else use.constraint,
         calls=use.calls,
-        constraint_param="sampling.constraint" if use.constraint is None else use.param,
-        timeout_s=earliest(facts.timeout_s, given_s),
-        first_token_timeout_s=facts.first_token_timeout_s,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        routing_key=facts.routing_key or request.session_id,
-        session_id=request.session_id,
-        ends_session=request.end_session,
-        worker=facts.worker,
-        traceparent=facts.traceparent,
-        targets=_targets(request.targets).over(facts.targets),
-        tenant=facts.tenant,
     )
 
 
-def _targets(given: gateway_pb2.LatencyTargets) -> Targets:
-    seconds = {field.name: value.ToNanoseconds() / 1e9 for field, value in given.ListFields()}
-    return Targets(seconds.get("first_token"), seconds.get("between_tokens"))
-
-
-def _sampling(given: common_pb2.SamplingParams) -> Sampling:
-    numbers = {field.name: value for field, value in given.ListFields() if field.name in PARAMETERS}
-    constraint = _constraint(given.constraint) if given.HasField("constraint") else None
-    return Sampling(
-        numbers=numbers,
-        logit_bias=dict(given.logit_bias),
-        constraint=constraint,
-        speculate=given.speculate or not given.HasField("speculate"),
-    )
+def _targets(given: gateway_pb2.LatencyTargets) -> dict[str, float]:
+    names = {"first_token": "ttft_target_ms", "between_tokens": "itl_target_ms"}
+    return {names[one.name]: value.ToNanoseconds() / 1e6 for one, value in given.ListFields()}
 
 
 def _constraint(given: common_pb2.Constraint) -> Constraint:
@@ -445,18 +418,6 @@ def _constraint(given: common_pb2.Constraint) -> Constraint:
         whitespace=given.whitespace_pattern if given.HasField("whitespace_pattern") else None,
         reasoning=reasoning,
         alternatives=tuple(given.alternatives),
-    )
-
-
-def _stopping(given: common_pb2.StopCriteria) -> Stopping:
-    return Stopping(
-        max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
-        min_tokens=given.min_tokens,
-        stops=tuple(given.stop),
-        stop_regexes=tuple(given.stop_regex),
-        stop_token_ids=tuple(given.stop_token_ids),
-        ignore_eos=given.ignore_eos,
-        include_stop=given.include_stop_in_output,
     )
 
 
@@ -494,7 +455,3 @@ class _Choices:
                 for call in (joined(part.calls) if len(deltas) > 1 else part.calls)
             ],
         )
-
-
-def _timeline(stream: TokenStream) -> common_pb2.Timeline:
-    return stream.timelines()[0]

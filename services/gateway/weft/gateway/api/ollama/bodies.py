@@ -5,22 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
-from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+from weft.contract.request import CallParams, SamplingParams, StopCriteria
+from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, StrictPart
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
+from weft.gateway.api.parameters import with_parameters
 from weft.gateway.api.pooling.bodies import Inputs
-from weft.gateway.api.sampling import with_sampling
 from weft.gateway.api.unserved import left_out, refused, unused
 
 Think = bool | Literal["low", "medium", "high"]
 
 
+OF_OPTIONS = (SamplingParams, StopCriteria)
+"""Parameters that the field `options` has."""
 if TYPE_CHECKING:
-    _Sampled = StrictPart
+    _WithOptions = StrictPart
+    _WithParameters = DialectBody
 else:
-    _Sampled = with_sampling(StrictPart, "ollama")
+    _WithOptions = with_parameters(StrictPart, "ollama", of=OF_OPTIONS)
+    _WithParameters = with_parameters(DialectBody, "ollama", of=(CallParams,))
 
 
-class OptionsBody(_Sampled):
+class OptionsBody(_WithOptions):
     """The field `options`."""
 
     refuses_unknown = True
@@ -28,7 +33,6 @@ class OptionsBody(_Sampled):
     num_predict: int | None = Field(
         None, description="most tokens generated; -1 or -2, or absent: up to the context"
     )
-    stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
     repeat_last_n: int | None = Field(
         None,
         description="0: no repeat_penalty; -1: the whole text; 64, the default of Ollama's "
@@ -109,7 +113,7 @@ Tool = Annotated[
 ]
 
 
-class GenerationBody(DialectBody):
+class GenerationBody(_WithParameters):
     """Fields common to chats and generations."""
 
     stream: bool | None = Field(None, description="answer as lines of JSON; default true")
@@ -122,14 +126,8 @@ class GenerationBody(DialectBody):
         None, description="reasoning, for models that reason; absent: as the template has it"
     )
     logprobs: bool | None = Field(None, description="return log-probabilities")
-    top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
     truncate: bool | None = left_out("no prompt is ever cut")
     shift: bool | None = left_out("no answer goes on past the context")
-    # Weft's own, the same as in other dialects.
-    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
-    priority: int | None = Field(None, description="less is more urgent")
-    session_id: str | None = Field(None, description="names the chat, see docs/api.md")
-    end_session: bool | None = Field(None, description="the chat is over with this request")
 
 
 class ChatBody(GenerationBody):
@@ -158,16 +156,17 @@ class GenerateBody(GenerationBody):
     steps: int | None = refused("images")
 
 
-class EmbeddingBody(DialectBody):
+if TYPE_CHECKING:
+    _Pooled = DialectBody
+else:
+    _Pooled = with_parameters(DialectBody, "pooling")
+
+
+class EmbeddingBody(_Pooled):
     """Fields common to bodies for vectors."""
 
     options: OptionsBody | None = unused("they are about texts")
     keep_alive: float | str | None = unused("served models stay loaded")
-    # Weft's own, the same as in other dialects.
-    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
-    priority: int | None = Field(None, description="less is more urgent")
-    session_id: str | None = Field(None, description="names the chat, see docs/api.md")
-    end_session: bool | None = Field(None, description="the chat is over with this request")
 
 
 class EmbedBody(EmbeddingBody):

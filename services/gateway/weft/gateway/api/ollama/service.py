@@ -13,7 +13,7 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.contract.tasks import Task
 from weft.gateway.api.answer import JSON, LINES, field_names, json_body, run_answer
-from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts
+from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.ollama.bodies import (
     ChatBody,
     EmbedBody,
@@ -24,7 +24,6 @@ from weft.gateway.api.ollama.bodies import (
     ShowBody,
 )
 from weft.gateway.api.ollama.translate import (
-    NAMES,
     TOO_LONG,
     chat_request,
     embed_prompt_request,
@@ -40,9 +39,9 @@ from weft.gateway.api.pooling.vectors import vectors_of
 from weft.gateway.api.server.version import version
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.catalogue import Catalogue, ResolvedModel
+from weft.gateway.generation.answer import Answer
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.generation.stream import TokenStream
-from weft.gateway.request import GenerateRequest
+from weft.gateway.request import CallFacts, RawRequest
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.validate import invalid
 from weft.v1 import dialects_pb2_grpc
@@ -64,8 +63,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         self._bodies = bodies
 
     async def Chat(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See dialects.proto."""
-        with field_names(NAMES, {}, TOO_LONG):
+        with field_names({}, {}, TOO_LONG):
             facts = call_facts(context, "chat")
             body, generate = await self._bodies.parse(
                 ChatBody, request, lambda body: chat_request(body, facts)
@@ -73,8 +71,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
             await self._answer(generate, body, context, is_chat=True)
 
     async def Generate(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See dialects.proto."""
-        with field_names({**NAMES, "messages": "prompt"}, {}, TOO_LONG):
+        with field_names({"messages": "prompt"}, {}, TOO_LONG):
             facts = call_facts(context, "gen")
             body, generate = await self._bodies.parse(
                 GenerateBody, request, lambda body: generation_request(body, facts)
@@ -83,7 +80,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
 
     async def _answer(
         self,
-        request: GenerateRequest | None,
+        request: RawRequest | None,
         body: GenerationBody,
         context: Context,
         *,
@@ -106,31 +103,29 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         await run_answer(
             self._pipeline,
             request,
-            lambda stream: LineWriter(request, stream, named, is_chat=is_chat),
+            lambda answer: LineWriter(answer, named, is_chat=is_chat),
             context,
             is_streamed=is_streamed,
         )
 
     async def Embed(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See dialects.proto."""
         begin_ns = time.monotonic_ns()
 
-        def write(body: EmbedBody, stream: TokenStream | None) -> Mapping[str, object]:
+        def write(body: EmbedBody, answer: Answer | None) -> Mapping[str, object]:
             return {
-                "model": body.model or ("" if stream is None else stream.model),
-                "embeddings": _vectors(stream),
+                "model": body.model or ("" if answer is None else answer.model),
+                "embeddings": _vectors(answer),
                 "total_duration": time.monotonic_ns() - begin_ns,
                 "load_duration": 0,
-                "prompt_eval_count": 0 if stream is None else stream.usage().prompt_tokens,
+                "prompt_eval_count": 0 if answer is None else answer.usage().prompt_tokens,
             }
 
         await self._embed(EmbedBody, request, embed_request, write, context)
 
     async def EmbedPrompt(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See dialects.proto."""
 
-        def write(body: EmbedPromptBody, stream: TokenStream | None) -> Mapping[str, object]:
-            return {"embedding": next(iter(_vectors(stream)), [])}
+        def write(body: EmbedPromptBody, answer: Answer | None) -> Mapping[str, object]:
+            return {"embedding": next(iter(_vectors(answer)), [])}
 
         await self._embed(EmbedPromptBody, request, embed_prompt_request, write, context)
 
@@ -138,8 +133,8 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         self,
         cls: type[B],
         request: HttpBody,
-        translate: Callable[[B, CallFacts], GenerateRequest | None],
-        write: Callable[[B, TokenStream | None], Mapping[str, object]],
+        translate: Callable[[B, CallFacts], RawRequest | None],
+        write: Callable[[B, Answer | None], Mapping[str, object]],
         context: Context,
     ) -> None:
         with field_names({}, {}):
@@ -152,20 +147,18 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
                 await begin_answer(context, facts.request_id, JSON)
                 await context.write(json_body(write(body, None)))
                 return
-            async with self._pipeline.open(wanted) as stream:
-                while await stream.next_deltas():
+            async with self._pipeline.open(wanted) as answer:
+                while await answer.next_deltas():
                     pass
-                await stream.settle()
-                await begin_answer(context, wanted.request_id, JSON, stream.headers)
-                data = await asyncio.to_thread(lambda: to_json(write(body, stream)))
+                await answer.settle()
+                await begin_answer(context, wanted.request_id, JSON, answer.headers)
+                data = await asyncio.to_thread(lambda: to_json(write(body, answer)))
         await context.write(HttpBody(content_type=JSON, data=data))
 
     async def ListTags(self, request: Empty, context: Context) -> HttpBody:
-        """See dialects.proto."""
         return json_body({"models": [_describe(one) for one in self._resolved()]})
 
     async def ListRunning(self, request: Empty, context: Context) -> HttpBody:
-        """See dialects.proto."""
         running = [
             {
                 **_describe(one),
@@ -179,7 +172,6 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         return json_body({"models": running})
 
     async def ShowModel(self, request: HttpBody, context: Context) -> HttpBody:
-        """See dialects.proto."""
         body, _ = await self._bodies.parse(ShowBody, request, lambda body: None)
         resolved = await self._models.find(model_name(body.model or body.name))
         card = await self._models.card(resolved)
@@ -209,7 +201,6 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
         )
 
     async def GetVersion(self, request: Empty, context: Context) -> HttpBody:
-        """See dialects.proto."""
         return json_body({"version": API_VERSION, "weft": version()})
 
     def _resolved(self) -> list[ResolvedModel]:
@@ -231,8 +222,8 @@ def _capabilities(task: Task, card: ModelCard) -> list[str]:
     return found
 
 
-def _vectors(stream: TokenStream | None) -> list[list[float]]:
-    return [] if stream is None else [vectors_of(one)[0].tolist() for one in stream.generations]
+def _vectors(answer: Answer | None) -> list[list[float]]:
+    return [] if answer is None else [vectors_of(one)[0].tolist() for one in answer.generations]
 
 
 def _size(num_parameters: int) -> str:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from weft.contract.request import PARAMETERS, Constraint
-from weft.gateway.api.edge import CallFacts, call_fields
+from weft.contract.request import CallParams, Constraint
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.ollama.bodies import (
+    OF_OPTIONS,
     ChatBody,
     EmbedBody,
     EmbeddingBody,
@@ -21,7 +21,7 @@ from weft.gateway.api.ollama.bodies import (
     OptionsBody,
     ToolBody,
 )
-from weft.gateway.api.sampling import given_numbers
+from weft.gateway.api.parameters import client_names, given_parameters, settle_logprobs
 from weft.gateway.api.tools import (
     NO_TOOLS,
     ToolUse,
@@ -32,13 +32,12 @@ from weft.gateway.api.tools import (
 )
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import (
+    CallFacts,
     ChatPrompt,
-    GenerateRequest,
+    PoolingOptions,
     Prompt,
-    Sampling,
-    Stopping,
+    RawRequest,
     TextPrompt,
-    Wants,
 )
 from weft.gateway.validate import invalid, unsupported
 
@@ -47,13 +46,7 @@ _DEFAULT_LAST_N = 64
 """Ollama's default of `repeat_last_n`, which its clients send unasked."""
 _ZERO = re.compile(r"[+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")
 """A duration of nothing, as Ollama reads them."""
-NAMES = {
-    **{
-        name: f"options.{own}" for name, one in PARAMETERS.items() if (own := one.name_in("ollama"))
-    },
-    "stop": "options.stop",
-}
-"""Ollama's names of fields, by those of the internal request."""
+_NAMES = client_names("ollama", "options.", OF_OPTIONS)
 TOO_LONG = (
     "prompt too long; exceeded max context length by {above} tokens: it has {tokens} of at most "
     "{context}"
@@ -73,36 +66,38 @@ def unloads(body: GenerationBody) -> bool:
     return wanted == 0
 
 
-def embed_request(body: EmbedBody, facts: CallFacts) -> GenerateRequest | None:
+def embed_request(body: EmbedBody, facts: CallFacts) -> RawRequest | None:
     """Translates a body for vectors; None: there are no texts."""
     texts = [body.input] if isinstance(body.input, str) else body.input or []
     cut = None if body.truncate is False else 0
-    wants = Wants(
+    wanted = PoolingOptions(
         output="embedding", dimensions=body.dimensions, normalises=True, truncate_tokens=cut
     )
-    return _vectors(body, facts, texts, wants)
+    return _vectors(body, facts, texts, wanted)
 
 
-def embed_prompt_request(body: EmbedPromptBody, facts: CallFacts) -> GenerateRequest | None:
+def embed_prompt_request(body: EmbedPromptBody, facts: CallFacts) -> RawRequest | None:
     """Translates a body for one vector; None: there is no text."""
     texts = [body.prompt] if body.prompt else []
-    wants = Wants(output="embedding", normalises=False, truncate_tokens=0)
-    return _vectors(body, facts, texts, wants)
+    wanted = PoolingOptions(output="embedding", normalises=False, truncate_tokens=0)
+    return _vectors(body, facts, texts, wanted)
 
 
 def _vectors(
-    body: EmbeddingBody, facts: CallFacts, texts: Sequence[str], wants: Wants
-) -> GenerateRequest | None:
+    body: EmbeddingBody, facts: CallFacts, texts: Sequence[str], wanted: PoolingOptions
+) -> RawRequest | None:
     if not texts:
         return None
-    return GenerateRequest(
-        **{**call_fields(body, facts), "model": model_name(body.model)},
+    return RawRequest(
+        call=facts,
+        model=model_name(body.model),
         prompts=tuple(TextPrompt(text=text) for text in texts),
-        wants=wants,
+        given=given_parameters(body, "pooling"),
+        pooling=wanted,
     )
 
 
-def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest | None:
+def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest | None:
     """Translates a chat; None: it only asks for the model to be loaded.
 
     Raises:
@@ -123,7 +118,7 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest | None:
     return _request(body, facts, prompt, use_tools(tools, "auto"))
 
 
-def generation_request(body: GenerateBody, facts: CallFacts) -> GenerateRequest | None:
+def generation_request(body: GenerateBody, facts: CallFacts) -> RawRequest | None:
     """Translates a generation; None: it only asks for the model to be loaded.
 
     Raises:
@@ -143,27 +138,28 @@ def generation_request(body: GenerateBody, facts: CallFacts) -> GenerateRequest 
     return _request(body, facts, prompt, NO_TOOLS)
 
 
-def _request(
-    body: GenerationBody, facts: CallFacts, prompt: Prompt, use: ToolUse
-) -> GenerateRequest:
+def _request(body: GenerationBody, facts: CallFacts, prompt: Prompt, use: ToolUse) -> RawRequest:
     options = body.options or OptionsBody.model_validate({})
     constraint = _constraint(body)
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "needs logprobs: true")
-    return GenerateRequest(
-        **{**call_fields(body, facts), "model": model_name(body.model)},
+    given = {**_of_options(options), **given_parameters(body, "ollama", (CallParams,))}
+    settle_logprobs(given, "logprobs: true", is_wanted=bool(body.logprobs))
+    return RawRequest(
+        call=facts,
+        model=model_name(body.model),
         prompts=(prompt,),
-        sampling=_sampling(options, constraint),
-        stopping=_stopping(options),
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        given=given,
+        names={**_NAMES, "constraint": "format"},
+        constraint=constraint,
         calls=use.calls,
-        constraint_param="format" if constraint is not None else "constraint",
-        max_tokens_param="options.num_predict",
+        lowers_max_tokens=True,
     )
 
 
-def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
-    given = given_numbers(options, "ollama")
+def _of_options(options: OptionsBody) -> dict[str, Any]:
+    """The parameters that the field `options` gives."""
+    given = given_parameters(options, "ollama", OF_OPTIONS)
+    if given.get("max_tokens") in (-1, -2):
+        del given["max_tokens"]
     if options.repeat_last_n == 0:
         given.pop("repetition_penalty", None)
     elif given.get("repetition_penalty", 1) == 1:
@@ -172,16 +168,7 @@ def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
         leave_out("options.repeat_last_n", "repeat_penalty applies to the whole text")
     elif options.repeat_last_n not in (None, -1):
         raise unsupported("options.repeat_last_n", "a penalty over a part of the text")
-    return Sampling(numbers=given, constraint=constraint)
-
-
-def _stopping(options: OptionsBody) -> Stopping:
-    most, stop = options.num_predict, options.stop
-    return Stopping(
-        max_tokens=None if most in (None, -1, -2) else most,
-        is_bounded=True,
-        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-    )
+    return given
 
 
 def _constraint(body: GenerationBody) -> Constraint | None:

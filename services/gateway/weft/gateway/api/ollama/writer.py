@@ -10,8 +10,7 @@ from weft.gateway.api.answer import LINES
 from weft.gateway.api.blocks import Block, BlockReader, Step
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.logprobs import chat_logprobs
-from weft.gateway.generation.stream import Delta, TokenStream
-from weft.gateway.request import GenerateRequest
+from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.text.answer.call_reader import parse_json
 from weft.gateway.text.answer.make import parser_maker
 from weft.v1 import common_pb2
@@ -47,43 +46,34 @@ class LineWriter:
 
     content_type = LINES
 
-    def __init__(
-        self, request: GenerateRequest, stream: TokenStream, model: str, *, is_chat: bool
-    ) -> None:
+    def __init__(self, answer: Answer, model: str, *, is_chat: bool) -> None:
         """Prepares the writer.
 
         Args:
-            request: The request that is answered.
-            stream: Its deltas.
             model: The model as the client named it.
             is_chat: Whether the answer is a message instead of a text.
         """
-        self._stream = stream
-        self._model = model or stream.model
+        self._answer = answer
+        self._model = model or answer.model
         self._is_chat = is_chat
+        request, prompt = answer.request, answer.generations[0].prompt
         is_raw = not is_chat and not hasattr(request.prompts[0], "messages")
-        self._reader = BlockReader(
-            None if is_raw else parser_maker(request, stream.card, stream.generations[0].prompt)
-        )
+        self._reader = BlockReader(None if is_raw else parser_maker(request, answer.card, prompt))
         self._begin_ns = time.monotonic_ns()
         self._first_ns = self._last_ns = 0
 
     def begin(self) -> bytes:
-        """See `DialectWriter`."""
         return b""
 
     def push(self, delta: Delta) -> bytes:
-        """See `DialectWriter`."""
         self._last_ns = time.monotonic_ns()
         self._first_ns = self._first_ns or self._last_ns
         return b"".join([self._line(step) for step in self._reader.push(delta)])
 
     def end(self) -> bytes:
-        """See `DialectWriter`."""
         return self._encode({**self._gained("", ""), **self._closing()})
 
     def whole(self) -> dict[str, object]:
-        """See `DialectWriter`."""
         blocks = self._reader.blocks
         texts = {
             kind: "".join([block.text for block in blocks if block.kind == kind])
@@ -130,15 +120,15 @@ class LineWriter:
     def _logprobs(self, entries: Any) -> dict[str, object]:
         if not entries:
             return {}
-        return {"logprobs": chat_logprobs(self._stream.card.vocabulary, entries)["content"]}
+        return {"logprobs": chat_logprobs(self._answer.card.vocabulary, entries)["content"]}
 
     def _closing(self) -> dict[str, object]:
-        usage = self._stream.usage()
+        usage = self._answer.usage()
         reader = self._reader
         reason = reader.finish_reason or common_pb2.FINISH_REASON_STOP
         now_ns = time.monotonic_ns()
         first_ns = self._first_ns or now_ns
-        (timeline,) = self._stream.timelines()[:1]
+        (timeline,) = self._answer.timelines()[:1]
         queued_ns = timeline.queued_time.ToNanoseconds()
         return {
             "done": True,

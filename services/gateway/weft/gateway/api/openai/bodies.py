@@ -1,6 +1,6 @@
 """Request bodies of the OpenAI API, as far as supported, with vLLM's extensions.
 
-Unknown fields are refused (`unknown.py`), and so are those of other servers that would change the
+Unknown fields are refused (`parse.py`), and so are those of other servers that would change the
 answer (`foreign.py`); `null` is the same as absent. Types are strict. Ranges are checked later for
 both faces (`weft.gateway.validate`), but lengths are checked here, so that checking has a bounded
 cost: a list ends at its first bad item, and lists of objects are bounded.
@@ -22,15 +22,12 @@ from weft.gateway.api.openai.foreign import (
     UNSERVED,
     refuse_foreign,
 )
-from weft.gateway.api.sampling import with_sampling
+from weft.gateway.api.parameters import Ids, Int, parameter_field, with_parameters
 from weft.gateway.api.unserved import unserved_fields, unused
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_CHOICES,
-    MAX_LOGIT_BIAS,
     MAX_MESSAGES,
-    MAX_STOP_IDS,
-    MAX_STOPS,
     MAX_TOOLS,
     unsupported,
 )
@@ -42,23 +39,6 @@ _CONFIG = _HISTORY | ConfigDict(json_schema_extra={"additionalProperties": False
 _MAX_PARTS = 1024
 OWN_TOOLS = ("function",)
 """Types of tools that the model is shown."""
-
-
-def few_entries(most: int) -> BeforeValidator:
-    """Limits the number of entries before they are validated: a mapping would collect an error for
-    each.
-    """
-
-    def check(value: object) -> object:
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError(
-                "too_long",
-                "at most {max_length} entries",
-                {"max_length": most, "actual_length": len(value)},
-            )
-        return value
-
-    return BeforeValidator(check)
 
 
 def _one_choice(value: object) -> object:
@@ -77,20 +57,7 @@ def _one_choice(value: object) -> object:
     )
 
 
-def _whole(value: object) -> object:
-    """Converts 5.0 to 5, since JSON Schema counts it as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _whole_items(value: object) -> object:
-    if isinstance(value, list) and float in map(type, value):
-        return [_whole(one) for one in value]
-    return value
-
-
 T = TypeVar("T")
-Int = Annotated[int, BeforeValidator(_whole)]
-Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_whole_items)]
 Items = Annotated[list[T], Field(fail_fast=True)]
 Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Parts = Annotated[list["ContentPart"], Field(fail_fast=True, max_length=_MAX_PARTS)]
@@ -103,13 +70,8 @@ AllowedToolList = Annotated[
     list["AllowedTool"], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)
 ]
 ToolCalls = Annotated[list["ToolCallBody"], Field(fail_fast=True, max_length=MAX_TOOLS)]
-Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
-StopIds = Annotated[
-    list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS), BeforeValidator(_whole_items)
-]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-LogitBias = Annotated[dict[str, float], few_entries(MAX_LOGIT_BIAS)]
 
 
 @cache
@@ -383,12 +345,15 @@ _TOOL_PARTS = (
 
 
 if TYPE_CHECKING:
-    _Sampled = Body
+
+    class _WithParameters(Body):
+        prompt_logprobs: int | None
+
 else:
-    _Sampled = with_sampling(Body, "openai", Int)
+    _WithParameters = with_parameters(Body, "openai", Int)
 
 
-class GenerationBody(_Sampled):
+class GenerationBody(_WithParameters):
     """Fields common to chat and completions."""
 
     of_others = HARMLESS | UNSERVED.keys()
@@ -401,72 +366,18 @@ class GenerationBody(_Sampled):
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
-        """See `Body.check_given`."""
         refuse_foreign(value)
 
-    max_tokens: Int | None = Field(None, description="most tokens generated per choice")
-    stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
-    stop_regex: str | Stops | None = Field(
-        None, description="regular expressions, at most 16 of 256 bytes, that end the text"
-    )
-    logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
     stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     user: str | None = unused()
-    min_tokens: Int | None = Field(None, description="no stop before so many tokens, default 0")
-    stop_token_ids: StopIds | None = Field(None, description="at most 256 token ids")
-    ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
-    include_stop_str_in_output: bool | None = Field(None, description="keep the stop's text")
-    skip_special_tokens: bool | None = Field(None, description="default true")
-    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
-    priority: Int | None = Field(
-        None,
-        description="-1000000 to 1000000, default 0: less is more urgent, where workers run with "
-        "the scheduling policy `priority`",
-    )
-    routing_key: str | None = Field(
-        None, description="keeps requests of one key on one worker, if so set up; 256 bytes"
-    )
     request_id: str | None = Field(
         None,
         description="the request's name in logs and for its cancellation, beside the header "
         "X-Request-Id; 1 to 64 of `A-Za-z0-9._:-`",
     )
     rid: str | None = Field(None, description="another name of request_id")
-    session_id: str | None = Field(
-        None,
-        description="names the chat: its KV stays on its worker between requests while there is "
-        "room; 128 bytes. The routing key as well, where none is given",
-    )
-    end_session: bool | None = Field(
-        None, description="the chat is over with this request: nothing is kept for it"
-    )
-    speculate: bool | None = Field(
-        None,
-        description="tokens may be drafted where that pays, default true; the text is the same",
-    )
-    ttft_target_ms: float | None = Field(
-        None,
-        description="from arrival to the first token, 1 to 3600000 ms; refused at once when it "
-        "would come later. Default: the tenant's",
-    )
-    itl_target_ms: float | None = Field(
-        None, description="mean time between tokens, 1 to 3600000 ms. Default: the tenant's"
-    )
-    timeout: float | None = Field(
-        None,
-        description="longest duration of the request, in seconds; the server's own limit applies "
-        "as well",
-    )
-    ttft_timeout: float | None = Field(
-        None, description="longest time until the first token, waiting included, in seconds"
-    )
     weft_timeline: bool | None = Field(None, description="add `weft.timeline` to the answer")
-    prompt_logprobs: Int | None = Field(
-        None,
-        description="log-probabilities of the prompt's tokens: alternatives per position, 0 to 20; "
-        "only with n: 1, not streamed",
-    )
     return_token_ids: bool | None = Field(None, description="ids of the prompt and of the answer")
     response_format: ResponseFormat | None = Field(None, description="JSON, or text")
     guided_json: str | dict[str, Any] | None = Field(None, description="a JSON schema")
@@ -479,7 +390,7 @@ class GenerationBody(_Sampled):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
     )
-    best_of: Int | None = Field(None, description="only equal to n")
+    best_of: Int | None = parameter_field("n", "only equal to n")
     include_reasoning: bool | None = Field(
         None, description="false: a chat's answer is sent without its reasoning; default true"
     )
@@ -491,9 +402,9 @@ class ChatBody(GenerationBody):
     parts = (*GenerationBody.parts, *_TOOL_PARTS)
 
     messages: Messages = Field(description="the conversation, at least one message")
-    max_completion_tokens: Int | None = Field(None, description="newer name of max_tokens")
+    max_completion_tokens: Int | None = parameter_field("max_tokens", "newer name of max_tokens")
     logprobs: bool | None = Field(None, description="return log-probabilities")
-    top_logprobs: Int | None = Field(None, description="alternatives per position, 0 to 20")
+    top_logprobs: Int | None = parameter_field("top_logprobs")
     tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(
         None,
@@ -538,8 +449,8 @@ class CompletionBody(GenerationBody):
     prompt: str | Ids | Prompts[str] | Prompts[Ids] = Field(
         description="a text, several texts, token ids, or several lists of token ids"
     )
-    max_tokens: Int | None = Field(None, description="most tokens generated, default 16")
-    logprobs: Int | None = Field(None, description="alternatives per position, 0 to 20")
+    max_tokens: Int | None = parameter_field("max_tokens", "most tokens generated, default 16")
+    logprobs: Int | None = parameter_field("top_logprobs")
     echo: bool | None = Field(
         None,
         description="begin with the prompt's text; with logprobs, they begin with those of the "

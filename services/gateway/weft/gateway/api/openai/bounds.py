@@ -1,7 +1,8 @@
-"""Bounds of fields as the OpenAPI document states them.
+"""Bounds of fields as the OpenAPI document states them, beside those of request parameters.
 
-`weft.gateway.validate` enforces them for both faces with its own messages; a test compares the two.
-Bounds that depend on the model, on other fields or on bytes are in the fields' descriptions.
+Bodies state the bounds of their parameters themselves (`weft.gateway.api.parameters`). The server
+enforces all of them with its own messages; a test compares the two. Bounds that depend on the
+model, on other fields or on bytes are in the fields' descriptions.
 """
 
 from __future__ import annotations
@@ -10,22 +11,8 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from weft.contract.request import (
-    MAX_BIAS,
-    MAX_PRIORITY,
-    MAX_SESSION_ID_BYTES,
-    MAX_TOP_LOGPROBS,
-)
-from weft.gateway.api.sampling import sampling_bounds
-from weft.gateway.request import MAX_TARGET_S, MIN_TARGET_S
+from weft.contract.request import MAX_SESSION_ID_BYTES, PARAMETERS
 from weft.gateway.settings import MAX_PROMPTS
-from weft.gateway.validate import (
-    MAX_LOGIT_BIAS,
-    MAX_ROUTING_KEY_BYTES,
-    MAX_SALT_BYTES,
-    MAX_STOP_BYTES,
-    MAX_TOKENS,
-)
 
 Keywords = dict[str, Any]
 Bounds = Mapping[str, Mapping[str, Keywords]]
@@ -33,50 +20,16 @@ _CLIENT_ID = r"^[A-Za-z0-9._:-]{0,64}$"
 _FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 
-def _range(low: float, high: float) -> Keywords:
-    return {"minimum": low, "maximum": high}
-
-
 def _nothing(*values: object) -> Keywords:
     """Keywords for a field that is not supported: only values that ask for nothing."""
     return {"enum": [None, *values]}
 
 
-_TARGET = _range(MIN_TARGET_S * 1e3, MAX_TARGET_S * 1e3)
 _TEXT = {"type": "string", "minLength": 1}
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _GENERATION: Mapping[str, Keywords] = {
-    **sampling_bounds("openai"),
-    "max_tokens": _range(1, MAX_TOKENS),
-    "stop": {
-        "minLength": 1,
-        "maxLength": MAX_STOP_BYTES,
-        "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
-    },
-    "stop_regex": {
-        "minLength": 1,
-        "maxLength": MAX_STOP_BYTES,
-        "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
-    },
-    "logit_bias": {
-        "maxProperties": MAX_LOGIT_BIAS,
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": _range(-MAX_BIAS, MAX_BIAS),
-    },
-    "min_tokens": _range(0, MAX_TOKENS),
-    "stop_token_ids": {"items": {"type": "integer", "minimum": 0}},
-    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_BYTES},
-    "priority": _range(-MAX_PRIORITY, MAX_PRIORITY),
-    "routing_key": {"maxLength": MAX_ROUTING_KEY_BYTES},
     "request_id": {"pattern": _CLIENT_ID},
     "rid": {"pattern": _CLIENT_ID},
-    "session_id": {"maxLength": MAX_SESSION_ID_BYTES},
-    "ttft_target_ms": _TARGET,
-    "itl_target_ms": _TARGET,
-    "timeout": {"exclusiveMinimum": 0},
-    "ttft_timeout": {"exclusiveMinimum": 0},
-    "prompt_logprobs": _range(0, MAX_TOP_LOGPROBS),
-    "best_of": sampling_bounds("openai")["n"],
     "guided_regex": {"minLength": 1},
     "guided_grammar": {"minLength": 1},
     "guided_choice": {"minItems": 1, "items": {"type": "string", "minLength": 1}},
@@ -85,8 +38,6 @@ BOUNDS: Mapping[str, Mapping[str, Keywords]] = {
     "ChatBody": {
         **_GENERATION,
         "messages": {"minItems": 1},
-        "max_completion_tokens": _range(1, MAX_TOKENS),
-        "top_logprobs": _range(0, MAX_TOP_LOGPROBS),
         "echo": _nothing(False),
         "add_special_tokens": _nothing(False),
         "functions": _nothing("none", []),
@@ -103,13 +54,12 @@ BOUNDS: Mapping[str, Mapping[str, Keywords]] = {
                 {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _TOKENS},
             ]
         },
-        "logprobs": _range(0, MAX_TOP_LOGPROBS),
     },
     "TokenizeBody": {"messages": {"minItems": 1}},
     "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
     "EndSessionBody": {
         "session_id": {"minLength": 1, "maxLength": MAX_SESSION_ID_BYTES},
-        "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_BYTES},
+        "cache_salt": {"minLength": 1, "maxLength": int(PARAMETERS["cache_salt"].high)},
     },
     "ContentPart": {"type": {"const": "text"}},
     "FunctionBody": {"name": {"pattern": _FUNCTION_NAME}},
@@ -181,12 +131,7 @@ TOGETHER: Mapping[str, list[Keywords]] = {
 
 
 def state_bounds(schemas: Mapping[str, Any], *more: Bounds) -> None:
-    """Adds the bounds to the schemas of bodies, in place.
-
-    Args:
-        schemas: Pydantic's schemas by name.
-        more: Bounds beside those of this module.
-    """
+    """Adds the bounds of this module and `more` to pydantic's schemas of bodies, in place."""
     for model, fields in chain(BOUNDS.items(), *(one.items() for one in more)):
         for name, keywords in fields.items():
             _add(schemas[model]["properties"][name], keywords)
@@ -204,26 +149,15 @@ def _add(field: Keywords, keywords: Keywords) -> None:
         of_type = {name: value for name, value in keywords.items() if _concerns(name, one)}
         if "items" in of_type and "items" in one:
             of_type["items"] = {**of_type["items"], **one["items"]}
-        if "additionalProperties" in of_type and isinstance(one.get("additionalProperties"), dict):
-            of_type["additionalProperties"] = {
-                **of_type["additionalProperties"],
-                **one["additionalProperties"],
-            }
         one.update(of_type)
 
 
 _KINDS = {
-    "minimum": ("integer", "number"),
-    "maximum": ("integer", "number"),
-    "exclusiveMinimum": ("integer", "number"),
     "minLength": ("string",),
     "maxLength": ("string",),
     "pattern": ("string",),
     "minItems": ("array",),
     "items": ("array",),
-    "maxProperties": ("object",),
-    "propertyNames": ("object",),
-    "additionalProperties": ("object",),
     "const": ("string",),
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from weft.gateway.api.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from weft.gateway.api.openai.prompt_logprobs import PromptLogprobs
-from weft.gateway.generation.stream import Delta
+from weft.gateway.generation.answer import Delta
 from weft.gateway.text.answer import AnswerParser, CallPart, joined
 from weft.gateway.text.detokenize import Detokenizer
 from weft.gateway.text.vocabulary import Vocabulary
@@ -237,7 +237,6 @@ class ChatWriter(AnswerWriter):
         return b"".join((opening, body, prefix, b'},"logprobs":null,', end, self._tail))
 
     def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
-        """See `AnswerWriter.whole`."""
         of_prompt: dict[str, object] = dict(_NOT_ASKED)
         if self.prompt_logprobs is not None:
             of_prompt.update(self.prompt_logprobs.of_chat())

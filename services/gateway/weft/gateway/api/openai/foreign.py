@@ -1,6 +1,6 @@
 """Fields of other servers' APIs: refused by name where they would change the answer, else left out.
 
-`bodies.py` has the supported fields. A field that is in neither file is unknown (`unknown.py`).
+`bodies.py` has the supported fields. A field that is in neither file is unknown (`parse.py`).
 The tables below have the fields that clients of vLLM, SGLang, llama.cpp and others send, so that
 such a client learns which of its settings has no effect.
 """
@@ -27,7 +27,7 @@ UNSERVED: Mapping[str, Unserved] = {
     **_same("typical_p typical typ_p", "locally typical sampling", 1),
     **_same("nsigma", "give top_n_sigma instead", -1),
     **_same("tfs_z tfs", "tail-free sampling", 1),
-    **_same("top_a epsilon_cutoff eta_cutoff", "a filter of candidates that is not min_p or top_p"),
+    **_same("top_a epsilon_cutoff eta_cutoff", "another filter of candidates"),
     **_same("mirostat mirostat_mode", "mirostat sampling"),
     **_same("dry_multiplier", "the DRY penalty"),
     **_same("xtc_probability", "XTC sampling"),

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import difflib
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from weft.common.rpc.interceptors import TakenBody
 from weft.contract.errors import InvalidRequest
 from weft.gateway.api.hosted import blank_hosted
-from weft.gateway.api.openai.bodies import OWN_TOOLS, Body
-from weft.gateway.api.openai.unknown import refuse_unknown
+from weft.gateway.api.openai.bodies import OWN_TOOLS, Body, names_of
+from weft.gateway.api.openai.foreign import objects_at
+from weft.gateway.validate import invalid
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -35,6 +37,8 @@ strings count as well; a text with this many has more tokens than a context.
 """
 _MAX_DEPTH = 200
 """Levels of lists and objects that the parser surely takes."""
+_ALIKE = 0.7
+"""Similarity, 0 to 1, from which a field is suggested in place of an unknown one."""
 _JSON_KINDS = {"list_type": "array", "dict_type": "object", "model_type": "object"}
 """JSON's names for kinds of values for which pydantic has Python's."""
 
@@ -139,11 +143,38 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bo
         raise explain(error.errors(include_url=False)) from None
     body.settle(ignores_unknown=ignores_unknown)
     if not cls.keeps_unknown:
-        judged = blank_hosted(value, OWN_TOOLS)
+        judged = blank_hosted(value, OWN_TOOLS) if value.get("tools") else value
         cls.check_given(judged)
         if not ignores_unknown:
-            refuse_unknown(cls, judged)
+            _refuse_unknown(cls, judged)
     return body
+
+
+def _refuse_unknown(cls: type[Body], value: Mapping[str, Any]) -> None:
+    """Refuses the first field, unless it is null, that neither this server nor any other is known
+    to have. Most of them are misspelt: without a refusal, `temprature: 0` would be answered at the
+    model's own temperature. Fields of messages are not judged: clients send back what other servers
+    have answered.
+    """
+    _check_level(cls, cls.of_others, value, "")
+    for part in cls.parts:
+        for where, level in objects_at(value, part.path):
+            _check_level(part.model, part.of_others, level, where)
+
+
+def _check_level(
+    cls: type[BaseModel], others: frozenset[str], level: Mapping[str, Any], where: str
+) -> None:
+    own = names_of(cls)
+    for name, given in level.items():
+        if given is not None and name not in own and name not in others:
+            raise _unknown(name, own, where)
+
+
+def _unknown(name: str, own: frozenset[str], where: str) -> InvalidRequest:
+    alike = difflib.get_close_matches(name[:64], own, n=1, cutoff=_ALIKE)
+    advice = f"did you mean {where}{alike[0]}?" if alike else "leave it out"
+    return invalid(f"{where}{name[:80]}", f"this server knows no such field; {advice}")
 
 
 def explain(errors: list[ErrorDetails], where: str = "") -> InvalidRequest:

@@ -13,7 +13,7 @@ from google.protobuf.empty_pb2 import Empty
 from weft.contract.errors import Draining, PeerUnavailable, RequestNotFound
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.edge import Context, begin_answer, call_facts
+from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
 from weft.gateway.api.openai.adapters import (
     LoadAdapterBody,
@@ -50,12 +50,12 @@ from weft.gateway.api.openai.translate import (
 )
 from weft.gateway.catalogue import Catalogue, ResolvedModel
 from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.generation.stream import Delta, TokenStream
-from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
+from weft.gateway.request import RawRequest, TextPrompt, TokenPrompt
 from weft.gateway.text.answer.make import parser_maker
 from weft.gateway.text.detokenize import make_detokenizer
-from weft.gateway.validate import check_ids, given_salt
+from weft.gateway.validate import check_ids
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
 _JSON = "application/json"
@@ -91,122 +91,119 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self._bodies.close()
 
     async def ChatCompletions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See openai.proto."""
         facts = call_facts(context, "chatcmpl")
-        body, generate = await self._bodies.parse(
+        body, raw = await self._bodies.parse(
             ChatBody, request, lambda body: chat_request(body, facts)
         )
 
-        def write(stream: TokenStream) -> AnswerWriter:
+        def write(answer: Answer) -> AnswerWriter:
             return ChatWriter(
-                generate.request_id,
-                stream.model,
-                stream.card.vocabulary,
+                raw.request_id,
+                answer.model,
+                answer.card.vocabulary,
                 include_usage=_includes_usage(body),
-                make_parser=parser_maker(generate, stream.card, stream.generations[0].prompt),
+                make_parser=parser_maker(answer.request, answer.card, answer.generations[0].prompt),
                 shows_reasoning=body.include_reasoning is not False,
             )
 
-        await self._answer(generate, body, write, context)
+        await self._answer(raw, body, write, context)
 
     async def Completions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See openai.proto."""
         facts = call_facts(context, "cmpl")
-        body, generate = await self._bodies.parse(
+        body, raw = await self._bodies.parse(
             CompletionBody, request, lambda body: completion_request(body, facts)
         )
-        echoes = await self._echoes(generate) if body.echo else ()
+        echoes = await self._echoes(raw) if body.echo else ()
 
-        def write(stream: TokenStream) -> AnswerWriter:
+        def write(answer: Answer) -> AnswerWriter:
             return CompletionWriter(
-                generate.request_id,
-                stream.model,
-                stream.card.vocabulary,
+                raw.request_id,
+                answer.model,
+                answer.card.vocabulary,
                 include_usage=_includes_usage(body),
                 echoes=echoes,
-                samples_per_prompt=generate.sampling.n,
+                samples_per_prompt=answer.request.sampling.n,
                 make_detokenizer=lambda number: make_detokenizer(
-                    stream.card.vocabulary,
-                    stream.generations[number].prompt.ids,
-                    generate.skip_special_tokens,
+                    answer.card.vocabulary,
+                    answer.generations[number].prompt.ids,
+                    answer.request.skip_special_tokens,
                 ),
             )
 
-        await self._answer(generate, body, write, context)
+        await self._answer(raw, body, write, context)
 
     async def _answer(
         self,
-        request: GenerateRequest,
+        raw: RawRequest,
         body: GenerationBody,
-        write: Callable[[TokenStream], AnswerWriter],
+        write: Callable[[Answer], AnswerWriter],
         context: Context,
     ) -> None:
-        async with self._pipeline.open(request) as stream:
-            writer = write(stream)
-            writer.prompt_logprobs = _prompt_logprobs(request, body, stream)
+        async with self._pipeline.open(raw) as answer:
+            writer = write(answer)
+            writer.prompt_logprobs = _prompt_logprobs(body, answer)
             if _shows_usage_so_far(body):
-                writer.usage_so_far = stream.usage
+                writer.usage_so_far = answer.usage
             if body.return_token_ids:
-                writer.prompt_ids = [generation.prompt.ids for generation in stream.generations]
+                writer.prompt_ids = [generation.prompt.ids for generation in answer.generations]
             kind = _EVENTS if body.stream else _JSON
-            await begin_answer(context, request.request_id, kind, stream.headers)
+            await begin_answer(context, raw.request_id, kind, answer.headers)
             if body.stream:
-                last = await self._stream(stream, body, writer, context)
+                last = await self._stream(answer, body, writer, context)
             else:
-                last = await self._collect(stream, body, writer)
+                last = await self._collect(answer, body, writer)
         await context.write(last)
 
     async def _stream(
-        self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter, context: Context
+        self, answer: Answer, body: GenerationBody, writer: AnswerWriter, context: Context
     ) -> HttpBody:
         """Sends the deltas as they come; returns the last message."""
-        while deltas := await stream.next_deltas():
+        while deltas := await answer.next_deltas():
             if data := writer.events(deltas):
                 await context.write(HttpBody(content_type=_EVENTS, data=data))
         fields = {}
         if _includes_usage(body) or body.weft_timeline:
-            await stream.settle()
-            fields = _closing_fields(stream, body, with_usage=_includes_usage(body))
+            await answer.settle()
+            fields = _closing_fields(answer, body, with_usage=_includes_usage(body))
         last = writer.last_event(fields) + DONE if fields else DONE
         return HttpBody(content_type=_EVENTS, data=last)
 
     async def _collect(
-        self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter
+        self, answer: Answer, body: GenerationBody, writer: AnswerWriter
     ) -> HttpBody:
         """Waits for everything; returns the one message."""
         parts: dict[int, list[Delta]] = {}
-        while deltas := await stream.next_deltas():
+        while deltas := await answer.next_deltas():
             for delta in deltas:
                 parts.setdefault(delta.sample, []).append(delta)
-        await stream.settle()
+        await answer.settle()
         choices = [_join(parts[index]) for index in sorted(parts)]
-        fields = _closing_fields(stream, body, with_usage=True)
+        fields = _closing_fields(answer, body, with_usage=True)
         if isinstance(body, CompletionBody) and is_echo_alone(body):
             choices = [_ended_at_once(choice) for choice in choices]
-            usage = stream.usage()
+            usage = answer.usage()
             usage.completion_tokens = 0
             fields["usage"] = usage_json(usage)
         size = sum(len(choice.text) + len(choice.logprobs) * _LOGPROB_CHARS for choice in choices)
-        scores = [one.prompt_scores.entries for one in stream.generations if one.prompt_scores]
+        scores = [one.prompt_scores.entries for one in answer.generations if one.prompt_scores]
         size += sum(map(len, scores)) * _LOGPROB_CHARS
         if body.return_token_ids:
             size += _ID_CHARS * sum(len(choice.ids) for choice in choices)
-            size += _ID_CHARS * sum(one.num_prompt_tokens for one in stream.generations)
+            size += _ID_CHARS * sum(one.num_prompt_tokens for one in answer.generations)
         return await _build(size, lambda: writer.whole(choices, fields))
 
-    async def _echoes(self, request: GenerateRequest) -> list[str]:
-        resolved = await self._models.find(request.model)
-        given = [prompt.text for prompt in request.prompts if isinstance(prompt, TextPrompt)]
+    async def _echoes(self, raw: RawRequest) -> list[str]:
+        resolved = await self._models.find(raw.model)
+        given = [prompt.text for prompt in raw.prompts if isinstance(prompt, TextPrompt)]
         if given:
             return given
         card = await self._models.card(resolved)
-        lists = [prompt.ids for prompt in request.prompts if isinstance(prompt, TokenPrompt)]
+        lists = [prompt.ids for prompt in raw.prompts if isinstance(prompt, TokenPrompt)]
         for ids in lists:
             check_ids("prompt", ids, card.vocabulary_size)
         return await resolved.served.preparer.detokenize(card, lists)
 
     async def Models(self, request: Empty, context: Context) -> HttpBody:
-        """See openai.proto."""
         resolved = [
             one
             for served in self._models
@@ -220,11 +217,9 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def RetrieveModel(
         self, request: openai_pb2.RetrieveModelRequest, context: Context
     ) -> HttpBody:
-        """See openai.proto."""
         return _json(_describe(await self._models.named(request.model)))
 
     async def TokenizeText(self, request: HttpBody, context: Context) -> HttpBody:
-        """See openai.proto."""
         body, prompt = await self._bodies.parse(TokenizeBody, request, tokenize_prompt)
         resolved = await self._models.find(body.model or "")
         card = await self._models.card(resolved)
@@ -244,18 +239,14 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return await _build(len(ids), build)
 
     async def CountChatTokens(self, request: HttpBody, context: Context) -> HttpBody:
-        """See openai.proto."""
         facts = call_facts(context, "chatcmpl")
-        _, generate = await self._bodies.parse(
-            ChatBody, request, lambda body: chat_request(body, facts)
-        )
-        resolved = await self._models.find(generate.model)
+        _, raw = await self._bodies.parse(ChatBody, request, lambda body: chat_request(body, facts))
+        resolved = await self._models.find(raw.model)
         card = await self._models.card(resolved)
-        ids = await resolved.served.preparer.tokenize(card, generate.prompts[0])
+        ids = await resolved.served.preparer.tokenize(card, raw.prompts[0])
         return _json({"input_tokens": len(ids)})
 
     async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
-        """See openai.proto."""
         body, ids = await self._bodies.parse(DetokenizeBody, request, lambda body: body.tokens)
         resolved = await self._models.find(body.model or "")
         card = await self._models.card(resolved)
@@ -264,7 +255,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return await _build(len(text), lambda: to_json({"prompt": text}))
 
     async def LoadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
-        """See openai.proto."""
         self._adapters.check_caller()
         body, order = await self._bodies.parse(LoadAdapterBody, request, load_order)
         is_renamed = bool(body.base_model_name and not body.model)
@@ -275,7 +265,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return _json(adapter_json(entry, "loaded") | left_out)
 
     async def UnloadLoraAdapter(self, request: HttpBody, context: Context) -> HttpBody:
-        """See openai.proto."""
         self._adapters.check_caller()
         body, _ = await self._bodies.parse(UnloadAdapterBody, request, lambda body: None)
         with as_in_the_body():
@@ -283,15 +272,13 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return _json(adapter_json(entry, "unloaded"))
 
     async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
-        """See openai.proto."""
         body, _ = await self._bodies.parse(EndSessionBody, request, lambda body: None)
-        num_told = end_session(self._fleet, body.session_id, given_salt(body.cache_salt))
+        num_told = end_session(self._fleet, body.session_id, body.cache_salt)
         return _json({"status": "success", "workers": num_told})
 
     async def CancelRequestById(
         self, request: openai_pb2.CancelRequestByIdRequest, context: Context
     ) -> HttpBody:
-        """See openai.proto."""
         if not self._pipeline.cancel(request.request_id, current_tenant.get()):
             raise RequestNotFound(
                 f"there is no running request `{request.request_id[:_SHOWN_CHARS]}`; it may have "
@@ -302,7 +289,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return _json({"id": request.request_id, "status": "cancelled"})
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
-        """See openai.proto."""
         return await self.check_ready()
 
     async def check_ready(self) -> HttpBody:
@@ -333,7 +319,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return _json(answer)
 
     async def OpenApi(self, request: Empty, context: Context) -> HttpBody:
-        """See openai.proto."""
         return HttpBody(content_type=_JSON, data=self._document)
 
     @cached_property
@@ -369,27 +354,25 @@ def _shows_usage_so_far(body: GenerationBody) -> bool:
     return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
-def _prompt_logprobs(
-    request: GenerateRequest, body: GenerationBody, stream: TokenStream
-) -> PromptLogprobs | None:
-    if request.prompt_logprobs is None:
+def _prompt_logprobs(body: GenerationBody, answer: Answer) -> PromptLogprobs | None:
+    if answer.request.prompt_logprobs is None:
         return None
     return PromptLogprobs(
-        stream.card.vocabulary,
-        stream.generations,
+        answer.card.vocabulary,
+        answer.generations,
         num_listed=body.prompt_logprobs,
         num_echoed=body.logprobs if isinstance(body, CompletionBody) and body.echo else None,
     )
 
 
-def _closing_fields(
-    stream: TokenStream, body: GenerationBody, *, with_usage: bool
-) -> dict[str, object]:
+def _closing_fields(answer: Answer, body: GenerationBody, *, with_usage: bool) -> dict[str, object]:
     fields: dict[str, object] = {}
     if with_usage:
-        fields["usage"] = usage_json(stream.usage())
+        fields["usage"] = usage_json(answer.usage())
     if body.weft_timeline:
-        fields["weft"] = weft_json(stream.request_id, stream.trace_id, stream.timelines())
+        fields["weft"] = weft_json(
+            answer.request.request_id, answer.trace.trace_id, answer.timelines()
+        )
     return fields
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from weft.contract.request import MAX_TOP_LOGPROBS, Constraint
-from weft.gateway.api.edge import CallFacts, check_client_id, earliest
+from weft.gateway.api.call import check_client_id
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
@@ -25,7 +24,7 @@ from weft.gateway.api.openai.constrain import (
     constraint_of,
     whitespace_of,
 )
-from weft.gateway.api.sampling import given_numbers
+from weft.gateway.api.parameters import client_names, given_parameters, settle_logprobs
 from weft.gateway.api.tools import (
     NO_TOOLS,
     ToolUse,
@@ -37,22 +36,14 @@ from weft.gateway.api.tools import (
 )
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import (
+    CallFacts,
     ChatPrompt,
-    GenerateRequest,
     Prompt,
-    Sampling,
-    Stopping,
-    Targets,
+    RawRequest,
     TextPrompt,
     TokenPrompt,
 )
-from weft.gateway.validate import (
-    check_not_streamed,
-    check_range,
-    given_salt,
-    invalid,
-    unsupported,
-)
+from weft.gateway.validate import check_not_streamed, check_parameters, invalid, unsupported
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; a chat may fill the context."""
@@ -61,7 +52,7 @@ _OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final
 """Names that are fields of the request, and so must not be template variables."""
 
 
-def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
+def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest:
     """Translates a chat body.
 
     Raises:
@@ -76,21 +67,17 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
         raise unsupported("echo", "chats do not repeat their messages")
     if body.add_special_tokens:
         raise unsupported("add_special_tokens", "special tokens beside the chat template's")
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "needs logprobs: true")
-    tokens = body.max_completion_tokens
+    given, names = given_parameters(body, "openai"), dict(client_names("openai"))
+    if body.top_logprobs is not None:
+        given["top_logprobs"] = body.top_logprobs
+    settle_logprobs(given, "logprobs: true", is_wanted=bool(body.logprobs))
+    if body.max_completion_tokens is not None:
+        given["max_tokens"] = body.max_completion_tokens
+        names["max_tokens"] = "max_completion_tokens"
     prompt, tool_use = chat_prompt(body), NO_TOOLS
     if body.tools or body.tool_choice is not None:
         prompt, tool_use = _chosen_tools(body, prompt)
-    return _request(
-        body,
-        facts,
-        prompts=(prompt,),
-        tool_use=tool_use,
-        max_tokens=body.max_tokens if tokens is None else tokens,
-        max_tokens_param="max_tokens" if tokens is None else "max_completion_tokens",
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    return _raw_request(body, facts, (prompt,), given, names, tool_use)
 
 
 def _chosen_tools(body: ChatBody, prompt: ChatPrompt) -> tuple[ChatPrompt, ToolUse]:
@@ -111,7 +98,7 @@ def _chosen_tools(body: ChatBody, prompt: ChatPrompt) -> tuple[ChatPrompt, ToolU
     return prompt, tool_use
 
 
-def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateRequest:
+def completion_request(body: CompletionBody, facts: CallFacts) -> RawRequest:
     """Translates a completions body: every prompt becomes one of the request's.
 
     Raises:
@@ -119,15 +106,25 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateReques
     """
     if body.include_reasoning is False:
         raise unsupported("include_reasoning", "the text of a completion is not taken apart")
-    return _request(
-        body,
-        facts,
-        prompts=_text_prompts(body),
-        max_tokens=_completion_tokens(body),
-        top_logprobs=body.logprobs,
-        top_logprobs_param="logprobs",
-        echoed_logprobs=body.logprobs if body.echo else None,
-    )
+    given, names = given_parameters(body, "openai"), dict(client_names("openai"))
+    given["max_tokens"] = _completion_tokens(body)
+    names["top_logprobs"] = "logprobs"
+    if body.logprobs is not None:
+        given["top_logprobs"] = body.logprobs
+        if body.echo:
+            _echo_logprobs(given, names)
+    return _raw_request(body, facts, _text_prompts(body), given, names)
+
+
+def _echo_logprobs(given: dict[str, Any], names: dict[str, str]) -> None:
+    """Asks for the prompt's log-probabilities too, which are shown with the echoed prompt."""
+    listed, echoed = given.get("prompt_logprobs"), given["top_logprobs"]
+    if listed is None:
+        names["prompt_logprobs"] = "echo"
+    else:
+        # The number of the other field may be larger.
+        check_parameters({"prompt_logprobs": listed}, names, 0)
+    given["prompt_logprobs"] = echoed if listed is None else max(listed, echoed)
 
 
 def is_echo_alone(body: CompletionBody) -> bool:
@@ -186,20 +183,37 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
     )
 
 
-def _request(
+def _raw_request(
     body: GenerationBody,
     facts: CallFacts,
-    *,
     prompts: tuple[Prompt, ...],
-    max_tokens: int | None,
-    top_logprobs: int | None,
-    max_tokens_param: str = "max_tokens",
-    top_logprobs_param: str = "top_logprobs",
-    echoed_logprobs: int | None = None,
+    given: Mapping[str, Any],
+    names: Mapping[str, str],
     tool_use: ToolUse = NO_TOOLS,
-) -> GenerateRequest:
-    if body.best_of not in (None, given_numbers(body, "openai").get("n", 1)):
+) -> RawRequest:
+    if body.best_of not in (None, given.get("n", 1)):
         raise unsupported("best_of", "choosing among more answers than n")
+    constraint = _constraint(body, tool_use)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
+    if given.get("prompt_logprobs") is not None:
+        check_not_streamed(names.get("prompt_logprobs", "prompt_logprobs"), bool(body.stream))
+    if constraint is not None:
+        names = {**names, "constraint": constraint.param}
+    return RawRequest(
+        call=facts,
+        own_id=_own_name(body),
+        model=body.model or "",
+        prompts=prompts,
+        given=given,
+        names=names,
+        constraint=None if constraint is None else constraint.value,
+        calls=tool_use.calls,
+        is_echo_alone=isinstance(body, CompletionBody) and is_echo_alone(body),
+    )
+
+
+def _constraint(body: GenerationBody, tool_use: ToolUse) -> GivenConstraint | None:
     is_free = body.model_fields_set.isdisjoint(CONSTRAINING)
     constraint = None if is_free else constraint_of(body)
     whitespace = None if is_free else whitespace_of(body)
@@ -213,42 +227,7 @@ def _request(
     if constraint is not None and whitespace is not None:
         value = replace(constraint.value, whitespace=whitespace)
         constraint = GivenConstraint(constraint.param, value)
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "needs stream: true")
-    prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)
-    name = _own_name(body)
-    return GenerateRequest(
-        request_id=facts.request_id,
-        client_request_id=name or facts.client_request_id,
-        # The REST edge gives every call an id, also where the client sent none.
-        header_request_id=facts.client_request_id if name else "",
-        model=body.model or "",
-        prompts=prompts,
-        sampling=_sampling(body, None if constraint is None else constraint.value),
-        stopping=replace(
-            _stopping(body, max_tokens),
-            is_echo_alone=isinstance(body, CompletionBody) and is_echo_alone(body),
-        ),
-        top_logprobs=top_logprobs,
-        calls=tool_use.calls,
-        constraint_param="constraint" if constraint is None else constraint.param,
-        max_tokens_param=max_tokens_param,
-        top_logprobs_param=top_logprobs_param,
-        prompt_logprobs=prompt_logprobs,
-        prompt_logprobs_param=prompt_logprobs_param,
-        skip_special_tokens=body.skip_special_tokens is not False,
-        timeout_s=earliest(facts.timeout_s, body.timeout),
-        first_token_timeout_s=earliest(facts.first_token_timeout_s, body.ttft_timeout),
-        cache_salt=given_salt(body.cache_salt),
-        priority=body.priority or 0,
-        routing_key=body.routing_key or facts.routing_key or body.session_id or "",
-        session_id=body.session_id or "",
-        ends_session=bool(body.end_session),
-        worker=facts.worker,
-        traceparent=facts.traceparent,
-        targets=_targets(body).over(facts.targets),
-        tenant=facts.tenant,
-    )
+    return constraint
 
 
 def _own_name(body: GenerationBody) -> str:
@@ -260,67 +239,6 @@ def _own_name(body: GenerationBody) -> str:
             check_client_id(param, name)
             return name
     return ""
-
-
-def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | None, str]:
-    """The number of alternatives at a prompt's positions, and the field that asks for them.
-
-    Args:
-        body: The body, which may have a field for them.
-        echoed: Alternatives shown with an echoed prompt; None: the prompt is not echoed.
-    """
-    listed = body.prompt_logprobs
-    if listed is None and echoed is None:
-        return None, "prompt_logprobs"
-    param = "echo" if listed is None else "prompt_logprobs"
-    check_not_streamed(param, bool(body.stream))
-    if listed is None or echoed is None:
-        return (echoed if listed is None else listed), param
-    check_range(param, listed, 0, MAX_TOP_LOGPROBS)  # The number of the other field may be larger.
-    return max(listed, echoed), param
-
-
-def _targets(body: GenerationBody) -> Targets:
-    first, between = body.ttft_target_ms, body.itl_target_ms
-    return Targets(
-        None if first is None else first / 1e3, None if between is None else between / 1e3
-    )
-
-
-def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
-    return Sampling(
-        numbers=given_numbers(body, "openai"),
-        logit_bias=logit_bias(body.logit_bias or {}),
-        constraint=constraint,
-        speculate=body.speculate is not False,
-    )
-
-
-def logit_bias(given: Mapping[str, float]) -> dict[int, float]:
-    """The biases by token id.
-
-    Raises:
-        InvalidRequest: A key is no token id.
-    """
-    bias: dict[int, float] = {}
-    for key, value in given.items():
-        if not key.isascii() or not key.isdigit() or len(key) > 10:
-            raise invalid("logit_bias", f"{key[:20]!r} is not a token id")
-        bias[int(key)] = value
-    return bias
-
-
-def _stopping(body: GenerationBody, max_tokens: int | None) -> Stopping:
-    stop, regex = body.stop, body.stop_regex
-    return Stopping(
-        max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
-        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-        stop_regexes=(regex,) if isinstance(regex, str) else tuple(regex or ()),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        include_stop=bool(body.include_stop_str_in_output),
-    )
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:
@@ -375,6 +293,8 @@ def _effort(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 
 def _tools(body: ChatBody | TokenizeBody) -> tuple[Mapping[str, Any], ...]:
+    if not body.tools:
+        return ()
     is_wanted = not isinstance(body, ChatBody) or body.tool_choice != "none"
     own = own_tools(body.tools, is_wanted=is_wanted)
     return check_tools([(number, _tool(tool)) for number, tool in own])

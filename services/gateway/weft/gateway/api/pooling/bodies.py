@@ -8,12 +8,13 @@ would change the answer and are not supported are listed here and refused by nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 from weft.gateway.api.dialect_bodies import LENIENT
-from weft.gateway.api.openai.bodies import Body, Ids, Int, T
+from weft.gateway.api.openai.bodies import Body, T
 from weft.gateway.api.openai.foreign import HARMLESS, refuse_listed
+from weft.gateway.api.parameters import Ids, Int, with_parameters
 from weft.gateway.api.unserved import Unserved, refused, unused
 from weft.gateway.validate import MAX_INPUTS
 
@@ -46,7 +47,13 @@ _NOT_COHERES = {
 """Fields of the other bodies that Cohere's has by other names."""
 
 
-class PoolBody(Body):
+if TYPE_CHECKING:
+    _WithParameters = Body
+else:
+    _WithParameters = with_parameters(Body, "pooling", Int)
+
+
+class PoolBody(_WithParameters):
     """Fields that all bodies of this module have."""
 
     names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
@@ -56,26 +63,10 @@ class PoolBody(Body):
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
-        """See `Body.check_given`."""
         own = cls.model_fields
         refuse_listed(value, {name: why for name, why in _REFUSED.items() if name not in own})
 
     user: str | None = unused()
-    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
-    priority: Int | None = Field(
-        None,
-        description="-1000000 to 1000000, default 0: less is more urgent, where workers run with "
-        "the scheduling policy `priority`",
-    )
-    session_id: str | None = Field(
-        None, description="keeps requests of one name on one worker, and what they cache; 128 bytes"
-    )
-    end_session: bool | None = Field(None, description="nothing is kept for it any more")
-    timeout: float | None = Field(
-        None,
-        description="longest duration of the request, in seconds; the server's own limit applies "
-        "as well",
-    )
 
 
 class CutBody(PoolBody):
@@ -138,7 +129,6 @@ class CohereEmbedBody(PoolBody):
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
-        """See `Body.check_given`."""
         super().check_given(value)
         refuse_listed(value, _NOT_COHERES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.contract.tasks import Output
-from weft.gateway.api.edge import CallFacts, call_fields, earliest
+from weft.gateway.api.parameters import given_parameters
 from weft.gateway.api.pooling.bodies import (
     ClassifyBody,
     CohereEmbedBody,
@@ -18,12 +18,13 @@ from weft.gateway.api.pooling.bodies import (
     ScoreBody,
 )
 from weft.gateway.request import (
-    GenerateRequest,
+    CallFacts,
     PairPrompt,
+    PoolingOptions,
     Prompt,
+    RawRequest,
     TextPrompt,
     TokenPrompt,
-    Wants,
 )
 from weft.gateway.validate import check_range, invalid
 
@@ -46,7 +47,7 @@ _CHOICES = {
 """Names of prompts for each of Cohere's types of input."""
 
 
-def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateRequest:
+def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> RawRequest:
     """Translates a body for embeddings.
 
     Raises:
@@ -60,7 +61,7 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
         raise invalid(
             "encoding_format", f"base64 is not for {output}, whose shape it does not tell"
         )
-    wants = Wants(
+    wanted = PoolingOptions(
         output=output,
         dimensions=body.dimensions,
         normalises=body.normalize,
@@ -68,10 +69,10 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
         prompt_name=body.prompt_name or body.input_type,
         prompt_field="prompt_name" if body.prompt_name else "input_type",
     )
-    return _request(body, facts, _inputs(body), wants)
+    return _request(body, facts, _inputs(body), wanted)
 
 
-def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> GenerateRequest:
+def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> RawRequest:
     """Translates a body of Cohere's API for embeddings.
 
     Raises:
@@ -85,17 +86,17 @@ def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> GenerateRequest:
         if body.truncate == "NONE":
             raise invalid("max_tokens", "texts are not cut with truncate NONE; give one of them")
     cut = None if body.truncate == "NONE" else body.max_tokens or 0
-    wants = Wants(
+    wanted = PoolingOptions(
         output="embedding",
         dimensions=body.output_dimension,
         truncate_tokens=cut,
         prompt_choices=_CHOICES.get(body.input_type or "", ()),
     )
     prompts = tuple(TextPrompt(text=text) for text in body.texts)
-    return _request(body, facts, prompts, wants)
+    return _request(body, facts, prompts, wanted)
 
 
-def pooling_request(body: PoolingBody, facts: CallFacts) -> GenerateRequest:
+def pooling_request(body: PoolingBody, facts: CallFacts) -> RawRequest:
     """Translates a body for raw vectors; the default task is embeddings.
 
     Raises:
@@ -103,30 +104,34 @@ def pooling_request(body: PoolingBody, facts: CallFacts) -> GenerateRequest:
     """
     if body.encoding_format == "base64" and body.task == "sparse":
         raise invalid("encoding_format", "base64 is not for sparse")
-    wants = Wants(
+    wanted = PoolingOptions(
         output=OUTPUTS[body.task or "embed"],
         dimensions=body.dimensions,
         normalises=body.normalize,
         truncate_tokens=_cut(body),
     )
-    return _request(body, facts, _inputs(body), wants)
+    return _request(body, facts, _inputs(body), wanted)
 
 
-def classify_request(body: ClassifyBody, facts: CallFacts) -> GenerateRequest:
+def classify_request(body: ClassifyBody, facts: CallFacts) -> RawRequest:
     """Translates a body for classes."""
-    return _request(body, facts, _inputs(body), Wants(output="classes", truncate_tokens=_cut(body)))
+    return _request(
+        body, facts, _inputs(body), PoolingOptions(output="classes", truncate_tokens=_cut(body))
+    )
 
 
-def rerank_request(body: RerankBody, facts: CallFacts) -> GenerateRequest:
+def rerank_request(body: RerankBody, facts: CallFacts) -> RawRequest:
     """Translates a body for ranks: each document is a pair with the query."""
     if body.top_n is not None:
         check_range("top_n", body.top_n, 1, 2**31 - 1)
     pairs = [PairPrompt(first=body.query, second=text) for text in documents_of(body)]
-    wants = Wants(output="classes", truncate_tokens=_cut(body), instruction=body.instruction or "")
-    return _request(body, facts, tuple(pairs), wants)
+    wanted = PoolingOptions(
+        output="classes", truncate_tokens=_cut(body), instruction=body.instruction or ""
+    )
+    return _request(body, facts, tuple(pairs), wanted)
 
 
-def score_request(body: ScoreBody, facts: CallFacts) -> GenerateRequest:
+def score_request(body: ScoreBody, facts: CallFacts) -> RawRequest:
     """Translates a body for scores.
 
     Raises:
@@ -134,8 +139,10 @@ def score_request(body: ScoreBody, facts: CallFacts) -> GenerateRequest:
     """
     first = _one_of("text_1", body.text_1, "queries", body.queries)
     second = _one_of("text_2", body.text_2, "documents", body.documents)
-    wants = Wants(output="classes", truncate_tokens=_cut(body), instruction=body.instruction or "")
-    return _request(body, facts, pairs_of(first, second), wants)
+    wanted = PoolingOptions(
+        output="classes", truncate_tokens=_cut(body), instruction=body.instruction or ""
+    )
+    return _request(body, facts, pairs_of(first, second), wanted)
 
 
 def pairs_of(
@@ -206,8 +213,9 @@ def _inputs(body: InputBody) -> tuple[Prompt, ...]:
 
 
 def _request(
-    body: PoolBody, facts: CallFacts, prompts: tuple[Prompt, ...], wants: Wants
-) -> GenerateRequest:
-    fields = call_fields(body, facts)
-    fields["timeout_s"] = earliest(facts.timeout_s, body.timeout)
-    return GenerateRequest(**fields, prompts=prompts, wants=wants)
+    body: PoolBody, facts: CallFacts, prompts: tuple[Prompt, ...], wanted: PoolingOptions
+) -> RawRequest:
+    given = given_parameters(body, "pooling")
+    return RawRequest(
+        call=facts, model=body.model or "", prompts=prompts, given=given, pooling=wanted
+    )

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract.arrays import Float32Array
 from weft.contract.tasks import Output
+from weft.gateway.generation.answer import Answer
 from weft.gateway.generation.generation import Generation
-from weft.gateway.generation.stream import TokenStream
 
 
 def vectors_of(generation: Generation) -> Float32Array:
@@ -29,13 +29,11 @@ class Shown(NamedTuple):
     """Shape of the data: vectors and numbers in each, or numbers."""
 
 
-def shown(
-    stream: TokenStream, generation: Generation, output: Output, encoding: str | None
-) -> Shown:
+def shown(answer: Answer, generation: Generation, output: Output, encoding: str | None) -> Shown:
     """The vectors of a prompt in the form for a JSON answer."""
     vectors = vectors_of(generation)
     if output == "sparse":
-        weights = lexical_weights(generation.prompt.ids, vectors[:, 0], stream.card.unweighted_ids)
+        weights = lexical_weights(generation.prompt.ids, vectors[:, 0], answer.card.unweighted_ids)
         data = {"indices": list(weights), "values": list(weights.values())}
         return Shown(data, [len(weights)])
     if output == "multi_vector":
@@ -73,7 +71,7 @@ def written(vectors: Float32Array, encoding: str | None) -> object:
     return numbers
 
 
-def score_of(stream: TokenStream, generation: Generation) -> float:
+def score_of(answer: Answer, generation: Generation) -> float:
     """The score of a pair, 0 to 1 unless the model's files ask for the bare value.
 
     A model that scores returns the logits of its two labels, yes and no, and the score is the
@@ -83,7 +81,7 @@ def score_of(stream: TokenStream, generation: Generation) -> float:
     if len(values) == 2:
         return _sigmoid(float(values[0] - values[1]))
     value = float(values[0])
-    return value if stream.card.pooling.has_bare_scores else _sigmoid(value)
+    return value if answer.card.pooling.has_bare_scores else _sigmoid(value)
 
 
 def probabilities(values: Float32Array) -> list[float]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
-from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, StrictPart
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
-from weft.gateway.api.openai.bodies import LogitBias, few_entries
-from weft.gateway.api.sampling import with_sampling
+from weft.gateway.api.parameters import few_entries, with_parameters
 from weft.gateway.api.unserved import left_out, refused, unused
 
 _MAX_METADATA = 16
@@ -158,12 +157,12 @@ class StreamOptionsBody(StrictPart):
 
 
 if TYPE_CHECKING:
-    _Sampled = DialectBody
+    _WithParameters = DialectBody
 else:
-    _Sampled = with_sampling(DialectBody, "responses")
+    _WithParameters = with_parameters(DialectBody, "responses")
 
 
-class ResponsesBody(_Sampled):
+class ResponsesBody(_WithParameters):
     """Body of POST /v1/responses."""
 
     input: str | Many[ItemBody] | None = Field(
@@ -174,8 +173,6 @@ class ResponsesBody(_Sampled):
         None, description="the response whose conversation this one continues"
     )
     store: bool | None = Field(None, description="keep it, so that it can be continued; default")
-    max_output_tokens: int | None = Field(None, description="most tokens generated")
-    top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
     tools: Few[Tool] | None = Field(None, description="functions that may be called")
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = Field(
         None, description="as in chats, with type and name of the function side by side"
@@ -208,19 +205,7 @@ class ResponsesBody(_Sampled):
     moderation: Any = refused("moderation")
     image: Any = left_out("there are no images")
     access_programs: Any = left_out("access programs")
-    # Fields of chats that the Responses API itself does not have.
-    stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
-    stop_regex: str | Stops | None = Field(
-        None, description="regular expressions, at most 16 of 256 bytes, that end the text"
-    )
-    logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
-    min_tokens: int | None = Field(None, description="no stop before so many tokens")
-    ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
+    # A field of chats that the Responses API itself does not have.
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="more variables for the chat template"
     )
-    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
-    priority: int | None = Field(None, description="less is more urgent")
-    routing_key: str | None = Field(None, description="keeps requests of one key on one worker")
-    session_id: str | None = Field(None, description="names the chat, see docs/api.md")
-    end_session: bool | None = Field(None, description="the chat is over with this request")

@@ -19,7 +19,7 @@ from weft.gateway.api.answer import (
     json_body,
     run_answer,
 )
-from weft.gateway.api.edge import Context, begin_answer, call_facts
+from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.responses.bodies import ItemBody, ResponsesBody
@@ -37,9 +37,9 @@ from weft.gateway.api.responses.translate import (
 )
 from weft.gateway.api.responses.writer import PREFIX, ResponseWriter
 from weft.gateway.catalogue import Catalogue
+from weft.gateway.generation.answer import Answer
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.generation.stream import TokenStream
-from weft.gateway.request import GenerateRequest
+from weft.gateway.request import RawRequest
 from weft.gateway.validate import invalid, unsupported
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
@@ -105,7 +105,6 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         self._running: dict[str, _Running] = {}
 
     async def CreateResponse(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
-        """See dialects.proto."""
         facts = call_facts(context, f"{PREFIX}{self._gateway}")
         tenant = facts.tenant
         num_bytes = len(request.data)
@@ -118,7 +117,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
                 lambda: response_request(body, facts, lambda id_: _item(items, id_)),
             )
             past = await self._past(tenant, body.previous_response_id)
-            generate = continued(asked, past.messages)
+            raw = continued(asked, past.messages)
             running = self._running[facts.request_id] = _Running(tenant)
             given: list[Item] = []
             if body.store is not False:
@@ -126,7 +125,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
                 given = shown_items(body.input, lambda id_: _item(items, id_), suffix)
             past = _Past(past.messages, [*past.items, *given])
             try:
-                await self._answer(running, generate, body, asked, past, context)
+                await self._answer(running, raw, body, asked, past, context)
             finally:
                 del self._running[facts.request_id]
                 running.ended.set()
@@ -134,7 +133,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     async def _answer(
         self,
         running: _Running,
-        request: GenerateRequest,
+        raw: RawRequest,
         body: ResponsesBody,
         asked: AskedResponse,
         past: _Past,
@@ -144,16 +143,16 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
 
         async def keep() -> None:
             if body.store is not False:
-                await self._keep(request, asked, past, ended[-1])
+                await self._keep(raw, asked, past, ended[-1])
 
-        def make_writer(stream: TokenStream) -> ResponseWriter:
-            running.writer = ResponseWriter(request, body, stream, ended.append)
+        def make_writer(answer: Answer) -> ResponseWriter:
+            running.writer = ResponseWriter(body, answer, ended.append)
             return running.writer
 
         try:
             await run_answer(
                 self._pipeline,
-                request,
+                raw,
                 make_writer,
                 context,
                 is_streamed=bool(body.stream),
@@ -169,7 +168,6 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     async def RetrieveResponse(
         self, request: dialects_pb2.RetrieveResponseRequest, context: Context
     ) -> HttpBody:
-        """See dialects.proto."""
         if request.stream:
             raise unsupported("stream", "events of a stored response")
         tenant = current_tenant.get()
@@ -182,13 +180,11 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     async def ListInputItems(
         self, request: dialects_pb2.ListInputItemsRequest, context: Context
     ) -> HttpBody:
-        """See dialects.proto."""
         tenant = current_tenant.get()
         stored = await self._stored(tenant, request.response_id, "response_id")
         return json_body(page_of(json.loads(stored.items), request))
 
     async def CountInputTokens(self, request: HttpBody, context: Context) -> HttpBody:
-        """See dialects.proto."""
         facts = call_facts(context, f"{PREFIX}{self._gateway}")
         num_bytes = len(request.data)
         body, ids = await self._bodies.parse(ResponsesBody, request, referred_items)
@@ -209,7 +205,6 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     async def DeleteResponse(
         self, request: dialects_pb2.DeleteResponseRequest, context: Context
     ) -> HttpBody:
-        """See dialects.proto."""
         tenant, id_ = current_tenant.get(), request.response_id
         if not await self._store.delete(name_of(tenant), id_):
             raise self._missing(id_, "response_id")
@@ -218,7 +213,6 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     async def CancelResponse(
         self, request: dialects_pb2.CancelResponseRequest, context: Context
     ) -> HttpBody:
-        """See dialects.proto."""
         tenant, id_ = current_tenant.get(), request.response_id
         running = self._running_of(tenant, id_)
         if running is None:
@@ -282,7 +276,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
 
     async def _keep(
         self,
-        request: GenerateRequest,
+        raw: RawRequest,
         asked: AskedResponse,
         past: _Past,
         response: Mapping[str, object],
@@ -294,7 +288,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             answer.add(ItemBody.model_validate(item), "output")
         messages = [*past.messages, *asked.stored_messages, *answer.messages]
         stored = StoredResponse(to_json(response), to_json(messages), to_json(past.items))
-        await self._store.put(name_of(request.tenant), request.request_id, stored)
+        await self._store.put(raw.call.tenant_name, raw.request_id, stored)
 
 
 def _maker(item_id: str) -> str:

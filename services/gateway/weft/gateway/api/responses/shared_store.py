@@ -65,7 +65,6 @@ class SharedResponses:
             await self._call(("SET", name, value, "PX", self._ttl_ms))
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """See `ResponseStore.get`."""
         name = self._name(tenant, response_id)
         size = await self._call(("STRLEN", name))
         if size == 0 or (isinstance(size, int) and size > MAX_VALUE_BYTES):
@@ -78,14 +77,12 @@ class SharedResponses:
         return unpack(name, value)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """See `ResponseStore.delete`."""
         removed = await self._call(("DEL", self._name(tenant, response_id)))
         if not isinstance(removed, int):
             raise _unavailable()
         return removed > 0
 
     async def close(self) -> None:
-        """See `ResponseStore.close`."""
         await self._servers.close()
 
     async def _call(self, command: Command) -> Reply:

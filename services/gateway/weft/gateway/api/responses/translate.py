@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from weft.contract.request import Constraint
-from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.hosted import HostedTool, own_tools
-from weft.gateway.api.openai.translate import logit_bias
+from weft.gateway.api.parameters import client_names, given_parameters, settle_logprobs
 from weft.gateway.api.responses.bodies import (
     FormatBody,
     ItemBody,
@@ -21,10 +20,9 @@ from weft.gateway.api.responses.bodies import (
     ToolChoiceBody,
     qualified,
 )
-from weft.gateway.api.sampling import given_numbers
 from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
-from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
+from weft.gateway.request import CallFacts, ChatPrompt, RawRequest
 from weft.gateway.validate import invalid, unsupported
 
 NAMES = {"messages": "input"}
@@ -57,7 +55,7 @@ Message = Mapping[str, Any]
 class AskedResponse(NamedTuple):
     """The request of a body, without the conversation that it continues."""
 
-    request: GenerateRequest
+    raw: RawRequest
     """Its prompt has the instructions and the input alone."""
     num_instructions: int
     """Messages of the prompt that are not stored."""
@@ -65,7 +63,7 @@ class AskedResponse(NamedTuple):
     @property
     def stored_messages(self) -> tuple[Message, ...]:
         """The input's messages."""
-        (prompt,) = self.request.prompts
+        (prompt,) = self.raw.prompts
         assert isinstance(prompt, ChatPrompt)
         return prompt.messages[self.num_instructions :]
 
@@ -101,32 +99,31 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
         tools=() if body.tool_choice == "none" else tools,
         template_variables={**_effort(body), **(body.chat_template_kwargs or {})},
     )
-    request = GenerateRequest(
-        **call_fields(body, facts, _routing_key(body, facts)),
+    given = given_parameters(body, "responses")
+    settle_logprobs(given, f'include: ["{LOGPROBS}"]', is_wanted=LOGPROBS in (body.include or ()))
+    if not (given.get("routing_key") or facts.routing_key or given.get("session_id")):
+        # The key for OpenAI's own cache.
+        given["routing_key"] = body.prompt_cache_key or ""
+    raw = RawRequest(
+        call=facts,
+        model=body.model or "",
         prompts=(prompt,),
-        sampling=_sampling(body, constraint),
-        stopping=_stopping(body),
-        top_logprobs=_top_logprobs(body),
+        given=given,
+        names={**client_names("responses"), "constraint": param},
+        constraint=constraint,
         calls=use.calls,
-        constraint_param=param if constraint is not None else "constraint",
-        max_tokens_param="max_output_tokens",
+        lowers_max_tokens=True,
     )
-    return AskedResponse(request, len(instructions))
+    return AskedResponse(raw, len(instructions))
 
 
-def _routing_key(body: ResponsesBody, facts: CallFacts) -> str:
-    """The key of the body or the call; else the session's, else the one for OpenAI's own cache."""
-    given = body.routing_key or facts.routing_key or body.session_id
-    return given or body.prompt_cache_key or ""
-
-
-def continued(asked: AskedResponse, history: Sequence[Message]) -> GenerateRequest:
+def continued(asked: AskedResponse, history: Sequence[Message]) -> RawRequest:
     """The request with the conversation that it continues, behind its own instructions."""
-    (prompt,) = asked.request.prompts
+    (prompt,) = asked.raw.prompts
     assert isinstance(prompt, ChatPrompt)
     instructions = prompt.messages[: asked.num_instructions]
     messages = (*instructions, *history, *asked.stored_messages)
-    return replace(asked.request, prompts=(replace(prompt, messages=messages),))
+    return replace(asked.raw, prompts=(replace(prompt, messages=messages),))
 
 
 def _check_output(body: ResponsesBody) -> None:
@@ -135,34 +132,6 @@ def _check_output(body: ResponsesBody) -> None:
             leave_out(f"include[{number}]", f"there is no `{name[:80]}`")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
-
-
-def _sampling(body: ResponsesBody, constraint: Constraint | None) -> Sampling:
-    return Sampling(
-        numbers=given_numbers(body, "responses"),
-        logit_bias=logit_bias(body.logit_bias or {}),
-        constraint=constraint,
-    )
-
-
-def _stopping(body: ResponsesBody) -> Stopping:
-    stop, regex = body.stop, body.stop_regex
-    return Stopping(
-        max_tokens=body.max_output_tokens,
-        is_bounded=True,
-        min_tokens=body.min_tokens or 0,
-        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-        stop_regexes=(regex,) if isinstance(regex, str) else tuple(regex or ()),
-        ignore_eos=bool(body.ignore_eos),
-    )
-
-
-def _top_logprobs(body: ResponsesBody) -> int | None:
-    if LOGPROBS in (body.include or ()):
-        return body.top_logprobs or 0
-    if body.top_logprobs:
-        raise invalid("top_logprobs", f'needs include: ["{LOGPROBS}"]')
-    return None
 
 
 def _effort(body: ResponsesBody) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from weft.gateway.api.responses.bodies import (
     ToolBody,
     qualified,
 )
-from weft.gateway.generation.stream import Delta, TokenStream
-from weft.gateway.request import GenerateRequest
+from weft.gateway.generation.answer import Answer, Delta
+from weft.gateway.request import RawRequest
 from weft.gateway.text.answer.make import parser_maker
 from weft.gateway.text.vocabulary import Vocabulary
 from weft.v1 import common_pb2
@@ -39,25 +39,23 @@ class ResponseWriter:
 
     def __init__(
         self,
-        request: GenerateRequest,
         body: ResponsesBody,
-        stream: TokenStream,
+        answer: Answer,
         keep: Callable[[Mapping[str, object]], None],
     ) -> None:
         """Prepares the writer.
 
         Args:
-            request: The request that is answered.
-            body: The body that it was made of.
-            stream: Its deltas.
+            body: The body of the request that is answered.
             keep: Called with the finished response, before the client has it.
         """
-        self._stream = stream
+        self._answer = answer
         self._keep = keep
-        self._vocabulary: Vocabulary = stream.card.vocabulary
-        self._reader = BlockReader(parser_maker(request, stream.card, stream.generations[0].prompt))
+        self._vocabulary: Vocabulary = answer.card.vocabulary
+        request, prompt = answer.request, answer.generations[0].prompt
+        self._reader = BlockReader(parser_maker(request, answer.card, prompt))
         self._has_logprobs = request.top_logprobs is not None
-        self._frame = _frame(request, body, stream.model)
+        self._frame = _frame(answer.raw, body, answer.model)
         self._called_as = _called_as(body)
         self._suffix = request.request_id.removeprefix(PREFIX)
         self._num_events = 0
@@ -65,7 +63,6 @@ class ResponseWriter:
         """Whether the first event was made."""
 
     def begin(self) -> bytes:
-        """See `DialectWriter`."""
         self.has_begun = True
         response = self.response("in_progress")
         return self._event("response.created", response=response) + self._event(
@@ -73,18 +70,15 @@ class ResponseWriter:
         )
 
     def push(self, delta: Delta) -> bytes:
-        """See `DialectWriter`."""
         steps = self._reader.push(delta)
         return b"".join([self._step(step) for step in steps]) if self.has_begun else b""
 
     def end(self) -> bytes:
-        """See `DialectWriter`."""
         response = self.whole()
         kind = "completed" if response["status"] == "completed" else "incomplete"
         return self._event(f"response.{kind}", response=response)
 
     def whole(self) -> dict[str, object]:
-        """See `DialectWriter`."""
         reason = self._reader.finish_reason or common_pb2.FINISH_REASON_STOP
         response = self.response(_STATUSES.get(reason, "completed"))
         self._keep(response)
@@ -110,8 +104,8 @@ class ResponseWriter:
         }
 
     def _usage(self) -> dict[str, object]:
-        usage = self._stream.usage()
-        reasoning = num_reasoning_tokens(self._stream, self._reader.blocks)
+        usage = self._answer.usage()
+        reasoning = num_reasoning_tokens(self._answer, self._reader.blocks)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
@@ -251,9 +245,9 @@ def _called_as(body: ResponsesBody) -> dict[str, dict[str, str]]:
     }
 
 
-def _frame(request: GenerateRequest, body: ResponsesBody, model: str) -> dict[str, object]:
+def _frame(raw: RawRequest, body: ResponsesBody, model: str) -> dict[str, object]:
     """Fields of a response that do not change."""
-    sampling, text, reasoning = request.sampling, body.text, body.reasoning
+    text, reasoning = body.text, body.reasoning
     has_format = text is not None and text.format is not None
     form: object = {"type": "text"}
     if text is not None and has_format and text.format is not None:
@@ -264,13 +258,13 @@ def _frame(request: GenerateRequest, body: ResponsesBody, model: str) -> dict[st
     else:
         shown = choice or "auto"
     return {
-        "id": request.request_id,
+        "id": raw.request_id,
         "object": "response",
         "created_at": int(time.time()),
         "background": False,
         "error": None,
         "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        "max_output_tokens": raw.given.get("max_tokens"),
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "model": model,
@@ -284,12 +278,12 @@ def _frame(request: GenerateRequest, body: ResponsesBody, model: str) -> dict[st
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": sampling.numbers.get("temperature"),
+        "temperature": raw.given.get("temperature"),
         "text": {"format": form, "verbosity": "medium"},
         "tool_choice": shown,
         "tools": _shown_tools(body),
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": sampling.numbers.get("top_p"),
+        "top_logprobs": raw.given.get("top_logprobs", 0),
+        "top_p": raw.given.get("top_p"),
         "truncation": "disabled",
         "user": body.user,
     }

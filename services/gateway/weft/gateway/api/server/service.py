@@ -14,11 +14,11 @@ from weft.contract.errors import PermissionDenied, WeftError
 from weft.contract.tasks import Task
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.answer import JSON, json_body
-from weft.gateway.api.edge import Context
+from weft.gateway.api.call import Context
 from weft.gateway.api.server.version import version
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.request import GenerateRequest, Sampling, Stopping, TokenPrompt, Wants
+from weft.gateway.request import CallFacts, PoolingOptions, RawRequest, TokenPrompt
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
 _PROBE_S = 10.0
@@ -62,28 +62,26 @@ class GenerationProbe:
     async def _probe(self) -> None:
         current_tenant.set(None)  # The probe must not be charged to the caller's tenant.
         for served in self._models:
-            request = GenerateRequest(
-                request_id=f"health-{secrets.token_hex(16)}",
+            raw = RawRequest(
+                call=CallFacts(f"health-{secrets.token_hex(16)}", timeout_s=_PROBE_S),
                 model=served.model.name,
                 prompts=(TokenPrompt(ids=(0,)),),
-                sampling=Sampling(numbers={"temperature": 0.0}),
-                stopping=Stopping(max_tokens=1, ignore_eos=True),
-                timeout_s=_PROBE_S,
-                wants=_probe_of(served.task),
+                given={"temperature": 0.0, "max_tokens": 1, "ignore_eos": True},
+                pooling=_probe_of(served.task),
             )
-            async with self._pipeline.open(request) as stream:
-                while await stream.next_deltas():
+            async with self._pipeline.open(raw) as answer:
+                while await answer.next_deltas():
                     pass
         self._good_until = asyncio.get_running_loop().time() + _PROBE_AGE_S
 
 
-def _probe_of(task: Task) -> Wants | None:
+def _probe_of(task: Task) -> PoolingOptions | None:
     """What a model is asked for to show that it works."""
     if task == "embed":
-        return Wants(output="embedding")
+        return PoolingOptions(output="embedding")
     if task == "classify":
-        return Wants(output="classes")
-    return Wants(output="label_logits", label_ids=(0,)) if task == "score" else None
+        return PoolingOptions(output="classes")
+    return PoolingOptions(output="label_logits", label_ids=(0,)) if task == "score" else None
 
 
 class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
@@ -117,23 +115,19 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         self._probe = GenerationProbe(pipeline, models)
 
     async def ShowVersion(self, request: Empty, context: Context) -> HttpBody:
-        """See dialects.proto."""
         return json_body({"version": version()})
 
     async def Ping(self, request: Empty, context: Context) -> HttpBody:
-        """See dialects.proto."""
         await self._ready()
         return HttpBody(content_type=JSON, data=b"{}")
 
     async def HealthGenerate(self, request: Empty, context: Context) -> HttpBody:
-        """See dialects.proto."""
         await self._probe.check()
         return json_body({"status": "ok"})
 
     async def TokenizerInfo(
         self, request: dialects_pb2.TokenizerInfoRequest, context: Context
     ) -> HttpBody:
-        """See dialects.proto."""
         resolved = await self._models.find(request.model)
         card = await self._models.card(resolved)
         added = card.tokenizer.get_added_tokens_decoder()
@@ -153,7 +147,6 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         )
 
     async def Metrics(self, request: Empty, context: Context) -> HttpBody:
-        """See dialects.proto."""
         if not self._serves_metrics:
             raise MetricsNotServed(
                 "metrics are not served here: see --metrics-port, or set --rest-metrics of the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from weft.contract.request import Constraint, Reasoning
@@ -37,23 +37,23 @@ def reasoning_of(
     return _Reading(request, model, prompt).reasoning
 
 
-def settle_constraint(
-    request: GenerateRequest, model: ModelCard, prompts: Sequence[PreparedPrompt]
-) -> GenerateRequest:
-    """The request with its final constraint. That of a chat begins behind the model's reasoning,
-    and allows calls beside an answer if the request allows both.
+def final_constraint(
+    request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
+) -> Constraint | None:
+    """The constraint of a prompt's samples. That of a chat begins after the model's reasoning, and
+    allows calls beside an answer if the request allows both.
 
     Raises:
         InvalidRequest: The request's constraint does not go with calls.
     """
     constraint = request.sampling.constraint
     if constraint is None:
-        return request
+        return None
     if constraint.whitespace is None:
         constraint = replace(constraint, whitespace=model.json_whitespace)
     if isinstance(request.prompts[0], ChatPrompt):
-        constraint = _Reading(request, model, prompts[0]).constraint(constraint)
-    return replace(request, sampling=replace(request.sampling, constraint=constraint))
+        constraint = _Reading(request, model, prompt).constraint(constraint)
+    return constraint
 
 
 class _Reading:
@@ -66,8 +66,8 @@ class _Reading:
         self._prompt = prompt
         self._tools = given.tools
         self._is_continued = given.continue_final_message
-        self._calls = calls = request.calls
-        self._param = request.constraint_param
+        self._calls = calls = request.raw.calls
+        self._param = request.raw.name_of("constraint")
         self._is_constrained = request.sampling.constraint is not None
         self._has_choice = self._is_constrained and calls is not None and not calls.is_demanded
         """Whether the answer is either calls or a text under a constraint."""

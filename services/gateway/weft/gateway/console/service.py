@@ -13,11 +13,11 @@ from weft.common.telemetry.tracing import TraceServicer
 from weft.contract.errors import Draining
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.edge import Context
+from weft.gateway.api.call import Context
 from weft.gateway.api.worker_calls import WorkerCalls
-from weft.gateway.mesh.access import MeshAccess
-from weft.gateway.mesh.relay import OperatorsRelay
-from weft.gateway.mesh.view import Cursor, MeshView
+from weft.gateway.console.access import MeshAccess
+from weft.gateway.console.relay import OperatorsRelay
+from weft.gateway.console.view import Cursor, MeshView
 from weft.gateway.validate import invalid
 from weft.v1 import admin_pb2, gateway_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
 
@@ -76,7 +76,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def WatchMesh(
         self, request: mesh_pb2.WatchMeshRequest, context: Context
     ) -> AsyncIterator[mesh_pb2.WatchMeshResponse]:
-        """See mesh.proto."""
         self._access.check_watch(context)
         interval_s = _interval_s(request)
         if self._ending.is_set():
@@ -98,7 +97,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def ListRequestSpans(
         self, request: mesh_pb2.ListRequestSpansRequest, context: Context
     ) -> mesh_pb2.ListRequestSpansResponse:
-        """See mesh.proto."""
         self._access.check_watch(context)
         limit = request.max_spans if request.HasField("max_spans") else None
         wanted = trace_pb2.ListSpansRequest(
@@ -115,7 +113,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def DrainMember(
         self, request: mesh_pb2.DrainMemberRequest, context: Context
     ) -> mesh_pb2.DrainMemberResponse:
-        """See mesh.proto."""
         self._access.check_operate(context)
         # Without time to wait the worker answers once it drains.
         order = gateway_pb2.DrainWorkerRequest(worker_id=request.member_id, timeout=Duration())
@@ -125,7 +122,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def UndrainMember(
         self, request: mesh_pb2.UndrainMemberRequest, context: Context
     ) -> mesh_pb2.UndrainMemberResponse:
-        """See mesh.proto."""
         self._access.check_operate(context)
         order = gateway_pb2.UndrainWorkerRequest(worker_id=request.member_id)
         await self._workers.undrain(order, context)
@@ -134,7 +130,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def FlushMember(
         self, request: mesh_pb2.FlushMemberRequest, context: Context
     ) -> mesh_pb2.FlushMemberResponse:
-        """See mesh.proto."""
         answer = await self._administer(
             request.member_id, context, "FlushCache", admin_pb2.FlushCacheRequest()
         )
@@ -143,7 +138,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def SetMemberLogLevel(
         self, request: mesh_pb2.SetMemberLogLevelRequest, context: Context
     ) -> mesh_pb2.SetMemberLogLevelResponse:
-        """See mesh.proto."""
         if request.level not in _LEVELS:
             raise invalid("level", f"must be one of {', '.join(_LEVELS)}")
         order = admin_pb2.SetLogLevelRequest(level=_LEVELS[request.level])
@@ -155,7 +149,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def LoadMeshAdapter(
         self, request: mesh_pb2.LoadMeshAdapterRequest, context: Context
     ) -> mesh_pb2.LoadMeshAdapterResponse:
-        """See mesh.proto."""
         self._access.check_operate(context)
         order = gateway_pb2.LoadAdapterRequest(
             name=request.name,
@@ -170,7 +163,6 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def UnloadMeshAdapter(
         self, request: mesh_pb2.UnloadMeshAdapterRequest, context: Context
     ) -> mesh_pb2.UnloadMeshAdapterResponse:
-        """See mesh.proto."""
         self._access.check_operate(context)
         order = gateway_pb2.UnloadAdapterRequest(name=request.name)
         unloaded = await self._adapters.unload(order, context)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from weft.common.telemetry.logging import request_id as current_request_id
 from weft.gateway.admission.authenticate import current_tenant
-from weft.gateway.admission.keys import Tenant
-from weft.gateway.request import NO_TARGETS, Targets, WorkerChoice
-from weft.gateway.validate import given_salt, invalid
+from weft.gateway.request import CallFacts, Targets, WorkerChoice, earliest
+from weft.gateway.validate import invalid
 from weft.gateway.warnings import begin_warnings, warning_headers
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,31 +37,6 @@ _IN_MILLISECONDS = (TTFT_TARGET, ITL_TARGET, REQUEST_TIMEOUT, FIRST_TOKEN_TIMEOU
 _NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 _RANK = re.compile(r"[0-9]{1,6}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-@dataclass(frozen=True, slots=True)
-class CallFacts:
-    """Facts about a request taken from the call itself."""
-
-    request_id: str
-    client_request_id: str
-    """Id given by the client or the REST edge; empty: none that is usable."""
-    timeout_s: float | None
-    """The lesser of the call's deadline and the metadata `x-request-timeout-ms`; None: there is
-    neither.
-    """
-    traceparent: str
-    """Trace context; well-formed, or empty."""
-    tenant: Tenant | None
-    """Tenant of the call; None: the gateway asks for no API keys."""
-    routing_key: str = ""
-    """Value of the metadata `x-routing-key`; empty: none."""
-    targets: Targets = NO_TARGETS
-    """Targets from the metadata `x-ttft-target-ms` and `x-itl-target-ms`."""
-    first_token_timeout_s: float | None = None
-    """Time limit from the metadata `x-first-token-timeout-ms`; None: none."""
-    worker: WorkerChoice | None = None
-    """Decode worker from the metadata `x-worker-id` or `x-data-parallel-rank`; None: none."""
 
 
 def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
@@ -112,66 +85,6 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
         seconds.get(FIRST_TOKEN_TIMEOUT),
         workers[0] if workers else None,
     )
-
-
-class OwnFields(Protocol):
-    """Weft's own fields of a body."""
-
-    @property
-    def model(self) -> str | None:
-        """See `GenerateRequest`."""
-        ...
-
-    @property
-    def cache_salt(self) -> str | None:
-        """See `GenerateRequest`."""
-        ...
-
-    @property
-    def priority(self) -> int | None:
-        """See `GenerateRequest`."""
-        ...
-
-    @property
-    def session_id(self) -> str | None:
-        """See `GenerateRequest`."""
-        ...
-
-    @property
-    def end_session(self) -> bool | None:
-        """See `GenerateRequest.ends_session`."""
-        ...
-
-
-def call_fields(body: OwnFields, facts: CallFacts, routing_key: str = "") -> dict[str, Any]:
-    """Fields of a `GenerateRequest` that come from its call, and from Weft's fields of its body.
-
-    Args:
-        body: The body.
-        facts: Facts about the call.
-        routing_key: The body's routing key; empty: that of the call, else of the session.
-    """
-    return {
-        "request_id": facts.request_id,
-        "client_request_id": facts.client_request_id,
-        "model": body.model or "",
-        "timeout_s": facts.timeout_s,
-        "first_token_timeout_s": facts.first_token_timeout_s,
-        "cache_salt": given_salt(body.cache_salt),
-        "priority": body.priority or 0,
-        "routing_key": routing_key or facts.routing_key or body.session_id or "",
-        "session_id": body.session_id or "",
-        "ends_session": bool(body.end_session),
-        "worker": facts.worker,
-        "traceparent": facts.traceparent,
-        "targets": facts.targets,
-        "tenant": facts.tenant,
-    }
-
-
-def earliest(*limits_s: float | None) -> float | None:
-    """The least of several time limits, each of which may be None; None if all are."""
-    return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
 
 def check_client_id(param: str, name: str) -> None:

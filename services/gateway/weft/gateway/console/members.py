@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from weft.gateway.console.stores import StoreState
 from weft.gateway.fleet.worker import FleetWorker
-from weft.gateway.mesh.stores import StoreState
 from weft.v1 import common_pb2, kv_pb2, mesh_pb2
 
 _ROLES = {

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.worker import FleetWorker
-from weft.gateway.generation.record import RequestRecord
+from weft.gateway.generation.answer import Answer
 from weft.v1 import mesh_pb2
 
 _NUM_SPANS = 5
@@ -51,11 +51,11 @@ class MeshFlows:
         self._counters: dict[tuple[str, int], Mapping[str, int]] = {}
         self._begin_span()
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, answer: Answer) -> None:
         """Counts a request that has ended, and the fills of its prompts."""
         moved = self._spans[-1].moved
-        workers = self._decode_workers() if record.generations else {}
-        for generation in record.generations:
+        workers = self._decode_workers() if answer.generations else {}
+        for generation in answer.generations:
             if (owner := workers.get(generation.worker_id)) is None or owner.info is None:
                 continue
             pair = _Pair(self._gateway_id, generation.worker_id, mesh_pb2.FLOW_KIND_REQUESTS)

@@ -12,7 +12,7 @@ from weft.common.rpc.authorize import OPERATORS
 from weft.common.rpc.tls import services_of
 from weft.contract.errors import InvalidApiKey, PermissionDenied, Unauthenticated, WeftError
 from weft.gateway.admission.authenticate import ApiKeys, bearer
-from weft.gateway.api.edge import Context
+from weft.gateway.api.call import Context
 
 _log = logging.getLogger(__name__)
 

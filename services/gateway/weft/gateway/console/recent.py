@@ -8,7 +8,7 @@ from collections import deque
 
 from weft.common.durations import duration
 from weft.common.telemetry.spans import wall_offset_s
-from weft.gateway.generation.record import RequestRecord
+from weft.gateway.generation.answer import Answer
 from weft.v1 import mesh_pb2
 
 MAX_REQUESTS = 200
@@ -43,9 +43,9 @@ class RecentRequests:
         self.num_ended = 0
         """Requests that have ended since the start."""
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, answer: Answer) -> None:
         """Takes a request that has just ended."""
-        self._ended.append(describe(record))
+        self._ended.append(describe(answer))
         self.num_ended += 1
 
     def since(self, number: int) -> list[mesh_pb2.MeshRequest]:
@@ -54,22 +54,22 @@ class RecentRequests:
         return [self._ended[at] for at in range(len(self._ended) - wanted, len(self._ended))]
 
 
-def describe(record: RequestRecord) -> mesh_pb2.MeshRequest:
+def describe(answer: Answer) -> mesh_pb2.MeshRequest:
     """What operators may know of a request: ids, times and sizes."""
     message = mesh_pb2.MeshRequest(
-        request_id=record.request.request_id,
-        trace_id=record.trace.trace_id,
-        model=record.model[:_MAX_MODEL_CHARS],
-        worker_id=record.worker_id,
-        duration=duration(record.duration_s),
-        prompt_tokens=record.num_prompt_tokens,
-        cached_tokens=record.num_cached_tokens,
-        output_tokens=record.num_output_tokens,
-        outcome=record.state,
-        lost_attempts=sum(max(0, one.attempt - 1) for one in record.generations),
+        request_id=answer.raw.request_id,
+        trace_id=answer.trace.trace_id,
+        model=answer.model[:_MAX_MODEL_CHARS],
+        worker_id=answer.worker_id,
+        duration=duration(answer.duration_s),
+        prompt_tokens=answer.num_prompt_tokens,
+        cached_tokens=answer.num_cached_tokens,
+        output_tokens=answer.num_output_tokens,
+        outcome=answer.state,
+        lost_attempts=sum(max(0, one.attempt - 1) for one in answer.generations),
     )
     # Event loop time is the monotonic clock.
-    message.arrival_time.FromNanoseconds(int((record.arrival + wall_offset_s()) * 1e9))
-    if (first_at := record.first_token_at) is not None:
-        message.first_token.CopyFrom(duration(first_at - record.arrival))
+    message.arrival_time.FromNanoseconds(int((answer.arrival + wall_offset_s()) * 1e9))
+    if (first_at := answer.first_token_at) is not None:
+        message.first_token.CopyFrom(duration(first_at - answer.arrival))
     return message

@@ -11,8 +11,8 @@ from weft.common.rpc.channel import open_channel
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import Identity
 from weft.contract.errors import PeerUnavailable, WeftError
+from weft.gateway.console.stores import StoreWatch
 from weft.gateway.fleet.fleet import Fleet
-from weft.gateway.mesh.stores import StoreWatch
 from weft.v1 import admin_pb2_grpc
 
 _SHOWN = 50

@@ -13,13 +13,13 @@ from weft.common.tasks import start_logged
 from weft.contract.errors import Overloaded
 from weft.gateway.adapters.holders import holders
 from weft.gateway.catalogue import Catalogue, ServedModel
+from weft.gateway.console.flows import MeshFlows
+from weft.gateway.console.history import SPAN_S, MeshHistory, page_counts
+from weft.gateway.console.members import describe_store, describe_worker
+from weft.gateway.console.recent import MAX_REQUESTS, RecentRequests, RequestHandles, describe
+from weft.gateway.console.stores import StoreWatch
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.mesh.flows import MeshFlows
-from weft.gateway.mesh.history import SPAN_S, MeshHistory, page_counts
-from weft.gateway.mesh.members import describe_store, describe_worker
-from weft.gateway.mesh.recent import MAX_REQUESTS, RecentRequests, RequestHandles, describe
-from weft.gateway.mesh.stores import StoreWatch
 from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.v1 import mesh_pb2
 
@@ -168,7 +168,7 @@ class MeshView:
         message.models.extend(_describe_model(served, now) for served in self._models)
         message.adapters.extend(self._known_adapters(now))
         message.running_requests.extend(
-            describe(record) for record in self._pipeline.open_requests(MAX_REQUESTS)
+            describe(answer) for answer in self._pipeline.open_requests(MAX_REQUESTS)
         )
         return message
 
