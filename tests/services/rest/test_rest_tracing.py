@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from weft.common.telemetry.spans import new_trace
+from weft.testing.services.client_trace import new_trace
 from weft.testing.services.fake_openai import FakeOpenAI
 from weft.testing.services.otlp_collector import collector
 from weft.testing.services.processes import ServiceProcess

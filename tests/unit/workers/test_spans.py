@@ -1,4 +1,4 @@
-"""Trace context, the ring of spans, and trees of spans."""
+"""The ring of spans, what of them is exported, and trees of spans."""
 
 from __future__ import annotations
 
@@ -7,53 +7,22 @@ import secrets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry import trace as otel
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import Span
 from weft.cli.trace_timeline import SMALLEST_S, first_token_pieces
 from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.telemetry.spans import (
-    Span,
-    SpanContext,
     Tracer,
     described_error,
-    new_trace,
-    parse_traceparent,
+    lease_span_id,
+    lease_traceparent,
+    remote_parent,
+    trace_id_of,
+    traceparent_of,
 )
+from weft.testing.services.client_trace import new_trace, read_traceparent
 from weft.v1 import trace_pb2
-
-PROPAGATOR = TraceContextTextMapPropagator()
-HEX = "0123456789abcdef"
-FIELDS = st.tuples(
-    st.sampled_from(["00", "01", "cc", "ff", "0", "zz"]),
-    st.one_of(
-        st.text(HEX, min_size=32, max_size=32), st.just("0" * 32), st.text("0aZ", max_size=9)
-    ),
-    st.one_of(
-        st.text(HEX, min_size=16, max_size=16), st.just("0" * 16), st.text("0aZ", max_size=9)
-    ),
-    st.sampled_from(["00", "01", "02", "03", "ff", "1", "x1"]),
-    st.sampled_from(["", "", "", "-", "-more", "more"]),
-)
-
-
-@given(FIELDS)
-def test_a_traceparent_means_what_opentelemetry_makes_of_it(fields: tuple[str, ...]) -> None:
-    text = "-".join(fields[:4]) + fields[4]
-    other = otel.get_current_span(PROPAGATOR.extract({"traceparent": text})).get_span_context()
-    ours = parse_traceparent(text)
-    assert (ours is not None) == other.is_valid, text
-    if ours is not None:
-        assert (ours.trace_id, ours.span_id) == (other.trace_id, other.span_id)
-        assert ours.is_sampled == other.trace_flags.sampled
-
-
-def test_a_context_survives_its_header() -> None:
-    for is_sampled in (False, True):
-        context = new_trace(is_sampled)
-        assert parse_traceparent(context.traceparent) == context
-        child = context.child()
-        assert (child.trace_id, child.is_sampled) == (context.trace_id, is_sampled)
-        assert child.span_id != context.span_id
 
 
 def test_what_is_wrong_with_a_request_is_not_told() -> None:
@@ -66,39 +35,43 @@ def test_what_is_wrong_with_a_request_is_not_told() -> None:
     )
 
 
-def span(context: SpanContext, request_id: str = "", name: str = "x") -> Span:
-    return Span(
-        name=name, context=context, parent_id=0, start_s=0.0, end_s=1.0, request_id=request_id
-    )
+NOBODY = remote_parent("")
+
+
+def record(tracer: Tracer, request_id: str, parent: Span = NOBODY) -> Span:
+    return tracer.record("x", parent, request_id, 0.0, 1.0)
+
+
+def found_ids(tracer: Tracer, wanted: str, limit: int = 10) -> list[str]:
+    return [span.attributes["weft.request_id"] for span in tracer.recent.find(wanted, limit)]
 
 
 def test_the_ring_keeps_the_newest() -> None:
     tracer = Tracer("gateway", max_spans=100)
-    contexts = [new_trace(False) for _ in range(250)]
-    for number, context in enumerate(contexts):
-        tracer.record(span(context, f"cmpl-{number}"))
-    assert not tracer.find("cmpl-149", 10)
-    assert [found.context for found in tracer.find("cmpl-150", 10)] == [contexts[150]]
-    assert [s.request_id for s in tracer.find(f"{contexts[249].trace_id:032x}", 10)] == ["cmpl-249"]
+    spans = [record(tracer, f"cmpl-{number}") for number in range(250)]
+    assert not found_ids(tracer, "cmpl-149")
+    assert found_ids(tracer, "cmpl-150") == ["cmpl-150"]
+    assert found_ids(tracer, trace_id_of(spans[249])) == ["cmpl-249"]
 
 
 def test_a_request_is_found_with_its_prompts_and_no_other() -> None:
     tracer = Tracer("decode")
     for request_id in ("cmpl-1", "cmpl-1-0", "cmpl-1-12", "cmpl-12", "cmpl-1-x", ""):
-        tracer.record(span(new_trace(False), request_id))
-    assert [s.request_id for s in tracer.find("cmpl-1", 10)] == ["cmpl-1", "cmpl-1-0", "cmpl-1-12"]
-    assert [s.request_id for s in tracer.find("cmpl-1", 2)] == ["cmpl-1-0", "cmpl-1-12"]
+        record(tracer, request_id)
+    assert found_ids(tracer, "cmpl-1") == ["cmpl-1", "cmpl-1-0", "cmpl-1-12"]
+    assert found_ids(tracer, "cmpl-1", 2) == ["cmpl-1-0", "cmpl-1-12"]
 
 
 def test_only_sampled_spans_are_exported_and_none_when_off() -> None:
     for is_on in (True, False):
-        exported: list[Span] = []
+        exporter = InMemorySpanExporter()
         tracer = Tracer("decode", is_on=is_on)
-        tracer.export = exported.append
+        tracer.provider.add_span_processor(SimpleSpanProcessor(exporter))
         for is_sampled in (True, False):
-            tracer.record(span(new_trace(is_sampled), "r"))
-        assert [s.context.is_sampled for s in exported] == ([True] if is_on else [])
-        assert len(tracer.find("r", 10)) == (2 if is_on else 0)
+            record(tracer, "r", remote_parent(new_trace(is_sampled).traceparent))
+        exported = [span.context.trace_flags.sampled for span in exporter.get_finished_spans()]
+        assert exported == ([True] if is_on else [])
+        assert len(found_ids(tracer, "r")) == (2 if is_on else 0)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +79,9 @@ def test_only_sampled_spans_are_exported_and_none_when_off() -> None:
 )
 def test_a_share_of_new_traces_is_sampled(ratio: float, least: int, most: int) -> None:
     tracer = Tracer("gateway", sample_ratio=ratio)
-    sampled = sum(tracer.begin("")[0].is_sampled for _ in range(999))
-    assert least <= sampled <= most
+    spans = [record(tracer, "r") for _ in range(999)]
+    assert len({trace_id_of(span) for span in spans}) == 999
+    assert least <= sum(span.get_span_context().trace_flags.sampled for span in spans) <= most
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -115,9 +89,22 @@ def test_a_caller_decides_for_its_own_trace(ratio: float) -> None:
     tracer = Tracer("gateway", sample_ratio=ratio)
     for is_sampled in (False, True):
         caller = new_trace(is_sampled)
-        context, parent_id = tracer.begin(caller.traceparent)
-        assert (context.trace_id, parent_id) == (caller.trace_id, caller.span_id)
-        assert context.is_sampled == is_sampled
+        record(tracer, "r", remote_parent(caller.traceparent))
+        (span,) = tracer.recent.find("r", 1)
+        assert (span.context.trace_id, span.parent.span_id) == (caller.trace_id, caller.span_id)
+        assert span.context.trace_flags.sampled == is_sampled
+
+
+def test_both_ends_of_a_fill_name_one_span() -> None:
+    caller, lease_id = new_trace(True), secrets.token_bytes(16)
+    header = read_traceparent(lease_traceparent(caller.traceparent, lease_id))
+    assert header == (caller.trace_id, lease_span_id(lease_id), True)
+    tracer = Tracer("decode")
+    parent = remote_parent(caller.traceparent)
+    fill = tracer.record("fill", parent, "r", 0.0, 1.0, span_id=lease_span_id(lease_id))
+    assert read_traceparent(traceparent_of(fill)) == header
+    assert record(tracer, "r", fill).get_span_context().span_id != header.span_id
+    assert not lease_traceparent("nonsense", lease_id)
 
 
 # -- trees ---------------------------------------------------------------------------------------

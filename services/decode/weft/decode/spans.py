@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from opentelemetry.trace import Span, SpanKind
 from weft.common.telemetry.spans import (
     Attribute,
-    Span,
-    SpanContext,
     Tracer,
     described_error,
+    end,
     lease_span_id,
+    remote_parent,
+    traceparent_of,
 )
-from weft.contract.clock import monotonic
 from weft.contract.submits import Finished, GatewayBatch, Submit
 from weft.contract.timeline import FillRecord, Timeline
 
@@ -25,10 +25,7 @@ _Key = tuple[int, str, int]
 class _Open:
     """A submit whose end has not been reported."""
 
-    context: SpanContext
-    parent_id: int
-    start_s: float
-    num_prompt_tokens: int
+    span: Span
     unfinished: set[int]
     """Samples that have not ended."""
     num_completion_tokens: int = 0
@@ -40,9 +37,6 @@ class RequestSpans:
     """Follows submits to their end and records their spans.
 
     The engine's times are on the same clock as this process's.
-
-    Args:
-        tracer: Keeps the spans.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -63,16 +57,16 @@ class RequestSpans:
         key = (submit.gateway, submit.request_id, submit.attempt)
         if not self._tracer.is_on or not submit.traceparent or key in self._open:
             return
-        context, parent_id = self._tracer.begin(submit.traceparent)
-        submit.traceparent = context.traceparent
-        finished = {entry.sample for entry in submit.progress if entry.is_finished}
-        self._open[key] = _Open(
-            context=context,
-            parent_id=parent_id,
-            start_s=monotonic(),
-            num_prompt_tokens=len(submit.prompt),
-            unfinished=set(range(submit.sampling.n)) - finished,
+        span = self._tracer.start(
+            "request",
+            remote_parent(submit.traceparent),
+            submit.request_id,
+            kind=SpanKind.SERVER,
+            attributes={"weft.prompt_tokens": len(submit.prompt)},
         )
+        submit.traceparent = traceparent_of(span)
+        finished = {entry.sample for entry in submit.progress if entry.is_finished}
+        self._open[key] = _Open(span, set(range(submit.sampling.n)) - finished)
 
     def on_batch(self, batch: GatewayBatch) -> None:
         """Records a step's results for a session."""
@@ -104,7 +98,7 @@ class RequestSpans:
         timeline = finished.timeline
         if opened.prompt is None or _began(timeline) < _began(opened.prompt):
             opened.prompt = timeline
-        self._record(_decode_stage(opened, finished))
+        self._record_decode(opened, finished)
         if not opened.unfinished:
             del self._open[key]
             attributes: dict[str, Attribute] = {
@@ -114,30 +108,67 @@ class RequestSpans:
             }
             self._end(key, opened, attributes, "")
 
-    def _record(self, spans: Iterable[Span]) -> None:
-        for span in spans:
-            self._tracer.record(span)
-
     def _end(self, key: _Key, opened: _Open, attributes: dict[str, Attribute], error: str) -> None:
         if opened.prompt is not None:
-            self._record(_prompt_stages(opened, key[1], opened.prompt))
-        self._tracer.record(
-            Span(
-                name="request",
-                context=opened.context,
-                parent_id=opened.parent_id,
-                start_s=opened.start_s,
-                end_s=monotonic(),
-                request_id=key[1],
-                kind="server",
-                attributes={
-                    "weft.prompt_tokens": opened.num_prompt_tokens,
-                    "weft.completion_tokens": opened.num_completion_tokens,
-                    **attributes,
-                },
-                error=error,
+            self._record_prompt(opened, key[1], opened.prompt)
+        attributes["weft.completion_tokens"] = opened.num_completion_tokens
+        opened.span.set_attributes(attributes)
+        end(opened.span, error)
+
+    def _record_prompt(self, opened: _Open, request_id: str, timeline: Timeline) -> None:
+        """Records the spans of the prompt: waiting, fills, local computation."""
+        zero_s, admitted_s = timeline.submitted_at, timeline.admitted_s
+        if admitted_s is not None:
+            self._tracer.record("queue", opened.span, request_id, zero_s, zero_s + admitted_s)
+        for fill in timeline.fills:
+            end_s = fill.end_s or timeline.finish_s or fill.start_s
+            span = self._tracer.record(
+                "fill",
+                opened.span,
+                request_id,
+                zero_s + fill.start_s,
+                zero_s + end_s,
+                _fill_attributes(fill),
+                error=fill.failure,
+                span_id=lease_span_id(bytes.fromhex(fill.lease_id)) if fill.lease_id else 0,
             )
-        )
+            for name, begin_s, end_s in _arrival_stages(fill):
+                self._tracer.record(name, span, request_id, zero_s + begin_s, zero_s + end_s)
+        if timeline.local_prefill_tokens:
+            begin_s = max([admitted_s or 0.0, *(fill.end_s for fill in timeline.fills)])
+            if timeline.local_prefill_began_s is not None:
+                begin_s = timeline.local_prefill_began_s
+            end_s = max(begin_s, timeline.first_token_s or timeline.finish_s or 0.0)
+            last = timeline.fills[-1] if timeline.fills else None
+            is_tail = last is not None and last.source == "prefill" and not last.failure
+            self._tracer.record(
+                "tail" if is_tail else "prefill",
+                opened.span,
+                request_id,
+                zero_s + begin_s,
+                zero_s + end_s,
+                {"weft.tokens": timeline.local_prefill_tokens},
+            )
+
+    def _record_decode(self, opened: _Open, finished: Finished) -> None:
+        """Records the span from a sample's first token to its last."""
+        timeline = finished.timeline
+        if timeline.first_token_s is None or timeline.finish_s is None:
+            return
+        attributes: dict[str, Attribute] = {
+            "weft.sample": finished.sample,
+            "weft.tokens": finished.completion_tokens,
+            "weft.steps": timeline.num_steps,
+            "weft.preemptions": timeline.num_preemptions,
+            "weft.drafted_tokens": timeline.num_drafted_tokens,
+            "weft.accepted_tokens": timeline.num_accepted_tokens,
+            "weft.finish_reason": finished.reason,
+        }
+        if timeline.num_tree_steps:
+            attributes["weft.tree_steps"] = timeline.num_tree_steps
+        zero_s = timeline.submitted_at
+        first_s, last_s = zero_s + timeline.first_token_s, zero_s + timeline.finish_s
+        self._tracer.record("decode", opened.span, finished.request_id, first_s, last_s, attributes)
 
 
 def _began(timeline: Timeline) -> tuple[float, float]:
@@ -146,96 +177,15 @@ def _began(timeline: Timeline) -> tuple[float, float]:
     return math.inf if first_s is None else first_s, math.inf if admitted_s is None else admitted_s
 
 
-def _prompt_stages(opened: _Open, request_id: str, timeline: Timeline) -> Iterator[Span]:
-    """Spans of the prompt: waiting, fills, local computation."""
-
-    def stage(name: str, begin_s: float, end_s: float, attributes: dict[str, Attribute]) -> Span:
-        return _stage(opened, request_id, timeline, name, begin_s, end_s, attributes)
-
-    admitted_s = timeline.admitted_s
-    if admitted_s is not None:
-        yield stage("queue", 0.0, admitted_s, {})
-    for fill in timeline.fills:
-        end_s = fill.end_s or timeline.finish_s or fill.start_s
-        span = stage("fill", fill.start_s, end_s, _fill_attributes(fill))
-        span.error = fill.failure
-        if fill.lease_id:
-            span.context = opened.context.child(lease_span_id(bytes.fromhex(fill.lease_id)))
-        yield span
-        for part in _arrival_stages(stage, fill):
-            part.parent_id = span.context.span_id
-            yield part
-    if timeline.local_prefill_tokens:
-        begin_s = max([admitted_s or 0.0, *(fill.end_s for fill in timeline.fills)])
-        if timeline.local_prefill_began_s is not None:
-            begin_s = timeline.local_prefill_began_s
-        end_s = max(begin_s, timeline.first_token_s or timeline.finish_s or 0.0)
-        last = timeline.fills[-1] if timeline.fills else None
-        is_tail = last is not None and last.source == "prefill" and not last.failure
-        name = "tail" if is_tail else "prefill"
-        yield stage(name, begin_s, end_s, {"weft.tokens": timeline.local_prefill_tokens})
-
-
-def _arrival_stages(
-    stage: Callable[[str, float, float, dict[str, Attribute]], Span], fill: FillRecord
-) -> Iterator[Span]:
-    """Spans of what the owner does with the last chunk of a fill."""
+def _arrival_stages(fill: FillRecord) -> list[tuple[str, float, float]]:
+    """What the owner does with the last chunk of a fill: names, begins and ends."""
     if not (fill.arrived_s and fill.announced_s):
-        return
+        return []
     first_s, both_s = sorted((fill.arrived_s, fill.announced_s))
-    yield stage("arrival", first_s, both_s, {})
     checked_s = max(both_s, fill.checked_s)
-    if fill.checked_s:
-        yield stage("check", both_s, checked_s, {})
-    yield stage("publish", checked_s, max(checked_s, fill.end_s), {})
-
-
-def _decode_stage(opened: _Open, finished: Finished) -> Iterator[Span]:
-    """Span from the first token to the last."""
-    timeline = finished.timeline
-    if timeline.first_token_s is None or timeline.finish_s is None:
-        return
-    attributes: dict[str, Attribute] = {
-        "weft.sample": finished.sample,
-        "weft.tokens": finished.completion_tokens,
-        "weft.steps": timeline.num_steps,
-        "weft.preemptions": timeline.num_preemptions,
-        "weft.drafted_tokens": timeline.num_drafted_tokens,
-        "weft.accepted_tokens": timeline.num_accepted_tokens,
-        "weft.finish_reason": finished.reason,
-    }
-    if timeline.num_tree_steps:
-        attributes["weft.tree_steps"] = timeline.num_tree_steps
-    yield _stage(
-        opened,
-        finished.request_id,
-        timeline,
-        "decode",
-        timeline.first_token_s,
-        timeline.finish_s,
-        attributes,
-    )
-
-
-def _stage(
-    opened: _Open,
-    request_id: str,
-    timeline: Timeline,
-    name: str,
-    begin_s: float,
-    end_s: float,
-    attributes: dict[str, Attribute],
-) -> Span:
-    """Records a part of the request; times are seconds since the engine received the submit."""
-    return Span(
-        name=name,
-        context=opened.context.child(),
-        parent_id=opened.context.span_id,
-        start_s=timeline.submitted_at + begin_s,
-        end_s=timeline.submitted_at + end_s,
-        request_id=request_id,
-        attributes=attributes,
-    )
+    check = [("check", both_s, checked_s)] if fill.checked_s else []
+    publish = ("publish", checked_s, max(checked_s, fill.end_s))
+    return [("arrival", first_s, both_s), *check, publish]
 
 
 def _fill_attributes(fill: FillRecord) -> dict[str, Attribute]:

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+from opentelemetry.trace import SpanKind
 from weft.common.durations import duration
 from weft.common.rpc.streams import first_message
-from weft.common.telemetry.spans import REQUEST_ID_KEY, Span
+from weft.common.telemetry.spans import REQUEST_ID_KEY, remote_parent
 from weft.common.telemetry.tracing import MAX_ID_BYTES
 from weft.common.worker.fills import LEASE_STATES
 from weft.common.worker.tiers import tier_to_proto
@@ -43,7 +44,6 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Lookup(
         self, request: kvstore_pb2.LookupRequest, context: Context
     ) -> kvstore_pb2.LookupResponse:
-        """See kvstore.proto."""
         start_s = monotonic()
         keys = lookup_keys(request)
         num_pages = await self._store.look_up(keys, request.block_pages, request.window_pages)
@@ -58,30 +58,25 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         tracer = self._store.tracer
         if not tracer.is_on or not isinstance(traceparent, str):
             return
-        span_context, parent_id = tracer.begin(traceparent)
-        tracer.record(
-            Span(
-                name="lookup",
-                context=span_context,
-                parent_id=parent_id,
-                start_s=start_s,
-                end_s=monotonic(),
-                request_id=str(metadata.get(REQUEST_ID_KEY, ""))[:MAX_ID_BYTES],
-                kind="server",
-                attributes={"weft.pages_asked": num_keys, "weft.pages": num_pages},
-            )
+        request_id = str(metadata.get(REQUEST_ID_KEY, ""))[:MAX_ID_BYTES]
+        span = tracer.start(
+            "lookup",
+            remote_parent(traceparent),
+            request_id,
+            kind=SpanKind.SERVER,
+            start_s=start_s,
+            attributes={"weft.pages_asked": num_keys, "weft.pages": num_pages},
         )
+        span.end()
 
     def Fill(
         self, request_iterator: AsyncIterator[kv_pb2.FillControl], context: Context
     ) -> AsyncIterator[kv_pb2.FillEvent]:
-        """See kvstore.proto."""
         return self._store.front.streams.serve(request_iterator)
 
     async def FillStatus(
         self, request: kv_pb2.FillStatusRequest, context: Context
     ) -> kv_pb2.FillStatusResponse:
-        """See kvstore.proto."""
         if len(request.lease_id) != LEASE_ID_BYTES:
             raise InvalidRequest(f"lease_id has {len(request.lease_id)} bytes", param="lease_id")
         state = self._store.front.lease_state(request.lease_id)
@@ -90,13 +85,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Put(
         self, request: kvstore_pb2.PutRequest, context: Context
     ) -> kvstore_pb2.PutResponse:
-        """See kvstore.proto."""
         return _put_response(await self._store.put(put_order(request)))
 
     async def PutData(
         self, request_iterator: AsyncIterator[kvstore_pb2.PutDataRequest], context: Context
     ) -> kvstore_pb2.PutDataResponse:
-        """See kvstore.proto."""
         first = await first_message(request_iterator)
         if first is None or not first.HasField("header") or first.data:
             raise InvalidRequest("the first message is the header alone", param="header")
@@ -106,7 +99,6 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def ReportCorrupt(
         self, request: kvstore_pb2.ReportCorruptRequest, context: Context
     ) -> kvstore_pb2.ReportCorruptResponse:
-        """See kvstore.proto."""
         check_keys([request.key], "key")
         dropped = await self._store.report_corrupt(request.key)
         return kvstore_pb2.ReportCorruptResponse(dropped=dropped)
@@ -114,7 +106,6 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def GetStoreInfo(
         self, request: kvstore_pb2.GetStoreInfoRequest, context: Context
     ) -> kvstore_pb2.GetStoreInfoResponse:
-        """See kvstore.proto."""
         store = self._store
         return kvstore_pb2.GetStoreInfoResponse(
             store_id=store.store_id,
@@ -130,7 +121,6 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Stats(
         self, request: kvstore_pb2.StatsRequest, context: Context
     ) -> kvstore_pb2.StatsResponse:
-        """See kvstore.proto."""
         store = self._store
         counts = store.counts()
         return kvstore_pb2.StatsResponse(

@@ -23,10 +23,10 @@ from weft.common.rpc.listen import add_port, bracket
 from weft.common.rpc.tls import Identity, load_identity
 from weft.common.settings import ServiceSettings, is_loopback
 from weft.common.tasks import start_logged, tell_standstills
-from weft.common.telemetry.otlp import OtlpExport
+from weft.common.telemetry.otlp import OtlpExport, start_export
 from weft.common.telemetry.spans import Tracer
 from weft.common.telemetry.tracing import SERVICE_NAME as TRACE_SERVICE
-from weft.common.telemetry.tracing import TraceServicer, make_tracer, start_export
+from weft.common.telemetry.tracing import TraceServicer, make_tracer
 from weft.contract.errors import ConfigError
 from weft.v1 import trace_pb2_grpc
 

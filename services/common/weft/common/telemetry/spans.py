@@ -1,51 +1,88 @@
-"""Spans as plain values: a service's work for a request, with its duration.
+"""The spans of one service: OpenTelemetry's tracer, and the newest spans for `weft trace`.
 
-A span is recorded once it has ended, from times that were taken anyway. Ids and `traceparent`
-follow W3C Trace Context, so that any collector can join the spans.
+Most spans are made when they have ended, from times that the engine measured. Times are seconds on
+this host's monotonic clock until they become a span's.
 """
 
 from __future__ import annotations
 
-import random
+import importlib.metadata
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
 
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import (
+    Decision,
+    Sampler,
+    SamplingResult,
+    TraceIdRatioBased,
+)
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    NoOpTracer,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceState,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes
 from weft.contract.errors import InvalidRequest
 
 REQUEST_ID_KEY = "x-weft-request-id"
 """Metadata key of the request id in calls between services, beside `traceparent`."""
+REQUEST_ID = "weft.request_id"
+"""Attribute of a span with its request's id."""
 
-SpanKind = Literal["internal", "server", "client"]
 Attribute = str | bool | int | float
 
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
-_new_bits = random.SystemRandom().getrandbits
-_ids = random.Random(_new_bits(256))
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class SpanContext(NamedTuple):
-    """The part of a span that its children need, on this machine or another."""
+def remote_parent(traceparent: str) -> Span:
+    """The caller's span that a W3C header names; one with an invalid context if it names none."""
+    return get_current_span(_PROPAGATOR.extract({"traceparent": traceparent}, Context()))
 
-    trace_id: int
-    """Trace id, 128 bits, not 0."""
-    span_id: int
-    """Span id, 64 bits, not 0."""
-    is_sampled: bool
-    """Whether the span is exported, if spans are exported at all."""
 
-    @property
-    def traceparent(self) -> str:
-        """The W3C header of calls that this span makes."""
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
+def traceparent_of(span: Span) -> str:
+    """The W3C header of calls that a span makes; empty without a trace."""
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    def child(self, span_id: int | None = None) -> SpanContext:
-        """The context of a new span in the same trace."""
-        return SpanContext(self.trace_id, span_id or new_span_id(), self.is_sampled)
+
+def trace_id_of(span: Span) -> str:
+    """32 hex digits; empty without a trace."""
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def lease_traceparent(traceparent: str, lease_id: bytes) -> str:
+    """The header that names the span of a fill, in the trace of another header."""
+    caller = remote_parent(traceparent).get_span_context()
+    fill = SpanContext(
+        caller.trace_id, lease_span_id(lease_id), is_remote=True, trace_flags=caller.trace_flags
+    )
+    return traceparent_of(NonRecordingSpan(fill))
+
+
+def lease_span_id(lease_id: bytes) -> int:
+    """Span id of a fill: the first half of its lease id.
+
+    Owner and filler both derive it, without exchanging span ids.
+    """
+    return int.from_bytes(lease_id[:8], "big") or 1
 
 
 def described_error(reason: str, message: str, param: str | None) -> str:
@@ -57,62 +94,98 @@ def described_error(reason: str, message: str, param: str | None) -> str:
     return f"{reason}: {message}"
 
 
-def new_span_id() -> int:
-    """Generates 64 random bits that are not all 0."""
-    return _ids.getrandbits(64) or 1
+class RecentSpans(SpanProcessor):
+    """The spans of a service that ended last."""
+
+    def __init__(self, max_spans: int) -> None:
+        self._spans: deque[ReadableSpan] = deque(maxlen=max_spans)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        # A copy without the SDK's empty lists of events and links takes a quarter of the memory.
+        self._spans.append(
+            ReadableSpan(
+                span.name,
+                context=span.context,
+                parent=span.parent,
+                resource=span.resource,
+                attributes=dict(span.attributes or {}),
+                kind=span.kind,
+                status=span.status,
+                start_time=span.start_time,
+                end_time=span.end_time,
+            )
+        )
+
+    def find(self, wanted: str, limit: int) -> list[ReadableSpan]:
+        """The newest spans of a request or trace, oldest first.
+
+        Args:
+            wanted: A request id, with the spans of each of its prompts, or 32 hex digits of a
+                trace id.
+            limit: Most spans returned.
+        """
+        if _TRACE_ID.fullmatch(wanted):
+            trace_id = int(wanted, 16)
+            found = [span for span in self._spans if span.context.trace_id == trace_id]
+        else:
+            part = re.compile(re.escape(wanted) + r"(-\d+)?")
+            found = [
+                span
+                for span in self._spans
+                if part.fullmatch(str((span.attributes or {}).get(REQUEST_ID, "")))
+            ]
+        return found[-limit:]
 
 
-def new_trace(is_sampled: bool) -> SpanContext:
-    """Creates the context of a root span."""
-    return SpanContext(_ids.getrandbits(128) or 1, new_span_id(), is_sampled)
-
-
-def parse_traceparent(text: str) -> SpanContext | None:
-    """Parses a W3C traceparent; None if absent or invalid."""
-    match = _TRACEPARENT.fullmatch(text)
-    if match is None:
-        return None
-    version, trace, span, flags, more = match.groups()
-    context = SpanContext(int(trace, 16), int(span, 16), bool(int(flags, 16) & 1))
-    if version == "ff" or (version == "00" and more) or not context.trace_id or not context.span_id:
-        return None
-    return context
-
-
-def lease_span_id(lease_id: bytes) -> int:
-    """Span id of a fill: the first half of its lease id.
-
-    Owner and filler both derive it, without exchanging span ids.
+class _RecordAll(Sampler):
+    """Records each span, and samples (for export) those of sampled callers and a share of the
+    traces that begin here.
     """
-    return int.from_bytes(lease_id[:8], "big") or 1
+
+    def __init__(self, ratio: float) -> None:
+        self._of_new_traces = TraceIdRatioBased(ratio)
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        caller = get_current_span(parent_context).get_span_context()
+        if caller.is_valid:
+            is_exported = caller.trace_flags.sampled
+        else:
+            is_exported = self._of_new_traces.should_sample(
+                None, trace_id, name
+            ).decision.is_sampled()
+        decision = Decision.RECORD_AND_SAMPLE if is_exported else Decision.RECORD_ONLY
+        return SamplingResult(decision, attributes)
+
+    def get_description(self) -> str:
+        return f"RecordAll({self._of_new_traces.get_description()})"
 
 
-@dataclass(slots=True)
-class Span:
-    """A finished operation. Times are seconds on this host's monotonic clock."""
+class _SpanIds(RandomIdGenerator):
+    """Random ids, and for the next span a given one."""
 
-    name: str
-    context: SpanContext
-    parent_id: int
-    """Span id of the parent; 0: none."""
-    start_s: float
-    end_s: float
-    request_id: str = ""
-    kind: SpanKind = "internal"
-    attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    error: str = ""
-    """Why the operation failed; empty if it succeeded."""
+    given = 0
+
+    def generate_span_id(self) -> int:
+        given, self.given = self.given, 0
+        return given or super().generate_span_id()
 
 
 class Tracer:
-    """Keeps the recent spans of one service, and passes sampled ones on.
-
-    It belongs to one thread. Recording a span costs about a microsecond.
+    """Makes the spans of one service and keeps the newest. It belongs to one thread.
 
     Args:
         service: Name of the service: gateway, decode, prefill or kvstore.
         instance: Stable id of this service.
-        is_on: Whether spans are recorded; if not, every call returns at once.
+        is_on: Whether spans are recorded; if not, a caller's trace passes through unchanged.
         sample_ratio: Share of new traces that are exported, 0..1; a trace that a caller has begun
             is exported if the caller says so.
         max_spans: Number of spans that are kept; the oldest are dropped first.
@@ -129,51 +202,89 @@ class Tracer:
     ) -> None:
         self.service = service
         self.instance = instance
-        self.is_on = is_on
-        self.export: Callable[[Span], None] | None = None
-        """Receives every sampled span; must not block."""
-        self._sample_ratio = sample_ratio
-        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self.recent = RecentSpans(max_spans)
+        self._ids = _SpanIds()
+        version = importlib.metadata.version("weft")
+        self.provider = TracerProvider(
+            sampler=_RecordAll(sample_ratio),
+            resource=_resource(service, instance, version),
+            id_generator=self._ids,
+            shutdown_on_exit=False,
+        )
+        self.provider.add_span_processor(self.recent)
+        self._tracer = self.provider.get_tracer("weft", version) if is_on else NoOpTracer()
 
-    def begin(self, traceparent: str) -> tuple[SpanContext, int]:
-        """Creates the context of a span that serves a call.
+    @property
+    def is_on(self) -> bool:
+        """Whether spans are recorded."""
+        return not isinstance(self._tracer, NoOpTracer)
 
-        Args:
-            traceparent: The caller's header, valid or not.
-
-        Returns:
-            The context, and the id of its parent; 0 if the context begins a trace.
+    def start(
+        self,
+        name: str,
+        parent: Span,
+        request_id: str,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        start_s: float | None = None,
+        attributes: Mapping[str, Attribute] | None = None,
+        span_id: int = 0,
+    ) -> Span:
+        """Begins a span, now or at `start_s`, with a random id or `span_id`. A parent without a
+        valid context makes it the first span of a new trace.
         """
-        caller = parse_traceparent(traceparent)
-        if caller is None:
-            return new_trace(_ids.random() < self._sample_ratio), 0
-        return caller.child(), caller.span_id
+        self._ids.given = span_id
+        return self._tracer.start_span(
+            name,
+            set_span_in_context(parent, Context()),
+            kind,
+            {REQUEST_ID: request_id, **(attributes or {})},
+            start_time=None if start_s is None else wall_ns(start_s),
+        )
 
-    def record(self, span: Span) -> None:
-        """Records a span that has ended."""
-        if not self.is_on:
-            return
-        self._spans.append(span)
-        if span.context.is_sampled and self.export is not None:
-            self.export(span)
+    def record(
+        self,
+        name: str,
+        parent: Span,
+        request_id: str,
+        start_s: float,
+        end_s: float,
+        attributes: Mapping[str, Attribute] | None = None,
+        *,
+        error: str = "",
+        span_id: int = 0,
+    ) -> Span:
+        """Makes a span of work that has ended."""
+        span = self.start(
+            name, parent, request_id, start_s=start_s, attributes=attributes, span_id=span_id
+        )
+        end(span, error, end_s=end_s)
+        return span
 
-    def find(self, wanted: str, limit: int) -> list[Span]:
-        """The newest spans of a request or trace, oldest first.
 
-        Args:
-            wanted: A request id, with the spans of each of its prompts, or 32 hex digits of a
-                trace id.
-            limit: Most spans returned.
-        """
-        if _TRACE_ID.fullmatch(wanted):
-            trace_id = int(wanted, 16)
-            found = [span for span in self._spans if span.context.trace_id == trace_id]
-        else:
-            part = re.compile(re.escape(wanted) + r"(-\d+)?")
-            found = [span for span in self._spans if part.fullmatch(span.request_id)]
-        return found[-limit:]
+def end(span: Span, error: str = "", *, end_s: float | None = None) -> None:
+    """Ends a span, now or at `end_s`; `error` says why its work failed."""
+    if error:
+        span.set_status(StatusCode.ERROR, error)
+    span.end(None if end_s is None else wall_ns(end_s))
+
+
+def _resource(service: str, instance: str, version: str) -> Resource:
+    weft = {
+        "service.namespace": "weft",
+        "service.name": service,
+        "service.instance.id": instance,
+        "service.version": version,
+    }
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence over our attributes.
+    return Resource.create().merge(Resource(weft)).merge(OTELResourceDetector().detect())
 
 
 def wall_offset_s() -> float:
     """Current offset from the monotonic clock to Unix time, seconds."""
     return time.time() - time.monotonic()
+
+
+def wall_ns(monotonic_s: float) -> int:
+    """A moment of the monotonic clock as Unix time, nanoseconds."""
+    return int((monotonic_s + wall_offset_s()) * 1e9)

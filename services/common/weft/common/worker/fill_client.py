@@ -15,7 +15,7 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.streams import WRITE_AFTER_END
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import start_logged
-from weft.common.telemetry.spans import lease_span_id, parse_traceparent
+from weft.common.telemetry.spans import lease_traceparent
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fills import (
     LAST_EVENTS,
@@ -162,9 +162,7 @@ class FillClient:
         assert command.handle is not None
         start = start_to_proto(command.handle)
         start.start.request_id = command.request_id
-        parent = parse_traceparent(command.traceparent)
-        if parent is not None:
-            start.start.traceparent = parent.child(lease_span_id(command.lease_id)).traceparent
+        start.start.traceparent = lease_traceparent(command.traceparent, command.lease_id)
 
         last = FillEvent(kind="broken", message="the filler ended the stream")
         call = self._stub(command).Fill()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.common.telemetry.spans import Attribute, Span, Tracer
-from weft.contract.clock import monotonic
+from opentelemetry.trace import Span, SpanKind
+from weft.common.telemetry.spans import Attribute, Tracer, end, remote_parent, traceparent_of
 from weft.contract.fills import FillStart
 from weft.contract.handle import FillEvent, FillTimings
 
@@ -20,15 +20,15 @@ class FillTrace:
     def __init__(self, tracer: Tracer, start: FillStart) -> None:
         self._tracer = tracer
         self._request_id = start.request_id
-        self._start_s = monotonic()
         self._attributes: dict[str, Attribute] = {"weft.owner_id": start.handle.owner_id}
         self._timings: FillTimings | None = None
-        self._accepted_s = 0.0
         self._error = "the owner's stream broke"
-        self._is_on = tracer.is_on and bool(start.traceparent)
-        if self._is_on:
-            self._context, self._parent_id = tracer.begin(start.traceparent)
-            start.traceparent = self._context.traceparent
+        self._span: Span | None = None
+        if tracer.is_on and start.traceparent:
+            self._span = tracer.start(
+                "fill", remote_parent(start.traceparent), start.request_id, kind=SpanKind.SERVER
+            )
+            start.traceparent = traceparent_of(self._span)
 
     def on_event(self, event: FillEvent) -> None:
         """Records an event sent to the owner."""
@@ -47,58 +47,40 @@ class FillTrace:
 
     def end(self) -> None:
         """Ends the trace with the stream."""
-        if not self._is_on:
+        if self._span is None:
             return
-        timings = self._timings
-        if timings is not None:
-            self._attributes["weft.computed_tokens"] = timings.computed_tokens
-            self._attributes["weft.bytes"] = timings.bytes
-            # The engine's clock is this process's: both are CLOCK_MONOTONIC.
-            self._accepted_s = timings.accepted_at
-            self._stage("queue", 0.0, timings.queued_s, {})
-            computed_s = timings.last_chunk_computed_s
-            if timings.computed_tokens:
-                tokens: dict[str, Attribute] = {"weft.tokens": timings.computed_tokens}
-                self._stage("plan", timings.queued_s, timings.planned_s, {})
-                self._stage("compute", timings.planned_s, computed_s, tokens)
-            # The rest is of the last chunk; earlier ones leave while later ones are computed.
-            digested_s = timings.last_digested_s
-            gathered_s = max(computed_s, digested_s - timings.last_digest_s)
-            posted_s, written_s = timings.last_write_posted_s, timings.last_write_complete_s
-            self._stage("gather", computed_s, gathered_s, {})
-            self._stage("digest", gathered_s, digested_s, {})
-            self._stage("post", digested_s, posted_s, {})
-            size: dict[str, Attribute] = {"weft.bytes": timings.bytes}
-            self._stage("write", posted_s, written_s, size)
-            self._stage("report", written_s, timings.reported_s, {})
-        self._tracer.record(
-            Span(
-                name="fill",
-                context=self._context,
-                parent_id=self._parent_id,
-                start_s=self._start_s,
-                end_s=monotonic(),
-                request_id=self._request_id,
-                kind="server",
-                attributes=self._attributes,
-                error=self._error,
-            )
-        )
+        if self._timings is not None:
+            self._attributes["weft.computed_tokens"] = self._timings.computed_tokens
+            self._attributes["weft.bytes"] = self._timings.bytes
+            self._record_stages(self._span, self._timings)
+        self._span.set_attributes(self._attributes)
+        end(self._span, self._error)
 
-    def _stage(
-        self, name: str, begin_s: float, end_s: float, attributes: dict[str, Attribute]
-    ) -> None:
-        """Records a part of the fill; times are seconds since the fill was accepted."""
-        if end_s <= 0.0:
-            return
-        self._tracer.record(
-            Span(
-                name=name,
-                context=self._context.child(),
-                parent_id=self._context.span_id,
-                start_s=self._accepted_s + begin_s,
-                end_s=self._accepted_s + max(begin_s, end_s),
-                request_id=self._request_id,
-                attributes=attributes,
-            )
-        )
+    def _record_stages(self, fill: Span, timings: FillTimings) -> None:
+        # The engine's clock is this process's: both are CLOCK_MONOTONIC.
+        accepted_s = timings.accepted_at
+        tokens: dict[str, Attribute] = {"weft.tokens": timings.computed_tokens}
+        size: dict[str, Attribute] = {"weft.bytes": timings.bytes}
+
+        def stage(
+            name: str, begin_s: float, end_s: float, attributes: dict[str, Attribute] | None = None
+        ) -> None:
+            """Records a part of the fill; times are seconds since the fill was accepted."""
+            if end_s > 0.0:
+                begin_at, end_at = accepted_s + begin_s, accepted_s + max(begin_s, end_s)
+                self._tracer.record(name, fill, self._request_id, begin_at, end_at, attributes)
+
+        computed_s = timings.last_chunk_computed_s
+        stage("queue", 0.0, timings.queued_s)
+        if timings.computed_tokens:
+            stage("plan", timings.queued_s, timings.planned_s)
+            stage("compute", timings.planned_s, computed_s, tokens)
+        # The rest is of the last chunk; earlier ones leave while later ones are computed.
+        digested_s = timings.last_digested_s
+        gathered_s = max(computed_s, digested_s - timings.last_digest_s)
+        posted_s, written_s = timings.last_write_posted_s, timings.last_write_complete_s
+        stage("gather", computed_s, gathered_s)
+        stage("digest", gathered_s, digested_s)
+        stage("post", digested_s, posted_s)
+        stage("write", posted_s, written_s, size)
+        stage("report", written_s, timings.reported_s)

@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import grpc
-from weft.common.telemetry.spans import REQUEST_ID_KEY, Span, Tracer
+from opentelemetry.trace import Span, SpanKind
+from weft.common.telemetry.spans import (
+    REQUEST_ID_KEY,
+    Tracer,
+    end,
+    remote_parent,
+    traceparent_of,
+)
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.fills import target_to_proto
 from weft.contract.clock import Clock, monotonic
@@ -181,37 +188,27 @@ class _LookupTrace:
     """The span of a lookup, if its request has a trace context."""
 
     def __init__(self, tracer: Tracer, lookup: StoreLookup, num_keys: int) -> None:
-        self._tracer = tracer
-        self._lookup = lookup
-        self._num_keys = num_keys
-        self._start_s = monotonic()
-        self._is_on = tracer.is_on and bool(lookup.traceparent)
+        self._span: Span | None = None
         self.error = ""
         self.metadata: tuple[tuple[str, str], ...] | None = None
-        if self._is_on:
-            self._context, self._parent_id = tracer.begin(lookup.traceparent)
+        if tracer.is_on and lookup.traceparent:
+            self._span = tracer.start(
+                "lookup",
+                remote_parent(lookup.traceparent),
+                lookup.request_id,
+                kind=SpanKind.CLIENT,
+                attributes={"weft.pages_asked": num_keys},
+            )
             self.metadata = (
-                ("traceparent", self._context.traceparent),
+                ("traceparent", traceparent_of(self._span)),
                 (REQUEST_ID_KEY, lookup.request_id),
             )
 
     def end(self, num_pages: int) -> None:
         """Ends the span, with or without an answer."""
-        if not self._is_on:
-            return
-        self._tracer.record(
-            Span(
-                name="lookup",
-                context=self._context,
-                parent_id=self._parent_id,
-                start_s=self._start_s,
-                end_s=monotonic(),
-                request_id=self._lookup.request_id,
-                kind="client",
-                attributes={"weft.pages_asked": self._num_keys, "weft.pages": num_pages},
-                error=self.error,
-            )
-        )
+        if self._span is not None:
+            self._span.set_attribute("weft.pages", num_pages)
+            end(self._span, self.error)
 
 
 async def _parts(

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from weft.common.telemetry.spans import Attribute, Span, SpanContext, Tracer, described_error
+from opentelemetry.trace import Span, SpanKind
+from weft.common.telemetry.spans import (
+    Attribute,
+    Tracer,
+    described_error,
+    end,
+    remote_parent,
+    trace_id_of,
+    traceparent_of,
+)
 from weft.contract.clock import monotonic
 from weft.contract.errors import WeftError
 
@@ -20,68 +29,50 @@ _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "embd": "embedding
 class AttemptTrace:
     """Trace of one submission to a decode worker; that worker's spans are below it."""
 
-    def __init__(self, tracer: Tracer, request: RequestTrace, wire_id: str, attempt: int) -> None:
+    def __init__(self, tracer: Tracer, request: Span, wire_id: str, attempt: int) -> None:
         self._tracer = tracer
-        self._parent_id = request.context.span_id
-        self._context = request.context.child()
         self._wire_id = wire_id
-        self._attempt = attempt
-        self._start_s: float | None = monotonic()
-        self._worker_id = ""
-        self.traceparent = self._context.traceparent if tracer.is_on else request.traceparent
+        self._start_s = monotonic()
+        self._is_open = True
+        self._span = tracer.start(
+            f"attempt {attempt}",
+            request,
+            wire_id,
+            kind=SpanKind.CLIENT,
+            attributes={"weft.worker_id": "", "weft.attempt": attempt},
+        )
+        self.traceparent = traceparent_of(self._span)
         """Trace context for the Submit."""
 
     def routed(self, worker_id: str, num_candidates: int) -> None:
         """Notes the chosen worker: the time until now was the router's."""
-        if self._start_s is None:
+        if not self._is_open:
             return
-        self._worker_id = worker_id
-        self._record(
-            Span(
-                name="route",
-                context=self._context.child(),
-                parent_id=self._context.span_id,
-                start_s=self._start_s,
-                end_s=monotonic(),
-                request_id=self._wire_id,
-                attributes={
-                    "weft.worker_id": worker_id,
-                    "weft.prefill_candidates": num_candidates,
-                },
-            )
+        attributes: dict[str, Attribute] = {
+            "weft.worker_id": worker_id,
+            "weft.prefill_candidates": num_candidates,
+        }
+        self._span.set_attribute("weft.worker_id", worker_id)
+        self._tracer.record(
+            "route", self._span, self._wire_id, self._start_s, monotonic(), attributes
         )
 
     def end(self, error: WeftError | None = None) -> None:
         """Ends the span when the owner has reported the end or the attempt is over otherwise; once
         is enough.
         """
-        start_s, self._start_s = self._start_s, None
-        if start_s is None:
+        if not self._is_open:
             return
+        self._is_open = False
         text = "" if error is None else described_error(error.reason, error.message, error.param)
-        self._record(
-            Span(
-                name=f"attempt {self._attempt}",
-                context=self._context,
-                parent_id=self._parent_id,
-                start_s=start_s,
-                end_s=monotonic(),
-                request_id=self._wire_id,
-                kind="client",
-                attributes={"weft.worker_id": self._worker_id, "weft.attempt": self._attempt},
-                error=text,
-            )
-        )
-
-    def _record(self, span: Span) -> None:
-        self._tracer.record(span)
+        end(self._span, text)
 
 
 class RequestTrace:
     """The spans of one client's request: the root, and its stages.
 
     Args:
-        tracer: Keeps the spans.
+        tracer: Makes the spans.
         request_id: Id that the client gets.
         traceparent: Header that the client sent; empty if it sent none.
     """
@@ -89,17 +80,13 @@ class RequestTrace:
     def __init__(self, tracer: Tracer, request_id: str, traceparent: str) -> None:
         self._tracer = tracer
         self._request_id = request_id
-        self._start_s = monotonic()
+        self._operation = _OPERATIONS.get(request_id.partition("-")[0], "request")
         self._first_token_s: float | None = None
-        self.traceparent = traceparent
-        self.context, self._parent_id = (
-            tracer.begin(traceparent) if tracer.is_on else (SpanContext(0, 0, False), 0)
+        self._span = tracer.start(
+            self._operation, remote_parent(traceparent), request_id, kind=SpanKind.SERVER
         )
-
-    @property
-    def trace_id(self) -> str:
-        """Trace id, 32 hex digits; empty if nothing is traced."""
-        return f"{self.context.trace_id:032x}" if self.context.trace_id else ""
+        self.trace_id = trace_id_of(self._span)
+        """32 hex digits; empty if the request belongs to no trace."""
 
     @contextmanager
     def stage(self, name: str, **attributes: Attribute) -> Iterator[None]:
@@ -111,16 +98,13 @@ class RequestTrace:
             error = failure.reason if isinstance(failure, WeftError) else type(failure).__name__
             raise
         finally:
-            self._record(name, start_s, attributes, error)
+            self._tracer.record(
+                name, self._span, self._request_id, start_s, monotonic(), attributes, error=error
+            )
 
     def attempt(self, wire_id: str, attempt: int) -> AttemptTrace:
-        """Begins an attempt of one of its prompts.
-
-        Args:
-            wire_id: The prompt's key on Sessions.
-            attempt: From 1.
-        """
-        return AttemptTrace(self._tracer, self, wire_id, attempt)
+        """Begins an attempt (from 1) of one of its prompts, whose key on Sessions is `wire_id`."""
+        return AttemptTrace(self._tracer, self._span, wire_id, attempt)
 
     def first_token(self) -> None:
         """Notes the first token, from which the answer is rendered."""
@@ -129,15 +113,12 @@ class RequestTrace:
 
     def end(self, answer: Answer) -> None:
         """Ends the root span, of a request that has ended."""
-        if not self._tracer.is_on:
-            return
         raw, outcome = answer.raw, answer.outcome
-        operation = _OPERATIONS.get(self._request_id.partition("-")[0], "request")
         attributes: dict[str, Attribute] = {
             "weft.outcome": outcome,
             "weft.prompts": len(raw.prompts),
             "weft.samples": raw.given.get("n", 1),
-            "gen_ai.operation.name": operation,
+            "gen_ai.operation.name": self._operation,
             "gen_ai.request.model": "" if answer.served is None else answer.served.model.name,
         }
         if raw.client_request_id:
@@ -149,33 +130,8 @@ class RequestTrace:
             attributes["gen_ai.usage.output_tokens"] = answer.num_output_tokens
             attributes["weft.cached_tokens"] = answer.num_cached_tokens
         if self._first_token_s is not None:
-            self._record("render", self._first_token_s, {}, "")
-        self._tracer.record(
-            Span(
-                name=operation,
-                context=self.context,
-                parent_id=self._parent_id,
-                start_s=self._start_s,
-                end_s=monotonic(),
-                request_id=self._request_id,
-                kind="server",
-                attributes=attributes,
-                error="" if outcome == "ok" else outcome,
+            self._tracer.record(
+                "render", self._span, self._request_id, self._first_token_s, monotonic()
             )
-        )
-
-    def _record(
-        self, name: str, start_s: float, attributes: dict[str, Attribute], error: str
-    ) -> None:
-        self._tracer.record(
-            Span(
-                name=name,
-                context=self.context.child(),
-                parent_id=self.context.span_id,
-                start_s=start_s,
-                end_s=monotonic(),
-                request_id=self._request_id,
-                attributes=attributes,
-                error=error,
-            )
-        )
+        self._span.set_attributes(attributes)
+        end(self._span, "" if outcome == "ok" else outcome)
