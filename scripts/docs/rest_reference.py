@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from markup import escape, inline
+from weft.cli.rest_settings import RestSettings
 from weft.cli.up.settings import UpSettings
-from weft.common.settings import Settings
+from weft.common.settings import Settings, env_prefix
 from weft.decode.main import DecodeSettings
 from weft.gateway.api.openai.document import openapi_document
 from weft.gateway.api.openai.foreign import HARMLESS, UNSERVED
@@ -17,7 +19,8 @@ from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
 from weft.prefill.main import PrefillSettings
 
-METRICS = Path(__file__).resolve().parents[2] / "dashboards" / "metrics.toml"
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = ROOT / "dashboards" / "metrics.toml"
 METHODS = ("get", "post", "put", "patch", "delete")
 PROGRAMS: tuple[type[Settings], ...] = (
     UpSettings,
@@ -25,6 +28,7 @@ PROGRAMS: tuple[type[Settings], ...] = (
     DecodeSettings,
     PrefillSettings,
     KvStoreSettings,
+    RestSettings,
 )
 
 
@@ -94,23 +98,39 @@ def schemas(document: Mapping[str, Any]) -> list[str]:
 
 
 def settings() -> Iterator[str]:
-    """The settings of all programs, from the fields that they are read into."""
+    """The settings of all programs, from the fields that they are read into, with the values that
+    the Kubernetes manifests give.
+    """
     yield "# Settings"
     yield ""
-    yield "Flags, and in brackets their defaults. Each is an environment variable and a key of a"
-    yield "TOML file too ([operations](docs/operations.md#settings)). The REST edge has only flags"
-    yield "and variables: `weft-rest --help` shows them."
+    yield "Flags, and in brackets their defaults. Each is an environment variable with the given"
+    yield "prefix, and a key of a TOML file too ([operations](docs/operations.md#settings)); the"
+    yield "REST edge has no file. The last column has the values of the"
+    yield "[Kubernetes manifests](docs/kubernetes.md), overlays apart."
     yield ""
     for program in PROGRAMS:
+        in_manifests = manifest_flags(program.program)
         yield f"## {program.command} {program.program}"
         yield ""
-        yield "| flag | |"
-        yield "| --- | --- |"
+        yield f"Environment: `{env_prefix(program)}<NAME>`."
+        yield ""
+        yield "| flag | | Kubernetes |"
+        yield "| --- | --- | --- |"
         for name, field in program.model_fields.items():
             default = "required" if field.is_required() else f"{field.default}"
             text = inline(field.description or "")
-            yield f"| `--{name.replace('_', '-')}` | {text} ({escape(default)}) |"
+            flag = f"--{name.replace('_', '-')}"
+            given = f"`{in_manifests[flag]}`" if flag in in_manifests else ""
+            yield f"| `{flag}` | {text} ({escape(default)}) | {given} |"
         yield ""
+
+
+def manifest_flags(program: str) -> dict[str, str]:
+    """Flags that a service's manifest gives, with their values."""
+    found: dict[str, str] = {}
+    for path in (ROOT / "k8s").glob(f"*/**/{program}/workload.yaml"):
+        found |= dict(re.findall(r"^ +- (--[a-z0-9-]+)=(.*)$", path.read_text(), re.MULTILINE))
+    return found
 
 
 def foreign_fields() -> Iterator[str]:

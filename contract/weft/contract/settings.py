@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import field, fields
+from typing import Any, Literal, NamedTuple
+
+TransportName = Literal["auto", "nixl", "data"]
+"""How KV pages travel."""
 
 
 class Setting(NamedTuple):
@@ -30,13 +34,24 @@ class Setting(NamedTuple):
         )
 
 
+MAX_CONTEXT_TOKENS = Setting("longest prompt plus output in tokens; default the model's", ge=2)
+"""A setting that gateways and engines have in common."""
+
+
 def setting(
-    help: str,
+    declared: Setting | str,
     default: Any,
     *,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """Declares a field of a dataclass of settings."""
-    return field(default=default, metadata={"setting": Setting(help, ge, gt, le)})
+    """Declares a field of a dataclass of settings, with the words for its users."""
+    if isinstance(declared, str):
+        declared = Setting(declared, ge, gt, le)
+    return field(default=default, metadata={"setting": declared})
+
+
+def settings_of(declaring: type[Any]) -> Mapping[str, Setting]:
+    """The settings that a dataclass declares, by name."""
+    return {one.name: one.metadata["setting"] for one in fields(declaring) if one.metadata}

@@ -6,13 +6,12 @@ import json
 import random
 import re
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from weft.contract.errors import InvalidRequest
 from weft.contract.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.features.constraints.schema import prepare_schema
-from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer import AnswerParser, AnswerPart, TextParser, joined
 from weft.gateway.text.answer.demand import blame_constraint, calls_or_answer
 from weft.gateway.text.answer.formats import (
@@ -654,15 +653,6 @@ def test_templates_tell_the_formats(template: str, tools: str, reasoning: str | 
     assert find_tool_format(template) is FORMATS[tools]
     expected = None if reasoning is None else REASONING_FORMATS[reasoning]
     assert find_reasoning(template) is expected
-
-
-def test_all_formats_can_be_set() -> None:
-    fields = GatewaySettings.model_fields
-    assert set(get_args(fields["tool_parser"].annotation)) == {"auto", *FORMATS}
-    assert set(get_args(fields["reasoning_parser"].annotation)) == {
-        *("auto", "none"),
-        *REASONING_FORMATS,
-    }
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ async def run_mesh(
     *,
     is_alive: IsAlive | None = None,
     stall_timeout_s: float | None = None,
-    max_restart_delay_s: float = 30.0,
+    max_restart_delay_s: float,
     ready_timeout_s: float | None = None,
 ) -> None:
     """Runs the services until SIGINT, SIGTERM or SIGHUP (unless it is ignored, as under nohup). A

@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 from weft.checkpoint.quantization import AskedFormat
-from weft.common.settings import LogLevel, Settings, is_loopback
-from weft.common.worker.settings import engine_field
-from weft.engine.base.config import DrafterName
+from weft.common.settings import (
+    LogLevel,
+    ModelSettings,
+    PageSettings,
+    ServiceSettings,
+    Settings,
+    is_loopback,
+    setting_of,
+)
+from weft.common.worker.settings import engine_setting
+from weft.contract.settings import TransportName
+from weft.engine.base.config import DrafterName, DtypeName, KvDtypeName, TaskName
+from weft.gateway.settings import GatewaySettings
+from weft.kvstore.settings import KvStoreSettings
 
 KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
 
@@ -59,10 +70,10 @@ class UpSettings(Settings):
         description="names in requests, in the order of the models; default = the directory's "
         "name, the hub's ORG/NAME, or demo's own",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = engine_field("dtype")
-    task: Literal["auto", "generate", "embed", "classify", "score"] = engine_field("task")
-    quantization: AskedFormat = engine_field("quantization")
-    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = engine_field("kv_dtype")
+    dtype: DtypeName = engine_setting("dtype")
+    task: TaskName = engine_setting("task")
+    quantization: AskedFormat = engine_setting("quantization")
+    kv_dtype: KvDtypeName = engine_setting("kv_dtype")
     device: list[str] = Field(
         [],
         max_length=64,
@@ -70,9 +81,9 @@ class UpSettings(Settings):
         "cuda or cuda:N; workers on one GPU share its memory; empty or auto = all GPUs that are "
         "there, else the CPU",
     )
-    tp: int = engine_field("tp")
-    ep: int = engine_field("ep")
-    host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
+    tp: int = engine_setting("tp")
+    ep: int = engine_setting("ep")
+    host: str = setting_of(ServiceSettings, "host")
     rest: bool = Field(True, description="serve REST")
     rest_port: int = Field(
         8000, ge=1, le=65520, description="port of the first REST edge; the next ones follow"
@@ -84,70 +95,37 @@ class UpSettings(Settings):
         None,
         description="folder for logs and state, one per mesh; none = by the gRPC port",
     )
-    local_prefill_max_tokens: int | None = engine_field("local_prefill_max_tokens")
-    kv_memory_bytes: int | None = engine_field("kv_memory_bytes", None)
-    kvstore_memory_bytes: int | None = Field(
-        None, ge=1 << 20, description="arena of the KV store, in bytes; none = its default"
-    )
-    host_cache_bytes: int | None = engine_field("host_cache_bytes", None)
-    disk_cache_dir: Path | None = engine_field("disk_cache_dir")
-    disk_cache_bytes: int | None = engine_field("disk_cache_bytes", None)
-    transport: Literal["auto", "nixl", "data"] = Field(
-        "auto", description="how pages travel; auto = NIXL where it works, else gRPC data messages"
-    )
-    adapter_root: Path | None = Field(
-        None,
-        description="folder of LoRA adapters; none = no adapters",
-    )
+    local_prefill_max_tokens: int | None = engine_setting("local_prefill_max_tokens")
+    kv_memory_bytes: int | None = engine_setting("kv_memory_bytes", None)
+    kvstore_memory_bytes: int | None = setting_of(KvStoreSettings, "memory_bytes", None)
+    host_cache_bytes: int | None = engine_setting("host_cache_bytes", None)
+    disk_cache_dir: Path | None = engine_setting("disk_cache_dir")
+    disk_cache_bytes: int | None = engine_setting("disk_cache_bytes", None)
+    transport: TransportName = setting_of(PageSettings, "transport")
+    adapter_root: Path | None = setting_of(ModelSettings, "adapter_root")
     adapter: list[str] = Field(
         [],
         description="adapters to load at start, NAME=PATH each: PATH is the folder of a PEFT "
         "adapter in the adapter root; with several models MODEL:NAME=PATH",
     )
-    draft_dir: Path | None = Field(
-        None,
-        description="folder of an EAGLE head for the model, which all workers load, or with "
-        "--drafter model of a smaller model, which decode workers load; none = "
-        "neither",
-    )
-    drafter: DrafterName | None = engine_field("drafter", None)
+    draft_dir: Path | None = engine_setting("draft_dir")
+    drafter: DrafterName | None = engine_setting("drafter", None)
     demo_draft_dir: Path | None = Field(
         None, description="the draft_dir of a mesh that serves the demo model alone"
     )
-    enable_faults: bool = Field(False, description="let `weft fault` inject faults, for tests")
+    enable_faults: bool = setting_of(ServiceSettings, "enable_faults")
     tls_dir: Path | None = Field(
         None, description="folder of `weft certs`: gRPC is mutual TLS and REST is HTTPS; none = off"
     )
-    api_keys_file: Path | None = Field(
-        None,
-        description="tenants' API keys, made by `weft keys`; none = no keys needed; default "
-        f"${KEYS_VARIABLE}, which the gateways would follow anyway",
-    )
-    insecure: bool = Field(
-        False,
-        description="let --host be reachable from other machines without TLS or without API keys",
-    )
+    api_keys_file: Path | None = setting_of(GatewaySettings, "api_keys_file")
+    insecure: bool = setting_of(ServiceSettings, "insecure")
     plain: bool = Field(
         False,
         description="write events as lines, as without a terminal, and show nothing live",
     )
-    log_level: LogLevel = Field(
-        "info",
-        description="lowest level that services log",
-    )
-    ready_grace_s: float = Field(
-        0.0,
-        ge=0,
-        le=600,
-        description="time at the end in which /readyz already says 503, while requests are still "
-        "taken, so that a load balancer goes elsewhere, in seconds",
-    )
-    drain_grace_s: float = Field(
-        3.0,
-        ge=0,
-        le=600,
-        description="grace period for running requests then, in seconds",
-    )
+    log_level: LogLevel = setting_of(ServiceSettings, "log_level")
+    ready_grace_s: float = setting_of(GatewaySettings, "ready_grace_s")
+    drain_grace_s: float = setting_of(ServiceSettings, "drain_grace_s", 3.0)
     stall_timeout_s: float | None = Field(
         30.0,
         gt=0,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.contract.errors import ConfigError
-from weft.contract.settings import Setting, setting
+from weft.contract.settings import MAX_CONTEXT_TOKENS, TransportName, setting, settings_of
 
 Role = Literal["decode", "prefill"]
+TaskName = Literal["auto", "generate", "embed", "classify", "score"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KvDtypeName = Literal["auto", "fp8_e4m3", "int8"]
 DrafterName = Literal["none", "ngram", "mtp", "eagle", "eagle3", "model"]
 DraftGateName = Literal["measured", "fixed"]
 PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
@@ -43,28 +45,25 @@ class EngineConfig:
     """
 
     model_dir: Path
-    model_name: str = setting("served name; empty = directory's name", "model")
-    role: Role = setting(
-        "what the worker does for others: it owns requests (decode), or fills pages for workers "
-        "that do (prefill)",
-        "decode",
-    )
+    model_name: str = "model"
+    role: Role = "decode"
+    """decode: it owns requests; prefill: it fills pages for workers that do."""
     worker_id: str = setting(
         "id that stays the same over restarts, and that no other worker has; empty = role, host "
         "name and port",
         "worker-0",
     )
-    task: Literal["auto", "generate", "embed", "classify", "score"] = setting(
+    task: TaskName = setting(
         "what the model serves: text, embeddings, classes, or scores by the logits of yes and no; "
         "auto = what its files are for",
         "auto",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+    dtype: DtypeName = setting(
         "number format of weights and KV; auto = what the machine computes fast",
         "auto",
     )
     quantization: AskedFormat = setting(ASKED_HELP, "auto")
-    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = setting(
+    kv_dtype: KvDtypeName = setting(
         "number format of K and V in pages; auto = that of the activations; fp8_e4m3 and int8 = 8 "
         "bits and a scale for each vector",
         "auto",
@@ -129,11 +128,7 @@ class EngineConfig:
         1024,
         ge=1,
     )
-    max_context_tokens: int | None = setting(
-        "longest prompt plus output in tokens; default the model's",
-        None,
-        ge=2,
-    )
+    max_context_tokens: int | None = setting(MAX_CONTEXT_TOKENS, None)
     max_running_requests: int = setting(
         "requests in one step; default 64, on a GPU 256",
         64,
@@ -234,8 +229,9 @@ class EngineConfig:
         le=1,
     )
     max_quarantine_fraction: float = setting(
-        "share of the KV pool that may be in quarantine; a worker that exceeds it for longer than "
-        "a lease lasts drains and exits, to be restarted; 1 = never",
+        "share of the KV pool, or of a store's arena, that may be in quarantine; a service that "
+        "exceeds it for longer than a lease lasts (a store: put_timeout_s) drains and exits, to "
+        "be restarted; 1 = never",
         0.1,
         ge=0,
         le=1,
@@ -246,10 +242,8 @@ class EngineConfig:
         None,
         ge=0,
     )
-    has_store: bool = setting(
-        "whether the engine looks prompts up in a KV store and puts computed pages there",
-        False,
-    )
+    has_store: bool = False
+    """Whether the engine looks prompts up in a KV store and puts computed pages there."""
     lease_s: float = setting("duration of a fill's lease, in seconds", 10.0, gt=0, le=3600)
     renew_interval_s: float = setting("interval between lease renewals, in seconds", 3.0, gt=0)
     fill_progress_timeout_s: float = setting(
@@ -257,11 +251,7 @@ class EngineConfig:
         5.0,
         gt=0,
     )
-    transport: Literal["auto", "nixl", "data"] = setting(
-        "how KV pages travel; auto = NIXL where it works and the port is protected, else gRPC "
-        "data messages",
-        "auto",
-    )
+    transport: TransportName = "auto"
     staging_bytes: int | None = setting(
         "memory that pages pass through on their way from and to a KV pool on a GPU, in bytes; "
         "default 2 GiB in the host's memory, in the GPU's own a sixteenth of it and at most 4 "
@@ -317,8 +307,8 @@ class EngineConfig:
         ge=0,
     )
     disk_cache_dir: Path | None = setting(
-        "folder for KV pages on local disk, which survive restarts; each worker uses a subfolder "
-        "named by its id; none = no disk cache",
+        "folder for KV pages on local disk, which survive restarts; each worker or store uses a "
+        "subfolder named by its id; none = no disk cache",
         None,
     )
     disk_cache_bytes: int = setting("most KV pages on disk, in bytes", 10 << 30, ge=1 << 12)
@@ -334,10 +324,8 @@ class EngineConfig:
         None,
         ge=0,
     )
-    enable_lora: bool = setting(
-        "whether to serve LoRA adapters; memory for them is allocated at start",
-        False,
-    )
+    enable_lora: bool = False
+    """Whether to serve LoRA adapters, whose memory is allocated at the start."""
     max_lora_rank: int = setting("largest rank of an adapter", 64, ge=1, le=512)
     max_loras: int = setting(
         "adapters on the device at once, and so in one step",
@@ -444,7 +432,7 @@ class EngineConfig:
         "much slower steps",
         True,
     )
-    enable_faults: bool = setting("let operators inject faults, for tests of the mesh", False)
+    enable_faults: bool = False
     dummy_weights: bool = setting("random weights, for benchmarks", False)
 
     def __post_init__(self) -> None:
@@ -626,7 +614,5 @@ class EngineConfig:
         return not (is_alone and self.never_fills)
 
 
-SETTINGS: Mapping[str, Setting] = {
-    one.name: one.metadata["setting"] for one in fields(EngineConfig) if one.metadata
-}
-"""The settings by name, except the model's folder. Services declare theirs from these."""
+SETTINGS = settings_of(EngineConfig)
+"""Settings that users of services have too; services declare theirs from these."""

@@ -12,16 +12,28 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from weft.contract.settings import MAX_CONTEXT_TOKENS, Setting, TransportName, settings_of
 
 _log = logging.getLogger(__name__)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "text"]
+
+MAX_NAME_CHARS = 256
+"""Length limit of a model's name."""
 
 
 class Settings(BaseModel):
@@ -54,6 +66,32 @@ class Settings(BaseModel):
         return self.model_dump(mode="json", exclude=hidden)
 
 
+S = TypeVar("S", bound=Settings)
+
+
+def declared(setting: Setting, default: Any) -> Any:
+    """A field of settings for a setting that is declared elsewhere."""
+    return Field(default, ge=setting.ge, gt=setting.gt, le=setting.le, description=setting.help)
+
+
+def setting_of(program: type[Settings], name: str, *default: Any) -> Any:
+    """A field of settings that another program declares, with its default or another one."""
+    field = copy(program.model_fields[name])
+    if default:
+        field.default = default[0]
+    return field
+
+
+def with_settings_of(base: type[S], declaring: type[Any], names: Iterable[str]) -> type[S]:
+    """A class of settings that has, in addition, settings that a dataclass declares."""
+    types, settings = get_type_hints(declaring), settings_of(declaring)
+    defaults = declaring.__dataclass_fields__
+    fields: dict[str, Any] = {
+        name: (types[name], declared(settings[name], defaults[name].default)) for name in names
+    }
+    return create_model(f"{declaring.__name__}Settings", __base__=base, **fields)
+
+
 class ServiceSettings(Settings):
     """Settings of every Weft gRPC service."""
 
@@ -83,7 +121,7 @@ class ServiceSettings(Settings):
         description="file with the token required by the operators' port",
     )
     tracing: bool = Field(
-        True, description="keep the spans of recent requests, for `weft trace` and for export"
+        True, description="make spans of requests, for `weft trace` and for export"
     )
     trace_sample_ratio: float = Field(
         1.0,
@@ -116,7 +154,8 @@ class ServiceSettings(Settings):
     )
     insecure: bool = Field(
         False,
-        description="listen beyond loopback even though the port is unprotected",
+        description="listen beyond loopback even though a port is unprotected: without TLS, or "
+        "the gateway's without API keys",
     )
     health_port: int | None = Field(
         None,
@@ -169,17 +208,38 @@ class ServiceSettings(Settings):
         return ""
 
 
+class ModelSettings(ServiceSettings):
+    """Settings of every service that serves a model: gateways and workers."""
+
+    folders: ClassVar[tuple[str, ...]] = ("adapter_root",)
+
+    model_dir: Path = Field(
+        description="Hugging Face model directory (config.json, tokenizer.json, weights)"
+    )
+    model_name: str = Field(
+        "",
+        max_length=MAX_NAME_CHARS,
+        description="name of the served model; empty = the directory's name",
+    )
+    max_context_tokens: int | None = declared(MAX_CONTEXT_TOKENS, None)
+    adapter_root: Path | None = Field(
+        None,
+        description="folder in which gateways register LoRA adapters and from which workers load "
+        "those of their model, the same for all; none = no adapters",
+    )
+
+
 class PageSettings(ServiceSettings):
     """Settings of every service that holds KV pages."""
 
-    transport: Literal["auto", "nixl", "data"] = Field(
+    transport: TransportName = Field(
         "auto",
         description="how KV pages travel; auto = NIXL where it works and the port is protected, "
         "else gRPC data messages",
     )
 
     @property
-    def page_transport(self) -> Literal["auto", "nixl", "data"]:
+    def page_transport(self) -> TransportName:
         """`transport`, but without NIXL on an exposed port unless it was requested.
 
         NIXL learns over gRPC where to write and read, and only TLS proves who says so.
@@ -221,9 +281,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-S = TypeVar("S", bound=Settings)
 
 
 def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> S:

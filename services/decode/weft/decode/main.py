@@ -7,20 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from weft.common.rpc.server import run
-from weft.common.settings import load_settings, require_paths
+from weft.common.settings import load_settings, require_paths, with_settings_of
 from weft.common.worker.host import run_worker
-from weft.common.worker.settings import (
-    OF_DECODE,
-    WorkerSettings,
-    engine_field,
-    with_engine_settings,
-)
+from weft.common.worker.settings import OF_DECODE, WorkerSettings, engine_setting
 from weft.decode.service import DecodeService
+from weft.engine.base.config import EngineConfig
 
 if TYPE_CHECKING:
     _DecodeSettings = WorkerSettings
 else:
-    _DecodeSettings = with_engine_settings(WorkerSettings, OF_DECODE)
+    _DecodeSettings = with_settings_of(WorkerSettings, EngineConfig, OF_DECODE)
 
 
 class DecodeSettings(_DecodeSettings):
@@ -28,7 +24,7 @@ class DecodeSettings(_DecodeSettings):
 
     program: ClassVar[str] = "decode"
 
-    stream_interval_s: float | None = engine_field("stream_interval_s", None)
+    stream_interval_s: float | None = engine_setting("stream_interval_s", None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

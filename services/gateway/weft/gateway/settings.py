@@ -2,56 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
-from weft.common.settings import ServiceSettings, is_loopback
+from weft.common.settings import (
+    MAX_NAME_CHARS,
+    ModelSettings,
+    ServiceSettings,
+    is_loopback,
+    setting_of,
+    with_settings_of,
+)
 from weft.contract.request import check_whitespace
+from weft.contract.settings import settings_of
 from weft.gateway.admission.keys import parse_hash
 from weft.gateway.fleet.addresses import split_address, split_service
-from weft.gateway.routing import PolicyOptions
+from weft.gateway.routing import POLICIES, PolicyOptions
+from weft.gateway.text.answer.formats import FORMATS, REASONING_FORMATS
 
 if TYPE_CHECKING:
     from weft.gateway.fleet.discovery import Role  # which takes these settings
 
 DiscoveryName = Literal["static", "dns", "file", "kubernetes"]
-PrefillPolicyName = Literal[
-    "random",
-    "round_robin",
-    "total_requests",
-    "total_tokens",
-    "power_of_two",
-    "bucket",
-    "manual",
-    "consistent_hashing",
-    "prefix_hash",
-    "cache_aware",
-]
-DecodePolicyName = Literal[PrefillPolicyName, "follow"]
-
-_MAX_NAME_CHARS = 256
 MAX_PROMPTS = 4096
 """Upper bound of `max_prompts`."""
 
 
-class GatewaySettings(ServiceSettings):
+if TYPE_CHECKING:
+    _RoutingSettings = ModelSettings
+    PrefillPolicyName = DecodePolicyName = ToolParserName = ReasoningParserName = str
+else:
+    _RoutingSettings = with_settings_of(ModelSettings, PolicyOptions, settings_of(PolicyOptions))
+    PrefillPolicyName = Literal[tuple(name for name in POLICIES if name != "follow")]
+    DecodePolicyName = Literal[tuple(POLICIES)]
+    ToolParserName = Literal[("auto", *FORMATS)]
+    ReasoningParserName = Literal[("auto", "none", *REASONING_FORMATS)]
+
+
+class GatewaySettings(_RoutingSettings):
     """Front door of a Weft mesh: templates, tokenises, routes, streams."""
 
     program: ClassVar[str] = "gateway"
-    folders: ClassVar[tuple[str, ...]] = ("adapter_root",)
     files: ClassVar[tuple[str, ...]] = ("tenants_file",)
 
-    port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 = any free one")
-    model_dir: Path = Field(
-        description="Hugging Face model directory (tokenizer.json, config.json, chat template)"
-    )
-    model_name: str = Field(
-        "",
-        max_length=_MAX_NAME_CHARS,
-        description="name of the served model; empty = the directory's name",
-    )
+    port: int = setting_of(ServiceSettings, "port", 50051)
     models: list[str] = Field(
         [],
         description="further models, NAME=DIRECTORY each; workers report which one they serve",
@@ -67,39 +63,11 @@ class GatewaySettings(ServiceSettings):
         description="file with the chat template of model_dir's model, or the name of one of its "
         "own; empty = the one called default",
     )
-    tool_parser: Literal[
-        "auto",
-        "hermes",
-        "qwen3_coder",
-        "qwen3_xml",
-        "glm45",
-        "glm47",
-        "minimax_m2",
-        "deepseek_v3",
-        "deepseek_v31",
-        "deepseek_v32",
-        "kimi_k2",
-        "mistral",
-        "granite",
-        "gemma4",
-        "llama3_json",
-        "openai",
-    ] = Field(
+    tool_parser: ToolParserName = Field(
         "auto",
         description="how models write calls of tools; auto = as their chat templates teach",
     )
-    reasoning_parser: Literal[
-        "auto",
-        "think",
-        "none",
-        "qwen3",
-        "deepseek_r1",
-        "glm45",
-        "minimax_m2",
-        "mistral",
-        "gemma4",
-        "openai_gptoss",
-    ] = Field(
+    reasoning_parser: ReasoningParserName = Field(
         "auto",
         description="how models write the reasoning before an answer; think = between think tags, "
         "none = they do not; auto = as the chat template says",
@@ -112,11 +80,6 @@ class GatewaySettings(ServiceSettings):
     )
     disable_any_whitespace: bool = Field(
         False, description="allow no blanks there, as an empty pattern does"
-    )
-    adapter_root: Path | None = Field(
-        None,
-        description="folder that LoRA adapters are loaded from and registered in, the same as the "
-        "workers'; none = no adapters",
     )
     expected_adapters: list[str] = Field(
         [],
@@ -185,7 +148,9 @@ class GatewaySettings(ServiceSettings):
         "API keys identify them",
     )
     api_keys_file: Path | None = Field(
-        None, description="JSON file of tenants' API keys, made by `weft keys`; re-read on change"
+        None,
+        description="JSON file of tenants' API keys, made by `weft keys`; re-read on change; none "
+        "= no file",
     )
     api_key_hashes: list[str] = Field(
         [],
@@ -243,86 +208,8 @@ class GatewaySettings(ServiceSettings):
         "cache_aware",
         description="routing policy for prefill workers",
     )
-    kv_events: bool = Field(
-        True,
-        description="let cache_aware follow the workers' reports of cached pages; off: what they "
-        "were sent",
-    )
-    index_pages: int = Field(
-        1 << 20,
-        ge=1,
-        description="size limit of cache_aware's index of a pool, in pages",
-    )
-    compute_weight: float = Field(
-        8.0,
-        ge=0,
-        le=1024,
-        description="cache_aware: weight of a prompt token to be computed, in queued tokens",
-    )
-    spread_tokens: int = Field(
-        80_000,
-        ge=0,
-        le=1 << 30,
-        description="cache_aware: cost of a recently refilled cache where a new conversation may "
-        "go, in queued tokens; 0 = caches may fill unevenly",
-    )
-    request_tokens: int = Field(
-        512,
-        ge=0,
-        le=1 << 20,
-        description="cache_aware of decode workers: cost of a request for the following ones, in "
-        "prompt tokens",
-    )
-    balance_abs_threshold: int = Field(
-        32, ge=0, description="loads are balanced within this difference, in requests"
-    )
-    balance_rel_threshold: float = Field(
-        1.0001, ge=1, description="loads are balanced within this ratio of most to least"
-    )
-    cache_threshold: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="cache_aware without events: share of a prompt that a match must have",
-    )
-    max_tree_pages: int = Field(
-        1 << 16,
-        ge=1,
-        description="cache_aware without events: most pages remembered of a worker, in pages",
-    )
-    eviction_interval_s: float = Field(
-        60.0,
-        gt=0,
-        le=86400,
-        description="cache_aware without events: interval between evictions down to that limit, "
-        "in seconds",
-    )
-    load_factor: float = Field(
-        1.25,
-        ge=1,
-        le=16,
-        description="prefix_hash: limit of a worker's requests, as a multiple of the mean",
-    )
-    prefix_tokens: int = Field(
-        256,
-        ge=1,
-        description="prefix_hash: length of the prefix that counts, in tokens",
-    )
-    max_pins: int = Field(
-        1 << 17,
-        ge=1,
-        description="manual: number of routing keys remembered, in keys",
-    )
-    pin_idle_s: float = Field(
-        14_400.0,
-        gt=0,
-        description="manual: time after which an unused key is forgotten, in seconds",
-    )
     max_prefill_candidates: int = Field(
         3, ge=0, le=16, description="prefill workers offered to the decode worker per request"
-    )
-    max_context_tokens: int | None = Field(
-        None, ge=2, description="context length in tokens, if less than the model's"
     )
     max_running_requests: int = Field(
         1024,
@@ -339,8 +226,9 @@ class GatewaySettings(ServiceSettings):
         0.0,
         ge=0,
         le=600,
-        description="time after SIGTERM in which health already says NOT_SERVING, while requests "
-        "are still taken, before drain_grace_s begins, in seconds",
+        description="time after SIGTERM in which health already says NOT_SERVING and /readyz 503, "
+        "while requests are still taken, so that load balancers go elsewhere, in seconds; the "
+        "grace period for running requests follows",
     )
     max_connection_age_s: float = Field(
         300.0,
@@ -349,7 +237,12 @@ class GatewaySettings(ServiceSettings):
         description="age at which a connection accepts no more calls, so that clients resolve the "
         "gateways again; its open calls continue, in seconds",
     )
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes")
+    max_body_bytes: int = Field(
+        8 << 20,
+        ge=1,
+        le=1 << 30,
+        description="largest request body, in bytes; a larger one is answered with 413",
+    )
     ignore_unknown_fields: bool = Field(
         False,
         description="ignore unknown fields in bodies of OpenAI's, vLLM's, Cohere's and Jina's "
@@ -496,7 +389,7 @@ class GatewaySettings(ServiceSettings):
     def _check_models(cls, models: list[str]) -> list[str]:
         for text in models:
             name, _, folder = text.partition("=")
-            if not name or not folder or len(name) > _MAX_NAME_CHARS:
+            if not name or not folder or len(name) > MAX_NAME_CHARS:
                 raise ValueError(f"{text!r} is not NAME=DIRECTORY")
         return models
 
@@ -511,8 +404,9 @@ class GatewaySettings(ServiceSettings):
 
     def policy_options(self, role: Role) -> PolicyOptions:
         """The options of the routing policies for the pool of a role."""
-        names = {option.name for option in fields(PolicyOptions)} - {"seed", "clock"}
-        options = PolicyOptions(**{name: getattr(self, name) for name in names})
+        options = PolicyOptions(
+            **{name: getattr(self, name) for name in settings_of(PolicyOptions)}
+        )
         # A prefill worker's requests do not share steps, so a request costs only its tokens.
         return replace(options, request_tokens=0) if role == "prefill" else options
 

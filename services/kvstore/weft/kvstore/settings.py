@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from weft.common.settings import PageSettings
+from weft.common.worker.settings import engine_setting
 
 StoreEvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "slru"]
 """The eviction policies of workers that depend on pages alone."""
@@ -23,7 +24,9 @@ class KvStoreSettings(PageSettings):
         description="id that stays the same over restarts, and that no other store has; empty = "
         "kvstore, host name and port",
     )
-    memory_bytes: int = Field(1 << 30, ge=1 << 16, description="size of the arena, in bytes")
+    memory_bytes: int = Field(
+        1 << 30, ge=1 << 16, description="size of a KV store's arena, in bytes"
+    )
     eviction_policy: StoreEvictionName = Field(
         "lru",
         description="order of evicting pages, in the arena and on disk: least recently, least "
@@ -78,16 +81,8 @@ class KvStoreSettings(PageSettings):
         description="valkey: time after which pages expire, in seconds; 0 = only when the server "
         "evicts them",
     )
-    disk_cache_dir: Path | None = Field(
-        None,
-        description="folder for pages on local disk, which survive restarts; each store uses a "
-        "subfolder named by its id; none = no disk cache",
-    )
-    disk_cache_bytes: int = Field(
-        10 << 30,
-        ge=1 << 12,
-        description="most pages on disk, in bytes",
-    )
+    disk_cache_dir: Path | None = engine_setting("disk_cache_dir")
+    disk_cache_bytes: int = engine_setting("disk_cache_bytes")
     max_fills: int = Field(
         64,
         ge=1,
@@ -112,13 +107,7 @@ class KvStoreSettings(PageSettings):
         le=600,
         description="time limit for reading a put's pages, in seconds",
     )
-    max_quarantine_fraction: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="share of the arena that may be in quarantine; a store that exceeds it for "
-        "longer than --put-timeout-s drains and exits, to be restarted; 1 = never",
-    )
+    max_quarantine_fraction: float = engine_setting("max_quarantine_fraction")
     put_data_timeout_s: float = Field(
         30.0,
         gt=0,

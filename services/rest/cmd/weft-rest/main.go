@@ -133,7 +133,7 @@ func startTracing(
 	ctx context.Context, settings settings, logger *slog.Logger,
 ) (*edge.Tracing, func(), error) {
 	endpoint := otlp.Endpoint(settings.otlpEndpoint, os.Getenv)
-	if endpoint == "" || settings.noTracing {
+	if endpoint == "" || !settings.tracing {
 		return nil, func() {}, nil
 	}
 	provider, err := otlp.NewProvider(

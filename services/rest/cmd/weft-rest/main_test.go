@@ -24,12 +24,31 @@ func TestSettingsPrecedence(t *testing.T) {
 	}
 }
 
+func TestTracingIsTurnedOffInEitherForm(t *testing.T) {
+	for _, given := range []struct {
+		arguments, environment []string
+		tracing                bool
+	}{
+		{nil, nil, true},
+		{[]string{"--no-tracing"}, nil, false},
+		{[]string{"--tracing=false"}, nil, false},
+		{nil, []string{"WEFT_REST_NO_TRACING=true"}, false},
+		{[]string{"--tracing"}, []string{"WEFT_REST_NO_TRACING=true"}, true},
+	} {
+		s, err := parseSettings(given.arguments, given.environment, io.Discard)
+		if err != nil || s.tracing != given.tracing {
+			t.Fatalf("%v: %v %v", given, s.tracing, err)
+		}
+	}
+}
+
 func TestSettingsAreChecked(t *testing.T) {
 	for _, arguments := range [][]string{
 		{"--nonsense"}, {"stray"}, {"--backend", ""}, {"--max-body-bytes", "0"}, {"--drain-timeout", "-1s"},
 		{"--listen", "0.0.0.0:8000"}, {"--listen", ":8000"}, {"--listen", "[::]:8000"},
 		{"--ready-grace-s", "-1"}, {"--ready-grace-s", "5s"}, {"--ready-grace-s", "NaN"},
-		{"--trace-sample-ratio", "1.5"}, {"--trace-sample-ratio", "NaN"},
+		{"--trace-sample-ratio", "1.5"}, {"--trace-sample-ratio", "NaN"}, {"--no-tracing=maybe"},
+		{"--max-body-bytes", "1073741825"}, {"--comment-after", "-1s"},
 		{"--tls-cert", "c", "--tls-key", "k"}, {"--https-cert", "c"},
 	} {
 		var told strings.Builder

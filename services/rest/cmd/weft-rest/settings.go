@@ -1,6 +1,8 @@
 package main
 
 import (
+	_ "embed"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -18,7 +20,31 @@ import (
 
 const envPrefix = "WEFT_REST_"
 
-const maxReadyGrace = 10 * time.Minute
+// scripts/gen_rest_settings.py writes it, from the declarations that all services share.
+//
+//go:embed settings.json
+var declared []byte
+
+// declaration of a setting. Bounds of durations are in seconds.
+type declaration struct {
+	Name    string   `json:"name"`
+	Default any      `json:"default"`
+	Min     *float64 `json:"min"`
+	Max     *float64 `json:"max"`
+	Help    string   `json:"help"`
+}
+
+func (d declaration) allows(value float64) bool { // not a number is within no bounds
+	return (d.Min == nil || value >= *d.Min) && (d.Max == nil || value <= *d.Max)
+}
+
+func (d declaration) bounds() string {
+	least := strconv.FormatFloat(*d.Min, 'f', -1, 64)
+	if d.Max == nil {
+		return "at least " + least
+	}
+	return least + " to " + strconv.FormatFloat(*d.Max, 'f', -1, 64)
+}
 
 // seconds is a duration that flags give as a number of seconds, as the other services' do.
 type seconds struct{ value *time.Duration }
@@ -55,8 +81,32 @@ type settings struct {
 	insecure      bool
 	otlpEndpoint  string
 	sampleRatio   float64
-	noTracing     bool
+	tracing       bool
 	origins       string
+}
+
+func (s *settings) byName() map[string]any {
+	return map[string]any{
+		"listen":             &s.listen,
+		"backend":            &s.backend,
+		"metrics-listen":     &s.metricsListen,
+		"ready-file":         &s.readyFile,
+		"max-body-bytes":     &s.maxBodyBytes,
+		"max-held-bytes":     &s.maxHeldBytes,
+		"ready-grace-s":      &s.readyGrace,
+		"drain-timeout":      &s.drainTimeout,
+		"comment-after":      &s.commentAfter,
+		"tls-cert":           &s.tls.Cert,
+		"tls-key":            &s.tls.Key,
+		"tls-ca":             &s.tls.CA,
+		"https-cert":         &s.https.Cert,
+		"https-key":          &s.https.Key,
+		"insecure":           &s.insecure,
+		"otlp-endpoint":      &s.otlpEndpoint,
+		"trace-sample-ratio": &s.sampleRatio,
+		"tracing":            &s.tracing,
+		"allowed-origins":    &s.origins,
+	}
 }
 
 // parseSettings reports errors, or the help asked for, to output. The environment is as os.Environ
@@ -67,43 +117,13 @@ func parseSettings(
 	var s settings
 	flags := flag.NewFlagSet("weft-rest", flag.ContinueOnError)
 	flags.SetOutput(output)
-	flags.StringVar(&s.listen, "listen", "127.0.0.1:8000", "`address` to serve REST on")
-	flags.StringVar(&s.backend, "backend", "127.0.0.1:50051",
-		"gRPC `addresses` of the gateways, host:port with commas between; calls are spread over all")
-	flags.StringVar(&s.metricsListen, "metrics-listen", "",
-		"`address` to serve Prometheus metrics on; empty: none are served")
-	flags.StringVar(&s.readyFile, "ready-file", "",
-		"`file` written once the edge listens: JSON with address, metrics_address, pid")
-	flags.Int64Var(&s.maxBodyBytes, "max-body-bytes", 8<<20,
-		"largest request body in `bytes`; a larger one is answered with 413")
-	flags.Int64Var(&s.maxHeldBytes, "max-held-bytes", 128<<20,
-		"most `bytes` of request bodies that are not passed on yet; more are answered with 503")
-	flags.Var(seconds{&s.readyGrace}, "ready-grace-s",
-		"`seconds` after SIGTERM in which /readyz already says 503, while requests are still taken; "+
-			"load balancers go elsewhere in this time")
-	flags.DurationVar(&s.drainTimeout, "drain-timeout", 10*time.Second,
-		"`time` that running requests then get to finish")
-	flags.DurationVar(&s.commentAfter, "comment-after", 15*time.Second,
-		"`time` without an event after which a stream gets a comment; 0: never")
-	flags.StringVar(&s.tls.Cert, "tls-cert", "",
-		"PEM `file` of the certificate that names this edge to the gateway (mutual TLS)")
-	flags.StringVar(&s.tls.Key, "tls-key", "", "PEM `file` of that certificate's key")
-	flags.StringVar(&s.tls.CA, "tls-ca", "",
-		"PEM `file` of the authorities whose gateways are trusted")
-	flags.StringVar(&s.https.Cert, "https-cert", "",
-		"PEM `file` of the certificate that REST clients see; empty: plain HTTP")
-	flags.StringVar(&s.https.Key, "https-key", "", "PEM `file` of that certificate's key")
-	flags.BoolVar(&s.insecure, "insecure", false,
-		"listen beyond loopback although there is no HTTPS here")
-	flags.StringVar(&s.otlpEndpoint, "otlp-endpoint", "",
-		"`URL` of the collector that spans are exported to, as http://HOST:4317; "+
-			"empty: $OTEL_EXPORTER_OTLP_ENDPOINT, and nowhere without it")
-	flags.Float64Var(&s.sampleRatio, "trace-sample-ratio", 1,
-		"`share` of traces begun here that are exported, 0 to 1")
-	flags.BoolVar(&s.noTracing, "no-tracing", false, "make no spans")
-	flags.StringVar(&s.origins, "allowed-origins", "",
-		"`origins` whose pages may send requests and read answers in a browser (CORS), as "+
-			"https://chat.example.org, with commas between; *: all; empty: none")
+	var declarations []declaration
+	if err := json.Unmarshal(declared, &declarations); err != nil {
+		return s, err
+	}
+	for _, declaration := range declarations {
+		declaration.addTo(flags, s.byName()[declaration.Name])
+	}
 	if err := setFromEnvironment(flags, environment); err != nil {
 		_, _ = fmt.Fprintln(output, err)
 		return s, err
@@ -111,11 +131,60 @@ func parseSettings(
 	if err := flags.Parse(arguments); err != nil {
 		return s, err
 	}
-	if err := s.check(flags); err != nil {
+	if err := errors.Join(s.checkBounds(flags, declarations), s.check(flags)); err != nil {
 		_, _ = fmt.Fprintln(output, err)
 		return s, err
 	}
 	return s, nil
+}
+
+// addTo adds the setting's flag, whose value goes to target.
+func (d declaration) addTo(flags *flag.FlagSet, target any) {
+	help := strings.ReplaceAll(d.Help, "`", "'") // which mean the name of a value to flag
+	switch value := target.(type) {
+	case *string:
+		flags.StringVar(value, d.Name, d.Default.(string), help)
+	case *int64:
+		flags.Int64Var(value, d.Name, int64(d.Default.(float64)), help)
+	case *float64:
+		flags.Float64Var(value, d.Name, d.Default.(float64), help)
+	case *bool:
+		flags.BoolVar(value, d.Name, d.Default.(bool), help)
+		flags.BoolFunc("no-"+d.Name, "the contrary of --"+d.Name, func(text string) error {
+			no, err := strconv.ParseBool(text)
+			*value = !no
+			return err
+		})
+	case *time.Duration:
+		*value = time.Duration(d.Default.(float64) * float64(time.Second))
+		if strings.HasSuffix(d.Name, "-s") {
+			flags.Var(seconds{value}, d.Name, help)
+		} else {
+			flags.DurationVar(value, d.Name, *value, help)
+		}
+	default:
+		panic("settings.json has " + d.Name + ", which byName lacks")
+	}
+}
+
+func (s *settings) checkBounds(flags *flag.FlagSet, declarations []declaration) error {
+	var problems []error
+	for _, declaration := range declarations {
+		var value float64
+		switch set := s.byName()[declaration.Name].(type) {
+		case *int64:
+			value = float64(*set)
+		case *float64:
+			value = *set
+		case *time.Duration:
+			value = set.Seconds()
+		}
+		if !declaration.allows(value) {
+			problems = append(problems, fmt.Errorf("--%s %s: must be %s", declaration.Name,
+				flags.Lookup(declaration.Name).Value, declaration.bounds()))
+		}
+	}
+	return errors.Join(problems...)
 }
 
 func setFromEnvironment(flags *flag.FlagSet, environment []string) error {
@@ -172,19 +241,6 @@ func (s settings) check(flags *flag.FlagSet) error {
 		return fmt.Errorf("unexpected argument %q: weft-rest takes flags only", flags.Arg(0))
 	case badBackend != nil:
 		return fmt.Errorf("--backend: %w: give the gateways' gRPC addresses", badBackend)
-	case s.maxBodyBytes < 1 || s.maxBodyBytes > 1<<30:
-		return fmt.Errorf("--max-body-bytes %d: must be 1 to 1073741824", s.maxBodyBytes)
-	case s.maxHeldBytes < 1:
-		return fmt.Errorf("--max-held-bytes %d: must be above 0", s.maxHeldBytes)
-	case s.readyGrace < 0 || s.readyGrace > maxReadyGrace:
-		return fmt.Errorf("--ready-grace-s %g: must be 0 to %g",
-			s.readyGrace.Seconds(), maxReadyGrace.Seconds())
-	case s.drainTimeout < 0:
-		return fmt.Errorf("--drain-timeout %s: must not be negative", s.drainTimeout)
-	case s.commentAfter < 0:
-		return fmt.Errorf("--comment-after %s: must not be negative", s.commentAfter)
-	case !(s.sampleRatio >= 0 && s.sampleRatio <= 1): // not a number is none either
-		return fmt.Errorf("--trace-sample-ratio %g: must be 0 to 1", s.sampleRatio)
 	case !allOrNone(s.tls.Cert, s.tls.Key, s.tls.CA):
 		return errors.New("--tls-cert, --tls-key and --tls-ca: give all three, or none")
 	case !allOrNone(s.https.Cert, s.https.Key):

@@ -5,62 +5,44 @@ A setting of the engine is declared in `weft.engine.base.config`; services have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, create_model
-from weft.common.settings import PageSettings, Settings
+from pydantic import Field
+from weft.common.settings import ModelSettings, PageSettings, declared, with_settings_of
 from weft.engine.base.config import SETTINGS, EngineConfig, Role
 from weft.engine.base.gpus import resolve_device
-
-S = TypeVar("S", bound=Settings)
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
 """Default step sizes on a GPU, which keep the device busy."""
 _GPU_SHARED_TOKENS = 2048
 """Default of `shared_step_tokens` on a GPU: enough prompt tokens to keep it busy."""
-_BY_SERVICE = frozenset(
-    {
-        *("model_name", "role", "worker_id", "transport", "has_store", "enable_lora"),
-        *("enable_faults", "lora_projections"),
-    }
-)
-"""Settings of the engine that a worker computes, or has in another form."""
 OF_DECODE = (
     *("drafter", "max_draft_tokens", "draft_width", "draft_gate"),
     *("local_prefill_max_tokens", "max_fill_fraction", "stream_interval_s"),
 )
 """Settings that only an owner of requests has."""
+_NOT_OF_ALL = frozenset((*OF_DECODE, "worker_id", "max_context_tokens", "lora_projections"))
+"""Settings of the engine that not all workers have, or have in another form."""
 
 
-def engine_field(name: str, *default: Any) -> Any:
-    """A setting with the engine's words, bounds and, unless another is given, its default."""
-    setting = SETTINGS[name]
+def engine_setting(name: str, *default: Any) -> Any:
+    """A field of settings that the engine declares, with its default or another one."""
     value = default[0] if default else EngineConfig.__dataclass_fields__[name].default
-    return Field(value, ge=setting.ge, gt=setting.gt, le=setting.le, description=setting.help)
-
-
-def with_engine_settings(base: type[S], names: Iterable[str]) -> type[S]:
-    """A class of settings with these settings of the engine in addition."""
-    types = get_type_hints(EngineConfig)
-    fields: dict[str, Any] = {name: (types[name], engine_field(name)) for name in names}
-    return create_model("EngineSettings", __base__=base, **fields)
+    return declared(SETTINGS[name], value)
 
 
 if TYPE_CHECKING:
     _EngineSettings = PageSettings
 else:
-    _EngineSettings = with_engine_settings(
-        PageSettings, [name for name in SETTINGS if name not in {*_BY_SERVICE, *OF_DECODE}]
+    _EngineSettings = with_settings_of(
+        PageSettings, EngineConfig, [name for name in SETTINGS if name not in _NOT_OF_ALL]
     )
 
 
-class WorkerSettings(_EngineSettings):
+class WorkerSettings(ModelSettings, _EngineSettings):
     """A worker: a gRPC server and its engine process."""
-
-    folders: ClassVar[tuple[str, ...]] = ("adapter_root",)
 
     worker_id: str = Field("", max_length=64, description=SETTINGS["worker_id"].help)
     advertise: str = Field(
@@ -69,21 +51,14 @@ class WorkerSettings(_EngineSettings):
         description="host:port at which other workers reach this one; empty = the same as for "
         "gateways",
     )
-    model_dir: Path = Field(description="Hugging Face model directory")
-    model_name: str = Field("", max_length=256, description=SETTINGS["model_name"].help)
-    device: str = engine_field("device", "auto")
-    max_running_requests: int | None = engine_field("max_running_requests", None)
-    max_step_tokens: int | None = engine_field("max_step_tokens", None)
-    prefill_chunk_tokens: int | None = engine_field("prefill_chunk_tokens", None)
+    device: str = engine_setting("device", "auto")
+    max_running_requests: int | None = engine_setting("max_running_requests", None)
+    max_step_tokens: int | None = engine_setting("max_step_tokens", None)
+    prefill_chunk_tokens: int | None = engine_setting("prefill_chunk_tokens", None)
     kvstore: str = Field(
         "",
         max_length=4096,
         description="KV store, host:port; several replicas are separated by commas; empty = none",
-    )
-    adapter_root: Path | None = Field(
-        None,
-        description="folder in which gateways register LoRA adapters; this worker loads those of "
-        "its model; none = no adapters",
     )
     lora_projections: str = Field("", description=SETTINGS["lora_projections"].help)
     expected_adapters: list[str] = Field(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.contract.keys import RecentPages, ShortKeys, namespace_digest
+from weft.contract.settings import setting
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, WorkerView
 
@@ -23,36 +24,60 @@ class PolicyOptions:
     """Seed of policies that draw; None: a different one each time."""
     clock: Callable[[], float] = time.monotonic
     """Clock, seconds."""
-    kv_events: bool = True
-    """`cache_aware`: whether to use the workers' reports, rather than what was sent to them."""
-    index_pages: int = 1 << 20
-    """Most pages in an index over all workers."""
-    request_tokens: int = 0
-    """`cache_aware`: cost of one request on a worker, in prompt tokens."""
-    compute_weight: float = 8.0
-    """`cache_aware`: cost of a prompt token to be computed, in queued tokens."""
-    spread_tokens: int = 80_000
-    """`cache_aware`: cost of a cache that was refilled lately, in queued tokens, for a prompt that
-    may go anywhere.
-    """
-    balance_abs_threshold: int = 32
-    """Approximate `cache_aware`: difference in requests up to which loads count as balanced."""
-    balance_rel_threshold: float = 1.0001
-    """Approximate `cache_aware`: ratio of the most to the least requests that is balanced."""
-    cache_threshold: float = 0.5
-    """Approximate `cache_aware`: share of the prompt that a match must have to decide."""
-    max_tree_pages: int = 1 << 16
-    """Approximate `cache_aware`: pages remembered of each worker."""
-    eviction_interval_s: float = 60.0
-    """Approximate `cache_aware`: seconds between evictions."""
-    load_factor: float = 1.25
-    """`prefix_hash`: most requests of a worker, as a multiple of the mean."""
-    prefix_tokens: int = 256
-    """`prefix_hash`: number of leading tokens that decide."""
-    max_pins: int = 1 << 17
-    """`manual`: number of keys remembered."""
-    pin_idle_s: float = 14_400.0
-    """`manual`: seconds after which an unused key is forgotten."""
+    kv_events: bool = setting(
+        "let cache_aware follow the workers' reports of cached pages; off: what they were sent",
+        True,
+    )
+    index_pages: int = setting(
+        "size limit of cache_aware's index of a pool, in pages", 1 << 20, ge=1
+    )
+    compute_weight: float = setting(
+        "cache_aware: weight of a prompt token to be computed, in queued tokens",
+        8.0,
+        ge=0,
+        le=1024,
+    )
+    spread_tokens: int = setting(
+        "cache_aware: cost of a recently refilled cache where a new conversation may go, in "
+        "queued tokens; 0 = caches may fill unevenly",
+        80_000,
+        ge=0,
+        le=1 << 30,
+    )
+    request_tokens: int = setting(
+        "cache_aware of decode workers: cost of a request for the following ones, in prompt tokens",
+        512,
+        ge=0,
+        le=1 << 20,
+    )
+    balance_abs_threshold: int = setting(
+        "loads are balanced within this difference, in requests", 32, ge=0
+    )
+    balance_rel_threshold: float = setting(
+        "loads are balanced within this ratio of most to least", 1.0001, ge=1
+    )
+    cache_threshold: float = setting(
+        "cache_aware without events: share of a prompt that a match must have", 0.5, ge=0, le=1
+    )
+    max_tree_pages: int = setting(
+        "cache_aware without events: most pages remembered of a worker, in pages", 1 << 16, ge=1
+    )
+    eviction_interval_s: float = setting(
+        "cache_aware without events: interval between evictions down to that limit, in seconds",
+        60.0,
+        gt=0,
+        le=86400,
+    )
+    load_factor: float = setting(
+        "prefix_hash: limit of a worker's requests, as a multiple of the mean", 1.25, ge=1, le=16
+    )
+    prefix_tokens: int = setting(
+        "prefix_hash: length of the prefix that counts, in tokens", 256, ge=1
+    )
+    max_pins: int = setting("manual: number of routing keys remembered, in keys", 1 << 17, ge=1)
+    pin_idle_s: float = setting(
+        "manual: time after which an unused key is forgotten, in seconds", 14_400.0, gt=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ def main() -> int:
                 wait_ready,
                 on_ready,
                 float(os.environ.get("FAKE_DRAIN_GRACE_S", "30")),
+                max_restart_delay_s=30.0,
                 ready_timeout_s=float(os.environ.get("FAKE_READY_TIMEOUT_S", "300")),
             )
         )
