@@ -8,6 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,32 @@ def test_defaults_are_written_once() -> None:
         if (found[1], float(found[2]) * 2 ** int(found[3] or 0)) in numbers
     ]
     assert not again
+
+
+UNITS = {"": 1, "s": 1, "ms": 1e-3, "%": 0.01, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def test_defaults_that_pages_name_are_the_declared_ones() -> None:
+    """As in "`--max-restart-delay-s` (30 s)"."""
+    declared: dict[str, set[float]] = defaultdict(set)
+    for program in PROGRAMS:
+        for name, field in program.model_fields.items():
+            default = field.default
+            number = default.total_seconds() if isinstance(default, timedelta) else default
+            if isinstance(number, (int, float)):
+                declared[f"--{name.replace('_', '-')}"].add(number)
+    named = re.compile(r"`(--[a-z0-9-]+)`[^`|(.]{0,20}\((\d[\d,.]*) ?(ms|s|KiB|MiB|GiB|%|)\)")
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("services/*/README.md"), ROOT / "README.md"]
+    found = [
+        (page.name, *match.groups())
+        for page in pages
+        for match in named.finditer(page.read_text())
+        if match[1] in declared
+    ]
+    assert len(found) > 10
+    for page, flag, number, unit in found:
+        value = float(number.replace(",", "")) * UNITS[unit]
+        assert any(value == pytest.approx(one) for one in declared[flag]), (page, flag, number)
 
 
 @pytest.fixture
