@@ -32,7 +32,10 @@ MAX_PROMPTS = 4096
 
 if TYPE_CHECKING:
     _RoutingSettings = ModelSettings
-    PrefillPolicyName = DecodePolicyName = ToolParserName = ReasoningParserName = str
+    PrefillPolicyName = str
+    DecodePolicyName = str
+    ToolParserName = str
+    ReasoningParserName = str
 else:
     _RoutingSettings = with_settings_of(ModelSettings, PolicyOptions, settings_of(PolicyOptions))
     PrefillPolicyName = Literal[tuple(name for name in POLICIES if name != "follow")]

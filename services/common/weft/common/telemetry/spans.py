@@ -156,14 +156,14 @@ class _RecordAll(Sampler):
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
         caller = get_current_span(parent_context).get_span_context()
-        if caller.is_valid:
-            is_exported = caller.trace_flags.sampled
+        if not caller.is_valid:
+            decision = self._of_new_traces.should_sample(None, trace_id, name).decision
+            is_exported = decision is Decision.RECORD_AND_SAMPLE
         else:
-            is_exported = self._of_new_traces.should_sample(
-                None, trace_id, name
-            ).decision.is_sampled()
-        decision = Decision.RECORD_AND_SAMPLE if is_exported else Decision.RECORD_ONLY
-        return SamplingResult(decision, attributes)
+            is_exported = caller.trace_flags.sampled
+        return SamplingResult(
+            Decision.RECORD_AND_SAMPLE if is_exported else Decision.RECORD_ONLY, attributes
+        )
 
     def get_description(self) -> str:
         return f"RecordAll({self._of_new_traces.get_description()})"
