@@ -46,7 +46,7 @@ class Dialect:
 USER = [{"role": "user", "content": "hi"}]
 DRAWING = "temperature top_p top_k seed stop"
 COMMON = f"{DRAWING} cache_salt priority session_id end_session"
-PENALTIES = "min_p repetition_penalty presence_penalty frequency_penalty"
+PENALTIES = "min_p top_n_sigma repetition_penalty presence_penalty frequency_penalty"
 CHAT = "logit_bias min_tokens stop_regex ignore_eos routing_key"
 ALONE = (
     "n speculate stop_token_ids include_stop_str_in_output skip_special_tokens prompt_logprobs "
@@ -158,6 +158,7 @@ WRONG: dict[str, Any] = {
     "repetition_penalty": [0, 101],
     **{one: [-2.1, 2.1] for one in ("presence_penalty", "frequency_penalty")},
     "top_k": [-2, 2**31],
+    "top_n_sigma": [-0.5, 100.5],
     "seed": [2**64],
     "n": [0, 129],
     "stop": [[""], ["x" * 257]],

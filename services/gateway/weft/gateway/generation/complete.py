@@ -74,7 +74,9 @@ def complete(
     _check(raw, targets, card, max_prompts)
     values = {**_DEFAULTS, **card.sampling, **raw.given}
     given_key = values["routing_key"] or raw.call.routing_key
-    prompts, pooling = for_model(raw.prompts, raw.pooling, card, task)
+    prompts, pooling = raw.prompts, raw.pooling
+    if pooling is not None or task != "generate":
+        prompts, pooling = for_model(prompts, pooling, card, task)
     values |= {
         "routing_key": given_key or values["session_id"],
         "timeout": raw.timeout_s,
