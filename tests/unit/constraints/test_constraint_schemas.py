@@ -134,6 +134,8 @@ COMBINED: list[Any] = [
     {"type": "array", "contains": {"const": "a"}, "maxContains": 1, "items": {"type": "string"}},
     {"type": "array", "contains": {"type": "integer"}, "minContains": 0, "maxContains": 1},
     {"type": "string", "not": {"pattern": "[^ab]"}},
+    {"allOf": [{"enum": [1.5, "a", [1]]}, {"not": {"type": "string", "pattern": "bb"}}]},
+    {"allOf": [{"$ref": "#/$defs/x"}, {"maxLength": 1}], "$defs": {"x": {"enum": ["a", "bc"]}}},
     {"type": "string", "oneOf": [{"pattern": "^a"}, {"pattern": "^b+"}]},
     {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
     {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},

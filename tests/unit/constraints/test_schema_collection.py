@@ -97,6 +97,7 @@ def faults(grammar: Any, schema: Any, invalid: Sequence[Any], rng: random.Random
     return [*wrong, told] if told else wrong
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.full)])
 def test_schemas_of_clients_are_accepted_and_no_answer_is_invalid(count: int) -> None:
     fresh_seed()

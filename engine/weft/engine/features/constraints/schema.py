@@ -201,6 +201,7 @@ class _Rewriter:
             )
         is_content = self._is_old and "contentMediaType" in schema
         self._require(not is_content, f"{at}/contentMediaType", "this keyword is not supported")
+        schema = self._with_values(schema, at)
         if "enum" in schema or "const" in schema:
             return self._listed(schema, at)
         base = {name: schema[name] for name in schema if name in ASSERTING}
@@ -225,6 +226,17 @@ class _Rewriter:
         if not parts:
             return True if is_merged else self._any()
         return parts[0] if len(parts) == 1 else {"allOf": parts}
+
+    def _with_values(self, schema: Mapping[str, Json], at: str) -> Mapping[str, Json]:
+        """The schema with the values that a part of its `allOf` lists: they can be checked by it,
+        whereas llguidance finds no common text of some lists and schemas.
+        """
+        parts = schema.get("allOf")
+        for part in parts if isinstance(parts, list) else ():
+            listed = self.behind_references(part, f"{at}/allOf")
+            if isinstance(listed, dict) and {"enum", "const"} & listed.keys():
+                return {"enum": listed.get("enum", [listed.get("const")]), **schema}
+        return schema
 
     def _says(self, schema: Mapping[str, Json], name: str) -> bool:
         return name != "if" or "then" in schema or "else" in schema
