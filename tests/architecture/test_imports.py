@@ -71,5 +71,12 @@ def test_the_engine_needs_no_wire_format(package: str) -> None:
     import_all(package, absent, NEED_LLGUIDANCE)
 
 
+def test_contract_and_checkpoint_need_no_wire_and_no_torch() -> None:
+    """But for the codec, which is of messages."""
+    absent = "torch,triton,grpc,google,pydantic,msgspec,opentelemetry"
+    codec = ["weft.contract.codec.walk", "weft.contract.codec.pairs"]
+    import_all("weft.contract,weft.checkpoint", absent, codec)
+
+
 def test_the_cli_starts_without_heavy_imports() -> None:
     import_all("weft.cli", "torch,triton,transformers,nixl,gguf")

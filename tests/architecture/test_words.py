@@ -62,7 +62,7 @@ RULES = (
         r"_?(plane|data_plane)",
         (f"{ENGINE}/loop", f"{ENGINE}/transfer", f"{ENGINE}/sources", "services"),
         "`transport`; a plane is what layers keep of each position",
-        except_in=("services/common/weft/common/worker/fills.py",),  # it sets the wire's field
+        except_in=("contract/weft/contract/codec/pairs.py",),  # it sets the wire's field
     ),
     Rule(
         r"_?window",

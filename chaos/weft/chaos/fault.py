@@ -15,13 +15,12 @@ from weft.chaos import fault_proxy
 from weft.cli.channel import explain_service
 from weft.cli.operators import Operators, add_flags, find_operators
 from weft.cli.tables import print_table
-from weft.common.faults import KIND_NUMBERS, spec_to_proto
+from weft.contract.codec.pairs import FAULT, FAULT_KINDS
 from weft.contract.errors import WeftError
-from weft.contract.faults import BOARD, FaultSpec
+from weft.contract.faults import BOARD, KINDS, FaultSpec
 from weft.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 10.0
-_KIND_NAMES = {number: name for name, number in KIND_NUMBERS.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.action == "add":
             spec = _spec(arguments)
             BOARD.check(spec)
-            request = admin_pb2.InjectFaultRequest(fault=spec_to_proto(spec))
+            request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(spec))
             return asyncio.run(_tell("InjectFault", request, operators))
         if arguments.action == "clear":
             clear = admin_pb2.ClearFaultsRequest(point=arguments.point)
@@ -88,7 +87,7 @@ async def _list(operators: Operators, console: Console) -> int:
             table.add_row(
                 name,
                 fault.point,
-                _KIND_NAMES[fault.kind],
+                FAULT_KINDS[fault.kind],
                 f"{fault.probability:g}",
                 str(state.reached),
                 str(state.fired),
@@ -132,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     actions.add_parser("points", help="show where faults can be armed, and which")
     add = actions.add_parser("add", help="arm a fault")
     add.add_argument("point", help="as `weft fault points` shows them")
-    add.add_argument("kind", choices=sorted(KIND_NUMBERS), metavar="kind", help="what happens")
+    add.add_argument("kind", choices=sorted(KINDS), metavar="kind", help="what happens")
     default = FaultSpec(point="", kind="")
     for name, help_text in (
         ("probability", "that it happens when the point is reached"),

@@ -25,8 +25,8 @@ from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import locked_state_folder
 from weft.cli.up.supervisor import Reporter, RestartBackoff, Supervisor
 from weft.common.admin import read_token
-from weft.common.faults import spec_to_proto
 from weft.common.rpc.server import QUARANTINE_STATUS
+from weft.contract.codec.pairs import FAULT
 from weft.contract.faults import FaultSpec
 from weft.v1 import (
     admin_pb2,
@@ -236,7 +236,7 @@ class ChaosMesh:
     async def arm(self, name: str, spec: FaultSpec) -> None:
         """Arms a fault in a service. Raises MeshNotReady."""
         await self.admin(
-            name, "InjectFault", admin_pb2.InjectFaultRequest(fault=spec_to_proto(spec))
+            name, "InjectFault", admin_pb2.InjectFaultRequest(fault=FAULT.encode(spec))
         )
 
     async def fired(self, name: str, point: str) -> int:

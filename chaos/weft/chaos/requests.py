@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import grpc
 from weft.cli.channel import open_channel
-from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error, is_typed
+from weft.contract.codec.walk import duration
 from weft.contract.errors import WeftError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.contract.submits import Failure
+from weft.contract.wire import MAX_MESSAGE_BYTES, wire
+
+_MAX_NAME_BYTES = 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,15 +55,15 @@ AdapterPlace = Literal["loading", "disk", "host", "device", "failed"]
 class AdapterState:
     """State of one adapter from the order to load it until the order to unload it."""
 
-    digest: bytes
-    name: str
+    digest: bytes = field(metadata=wire(name="adapter.digest"))
+    name: str = field(metadata=wire(name="adapter.name"))
     state: AdapterPlace
     """Requests may name an adapter in the states `disk` (it was read, but lost its memory to
     others), `host` and `device`. They may not while it is `loading` for the first time, nor if the
     load `failed`."""
     rank: int = 0
     """Largest rank of its modules; 0 while unknown."""
-    num_bytes: int = 0
+    num_bytes: int = field(default=0, metadata=wire(name="weight_bytes"))
     """Bytes of its weights in memory; 0 while unknown."""
     num_requests: int = 0
     """Requests that name it and have not ended."""
@@ -68,7 +71,7 @@ class AdapterState:
     is_unloading: bool = False
     """Whether it is being unloaded: new requests may not name it, and it is removed when the last
     request that names it has ended."""
-    error: str = ""
+    error: str = field(default="", metadata=wire(cut_bytes=MAX_MESSAGE_BYTES))
     """Error message of the state `failed`."""
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = field(default=(), metadata=wire(cut_bytes=_MAX_NAME_BYTES))
     """Some of the tensors that a lenient read left out."""

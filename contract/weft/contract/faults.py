@@ -18,11 +18,12 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
 from weft.contract.errors import FaultsDisabled, InjectedFault, InvalidRequest
 from weft.contract.pages import StagingPages
+from weft.contract.wire import wire
 
 FaultKind = Literal[
     "drop", "delay", "duplicate", "corrupt", "stall", "kill", "error", "sabotage", ""
@@ -41,7 +42,7 @@ class FaultSpec:
     """One fault to arm; the same spec makes the same choices in every run."""
 
     point: str
-    kind: str
+    kind: str = field(metadata=wire(is_required=True))
     """One of KINDS that the point supports."""
     probability: float = 1.0
     """Probability, in (0, 1], that the fault happens each time the point is reached."""

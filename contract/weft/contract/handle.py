@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.contract.request import MAX_PRIORITY, MAX_TENANT_BYTES
 from weft.contract.token_ids import TokenIds
+from weft.contract.wire import wire
 
 DATA_CHUNK_BYTES = 1 << 20
 """Most bytes in one `data` event."""
@@ -37,8 +39,8 @@ class KvHandle:
 
     owner_id: str
     owner_epoch: int
-    lease_id: bytes
-    lease_s: float
+    lease_id: bytes = field(metadata=wire(least=LEASE_ID_BYTES, most=LEASE_ID_BYTES))
+    lease_s: float = field(metadata=wire(name="lease_duration"))
     namespace: bytes
     cache_salt: str
     page_size: int
@@ -54,11 +56,14 @@ class KvHandle:
     filler_epoch: int
     nixl: NixlTargetInfo | None = None
     """NIXL target; None: the owner wants `data` events."""
-    priority: int = 0
+    priority: int = field(default=0, metadata=wire(low=-MAX_PRIORITY, high=MAX_PRIORITY))
     """Priority of the request; a lower number is more urgent."""
-    tenant: str = ""
+    tenant: str = field(default="", metadata=wire(most=MAX_TENANT_BYTES))
     """Tenant that is charged for the request."""
-    adapter: bytes = b""
+    adapter: bytes = field(
+        default=b"",
+        metadata=wire(name="adapter.digest", least=ADAPTER_DIGEST_BYTES, most=ADAPTER_DIGEST_BYTES),
+    )
     """Content digest (`ADAPTER_DIGEST_BYTES`) of the adapter with which the pages are computed;
     empty: the base model. It is part of `namespace`; here it tells the filler which adapter to use.
     """
@@ -77,6 +82,10 @@ class KvHandle:
 EventKind = Literal[
     "accepted", "declined", "written", "data", "stopped", "done", "failed", "broken"
 ]
+
+
+LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed"})
+"""Kinds of events that end a fill; `broken` stands for a stream that ends."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +137,7 @@ class FillEvent:
     offset: int = 0
     data: bytes = b""
     is_stopped: bool = False
-    needs_fence: bool = False
+    needs_fence: bool = field(default=False, metadata=wire(name="fence_needed"))
     """Whether writes that the filler's network took can still arrive until the owner closes its end
     of the connection.
     """

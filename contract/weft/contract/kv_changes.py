@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from weft.contract.wire import wire
 
 MAX_CHANGE_PAGES = 16_384
 """Most pages in one change: some 128 KiB on the wire."""
@@ -12,9 +14,9 @@ MAX_CHANGE_PAGES = 16_384
 class KvRun:
     """Consecutive pages of a prompt."""
 
-    parent: int
+    parent: int = field(metadata=wire(name="parent_key"))
     """Short key of the page before the first one; 0 at the beginning of a prompt."""
-    keys: list[int]
+    keys: list[int] = field(metadata=wire(name="page_keys"))
     """Short keys (`weft.contract.keys.short_key`)."""
 
 
@@ -25,7 +27,7 @@ class KvChange:
     sequence: int
     """Sequence number, from 1 without gaps over the life of an engine."""
     stored: list[KvRun]
-    removed: list[int]
+    removed: list[int] = field(metadata=wire(name="removed_keys"))
     """Short keys of the removed pages."""
 
     @property

@@ -8,6 +8,7 @@ from weft.contract.adapters import AdapterState
 from weft.contract.fills import StagingCounts
 from weft.contract.layout import StatePlane
 from weft.contract.tasks import Task
+from weft.contract.wire import wire
 
 QUIET_REPORT_S = 0.5
 """Seconds between the reports of an engine in which nothing happens."""
@@ -24,7 +25,7 @@ class TierReport:
     cached_pages: int
     used_pages: int
     """Pages that can be read, and pages reserved for loads in progress."""
-    load_bytes_per_s: float
+    load_bytes_per_s: float = field(metadata=wire(name="load_bytes_per_second"))
     """Measured load bandwidth, bytes per second; 0: unknown."""
     counters: dict[str, int]
     """Counters since start (`weft.engine.sources.tiers.tier.TierCounters`)."""
@@ -125,7 +126,7 @@ class EngineInfo:
     """Number formats that the layers' products are computed with, bytes a weight, and the format
     of the file, in words.
     """
-    vocab_size: int
+    vocab_size: int = field(metadata=wire(name="vocabulary_size"))
     max_context_tokens: int
     num_pages: int
     page_size: int

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from weft.contract.wire import wire
+
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 1e-3
 MAX_REPETITION_PENALTY = 100.0
@@ -19,6 +21,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_PRIORITY = 1_000_000
 """Priorities are -MAX_PRIORITY to MAX_PRIORITY; lower is more urgent."""
 MAX_TENANT_BYTES = 64
+MAX_SALT_BYTES = 128
 MAX_SESSION_ID_BYTES = 128
 """Longest client-chosen name of a chat session, bytes."""
 
@@ -36,45 +39,6 @@ _BLANKS = re.compile(
 """Regular expressions whose only characters are blanks of JSON."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reasoning:
-    """The tokens that begin and end the reasoning at the start of a sample."""
-
-    begin: int | None = None
-    """Token that begins the reasoning if it is the sample's first token; None: the prompt has
-    already begun it."""
-    end: tuple[int, ...]
-    """Sequence of tokens that ends the reasoning; not empty."""
-    until: int | None = None
-    """Token that must follow `end`, directly or later; None: no token must."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraint:
-    """A constraint on the whole text of a sample, or on the text that follows its reasoning."""
-
-    kind: ConstraintKind
-    text: str = ""
-    """The schema as JSON, the regular expression or the grammar; empty for choices."""
-    choices: tuple[str, ...] = ()
-    """The allowed texts; the sample is one of them."""
-    whitespace: str | None = None
-    """Regular expression of the blanks that may stand between two tokens of JSON; empty: none may;
-    None: the worker's own form.
-    """
-    reasoning: Reasoning | None = field(default=None, compare=False)
-    """Reasoning that may precede the constrained text; None: none may. This field and
-    `alternatives` take no part in comparisons, since they do not change the grammar.
-    """
-    alternatives: tuple[int, ...] = field(default=(), compare=False)
-    """Tokens that may replace the constrained text; any text may follow such a token."""
-
-    @property
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of the text and of all choices."""
-        return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
-
-
 def check_whitespace(pattern: str) -> None:
     """Raises ValueError for a pattern of `Constraint.whitespace` that is too long, or may match
     other texts than blanks, tabs and line breaks.
@@ -88,6 +52,50 @@ def check_whitespace(pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"is no regular expression: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """The tokens that begin and end the reasoning at the start of a sample."""
+
+    begin: int | None = None
+    """Token that begins the reasoning if it is the sample's first token; None: the prompt has
+    already begun it."""
+    end: tuple[int, ...] = field(metadata=wire(least=1, most=MAX_MARK_TOKENS, param="constraint"))
+    """Sequence of tokens that ends the reasoning."""
+    until: int | None = None
+    """Token that must follow `end`, directly or later; None: no token must."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A constraint on the whole text of a sample, or on the text that follows its reasoning."""
+
+    kind: ConstraintKind
+    text: str = ""
+    """The schema as JSON, the regular expression or the grammar; empty for choices."""
+    choices: tuple[str, ...] = ()
+    """The allowed texts; the sample is one of them."""
+    whitespace: str | None = field(
+        default=None,
+        metadata=wire(name="whitespace_pattern", check=check_whitespace, param="constraint"),
+    )
+    """Regular expression of the blanks that may stand between two tokens of JSON; empty: none may;
+    None: the worker's own form.
+    """
+    reasoning: Reasoning | None = field(default=None, compare=False)
+    """Reasoning that may precede the constrained text; None: none may. This field and
+    `alternatives` take no part in comparisons, since they do not change the grammar.
+    """
+    alternatives: tuple[int, ...] = field(
+        default=(), compare=False, metadata=wire(most=MAX_MARK_TOKENS, param="constraint")
+    )
+    """Tokens that may replace the constrained text; any text may follow such a token."""
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text and of all choices."""
+        return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
 
 
 MAX_BIAS = 100.0
@@ -170,7 +178,14 @@ def _parameter(
 
 
 def _declaration(default: Any, help: str, low: float, high: float, **more: Any) -> dict[str, Any]:
-    return {"of_request": (default, help, low, high, more)}
+    name = more.get("names", {}).get("grpc", "")
+    return {"of_request": (default, help, low, high, more), **wire(name=name)}
+
+
+def _drawn(default: float, help: str, low: float, high: float, **more: Any) -> Any:
+    """A number that workers check too."""
+    declared = _declaration(default, help, low, high, **more)
+    return field(default=default, metadata={**declared, **wire(low=low, high=high)})
 
 
 def _not_in(*dialects: str) -> dict[str, str]:
@@ -188,8 +203,8 @@ _BY_CALL = {**_OPENAI_ALONE, "grpc": ""}
 class SamplingParams:
     """Parameters of drawing the next token."""
 
-    temperature: float = _parameter(1.0, "0 = greedy", 0, 100, of_model=True, names=_TEXT)
-    top_p: float = _parameter(
+    temperature: float = _drawn(1.0, "0 = greedy", 0, 100, of_model=True, names=_TEXT)
+    top_p: float = _drawn(
         1.0,
         "probability mass kept (nucleus)",
         0,
@@ -198,7 +213,7 @@ class SamplingParams:
         of_model=True,
         names=_TEXT,
     )
-    top_k: int = _parameter(
+    top_k: int = _drawn(
         0,
         "number of most likely tokens to draw from; 0 or -1 = all",
         0,
@@ -207,7 +222,7 @@ class SamplingParams:
         names=_TEXT,
         aliases={-1: 0},
     )
-    min_p: float = _parameter(
+    min_p: float = _drawn(
         0.0,
         "tokens below this share of the largest probability are dropped",
         0,
@@ -215,7 +230,7 @@ class SamplingParams:
         of_model=True,
         names=_NOT_ANTHROPIC,
     )
-    top_n_sigma: float = _parameter(
+    top_n_sigma: float = _drawn(
         0.0,
         "tokens whose logit is more than so many standard deviations of all logits below the "
         "largest are dropped; 0 or -1 = off",
@@ -224,7 +239,7 @@ class SamplingParams:
         names=_NOT_ANTHROPIC,
         aliases={-1: 0},
     )
-    repetition_penalty: float = _parameter(
+    repetition_penalty: float = _drawn(
         1.0,
         "divides positive and multiplies negative logits of tokens that occurred",
         MIN_REPETITION_PENALTY,
@@ -232,24 +247,27 @@ class SamplingParams:
         of_model=True,
         names={**_NOT_ANTHROPIC, "ollama": "repeat_penalty"},
     )
-    presence_penalty: float = _parameter(
+    presence_penalty: float = _drawn(
         0.0, "subtracted from logits of generated tokens", -2, 2, names=_NOT_ANTHROPIC
     )
-    frequency_penalty: float = _parameter(
+    frequency_penalty: float = _drawn(
         0.0, "subtracted for each time that a token was generated", -2, 2, names=_NOT_ANTHROPIC
     )
     logit_bias: dict[int, float] = field(
         default_factory=dict,
-        metadata=_declaration(
-            {},
-            "token id -> number that is added to the token's logit",
-            -MAX_BIAS,
-            MAX_BIAS,
-            max_entries=1024,
-            names=_CHATS,
-        ),
+        metadata={
+            **_declaration(
+                {},
+                "token id -> number that is added to the token's logit",
+                -MAX_BIAS,
+                MAX_BIAS,
+                max_entries=1024,
+                names=_CHATS,
+            ),
+            **wire(low=-MAX_BIAS, high=MAX_BIAS),
+        },
     )
-    seed: int = _parameter(
+    seed: int = _drawn(
         0,
         "64-bit; same seed, same text; -1 = random",
         -(2**63),
@@ -259,7 +277,7 @@ class SamplingParams:
         aliases={-1: None},
     )
     """Unsigned 64 bits here; noise is a function of (seed, absolute position, token id)."""
-    n: int = _parameter(1, "samples of each prompt", 1, 128, names=_OPENAI_ALONE)
+    n: int = _drawn(1, "samples of each prompt", 1, 128, names=_OPENAI_ALONE)
     constraint: Constraint | None = None
     speculates: bool = _parameter(
         True,
@@ -339,7 +357,7 @@ class CallParams:
     skip_special_tokens: bool = _parameter(
         True, "leave special tokens out of the text", names=_BY_CALL
     )
-    cache_salt: str = _parameter("", "separates cache entries", 1, 128)
+    cache_salt: str = _parameter("", "separates cache entries", 1, MAX_SALT_BYTES)
     priority: int = _parameter(
         0,
         "less is more urgent, where workers run with the scheduling policy `priority`",

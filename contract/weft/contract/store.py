@@ -5,9 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.contract.handle import NixlTargetInfo
+from weft.contract.wire import wire
 
+KEY_BYTES = 32
+WORD_BYTES = 8
+"""Pages have a whole number of words of this size, of which their digests are made."""
 MAX_STORED_BLOCK_PAGES = 1024
 """Most pages of a block of recurrent layers, or of one page of a window group, in a store."""
+MAX_LOOKUP_KEYS = 65_536
+MAX_PUT_PAGES = 1024
+_MAX_SOURCE_ID_BYTES = 256
+
+
+def _check_parent(key: bytes) -> None:
+    if key and len(key) != KEY_BYTES:
+        raise ValueError(f"has {len(key)} bytes, not {KEY_BYTES}")
+
+
+def _check_page_bytes(size: int) -> None:
+    if size == 0 or size % WORD_BYTES:
+        raise ValueError(f"= {size}: it must be a multiple of {WORD_BYTES}")
+
+
+def _check_offers(offers: list[Offer]) -> None:
+    if len({offer.key for offer in offers}) < len(offers):
+        raise ValueError("have a key that comes twice")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,14 +69,14 @@ class StoreLookup:
     """Asks how many leading pages the store holds."""
 
     lookup: int
-    namespace: bytes
-    keys: list[bytes]
-    block_pages: int = 0
+    namespace: bytes = field(metadata=wire(least=KEY_BYTES, most=KEY_BYTES))
+    keys: list[bytes] = field(metadata=wire(most=MAX_LOOKUP_KEYS, entry_bytes=KEY_BYTES))
+    block_pages: int = field(default=0, metadata=wire(low=0, high=MAX_STORED_BLOCK_PAGES))
     """Pages of a block of recurrent layers or of a window page. Pages count up to the last one
     where a request can go on, and all of a prompt are on the replica of its first page. 0: the
     model has no blocks.
     """
-    window_pages: int = 0
+    window_pages: int = field(default=0, metadata=wire(low=0, high=MAX_LOOKUP_KEYS))
     """Number of last pages whose blocks a request needs to go on; 0: of one."""
     request_id: str = ""
     traceparent: str = ""
@@ -76,3 +98,30 @@ class StorePut:
     source: NixlTargetInfo | None
     """Where the store reads the pages; None: their bytes are in `data`."""
     data: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One page that a worker offers to one replica of the store."""
+
+    key: bytes = field(metadata=wire(least=KEY_BYTES, most=KEY_BYTES, param="pages"))
+    digest: int
+    source_page: int = field(metadata=wire(name="page"))
+    """Page number in the worker's pool."""
+    parent: bytes = field(default=b"", metadata=wire(name="parent_key", check=_check_parent))
+    """Key of the page before it in its prompt; empty: unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOrder:
+    """The pages that a worker offers to one replica."""
+
+    source_id: str = field(metadata=wire(least=1, most=_MAX_SOURCE_ID_BYTES))
+    source_epoch: int
+    namespace: bytes = field(metadata=wire(least=KEY_BYTES, most=KEY_BYTES))
+    page_bytes: int = field(metadata=wire(check=_check_page_bytes))
+    offers: list[Offer] = field(
+        metadata=wire(name="pages", least=1, most=MAX_PUT_PAGES, check=_check_offers)
+    )
+    source: NixlTargetInfo | None
+    """Where the pages can be read; None: they come as data."""

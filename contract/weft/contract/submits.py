@@ -6,10 +6,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.contract.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.handle import ADAPTER_DIGEST_BYTES
+from weft.contract.request import (
+    MAX_PRIORITY,
+    MAX_SALT_BYTES,
+    MAX_SESSION_ID_BYTES,
+    MAX_TENANT_BYTES,
+    MAX_TOP_LOGPROBS,
+    PromptLogprobs,
+    SamplingParams,
+    StopCriteria,
+    TokenLogprob,
+)
 from weft.contract.tasks import PooledVectors, PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.contract.token_ids import TokenIds
+from weft.contract.wire import wire
+
+MAX_ID_BYTES = 64
+MAX_CANDIDATES = 64
+MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,31 +44,45 @@ class Submit:
     """A request for this owner; its key is (gateway, request_id, attempt)."""
 
     gateway: int
-    request_id: str
+    request_id: str = field(metadata=wire(least=1, most=MAX_ID_BYTES))
     attempt: int
     prompt: TokenIds
     sampling: SamplingParams
     stop: StopCriteria
-    top_logprobs: int | None = None
+    top_logprobs: int | None = field(
+        default=None, metadata=wire(name="logprobs.top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
+    )
     """Number of alternatives per token; None: no log-probabilities."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = field(
+        default=None,
+        metadata=wire(name="prompt_logprobs.top_logprobs", low=0, high=MAX_TOP_LOGPROBS),
+    )
     """Number of alternatives per prompt token; None: no log-probabilities of the prompt."""
     pool: PoolingParams | None = None
     """Parameters of a request for vectors; None: the request wants tokens."""
-    candidates: list[FillCandidate] = field(default_factory=list)
-    first_token_timeout_s: float = 600.0
-    total_timeout_s: float = 600.0
-    cache_salt: str = ""
+    candidates: list[FillCandidate] = field(
+        default_factory=list, metadata=wire(name="prefill_candidates", most=MAX_CANDIDATES)
+    )
+    first_token_timeout_s: float = field(
+        default=MAX_TIMEOUT_S, metadata=wire(low=0.0, high=MAX_TIMEOUT_S, clamps=True)
+    )
+    total_timeout_s: float = field(
+        default=MAX_TIMEOUT_S, metadata=wire(low=0.0, high=MAX_TIMEOUT_S, clamps=True)
+    )
+    cache_salt: str = field(default="", metadata=wire(most=MAX_SALT_BYTES))
     traceparent: str = ""
-    priority: int = 0
+    priority: int = field(default=0, metadata=wire(low=-MAX_PRIORITY, high=MAX_PRIORITY))
     """Priority; a lower number is more urgent."""
-    tenant: str = ""
+    tenant: str = field(default="", metadata=wire(most=MAX_TENANT_BYTES))
     """Tenant that is charged, where tenants are treated fairly; empty: one shared tenant."""
-    adapter: bytes = b""
-    """Content digest (32 bytes) of the adapter to use; empty: the base model."""
-    session_id: str = ""
+    adapter: bytes = field(
+        default=b"",
+        metadata=wire(name="adapter.digest", least=ADAPTER_DIGEST_BYTES, most=ADAPTER_DIGEST_BYTES),
+    )
+    """Content digest of the adapter to use; empty: the base model."""
+    session_id: str = field(default="", metadata=wire(most=MAX_SESSION_ID_BYTES))
     """Chat session whose pages the engine pins; empty: none."""
-    ends_session: bool = False
+    ends_session: bool = field(default=False, metadata=wire(name="end_session"))
     """Whether this is the last request of the session."""
     progress: list[SampleProgress] = field(default_factory=list)
     """Progress in earlier attempts; samples without an entry start afresh."""

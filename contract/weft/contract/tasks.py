@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from weft.contract.wire import wire
 
 Task = Literal["generate", "embed", "classify", "score"]
 """Task of a model: tokens, embeddings, values of its classification head, or scores from the
@@ -43,14 +45,14 @@ _TASK_OF: dict[Output, Task] = {
 class PoolingParams:
     """A request's parameters for vectors in place of tokens."""
 
-    output: Output
+    output: Output = field(metadata=wire(is_required=True, param="pool"))
     label_ids: tuple[int, ...] = ()
     """The 1 to `MAX_LABELS` tokens whose logits are returned, if the output is label_logits."""
     dimensions: int | None = None
     """Number of leading entries of an embedding to return, cut off before normalisation
     (Matryoshka); None: all.
     """
-    normalises: bool | None = None
+    normalises: bool | None = field(default=None, metadata=wire(name="normalize"))
     """Whether embeddings are scaled to length 1; None: the model's files decide."""
     segment_start: int = 0
     """Position of the first token of the second of a pair of texts; 0: there is one text."""

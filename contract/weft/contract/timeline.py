@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weft.contract.wire import wire
+
+MAX_FILLS = 128
+"""Most fills of a timeline that are reported, the newest."""
+_MAX_NAME_BYTES = 256
+_MAX_FAILURE_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillCandidate:
@@ -17,7 +24,7 @@ class FillCandidate:
     match_tokens: int = 0
     """Number of leading tokens that it holds; for a KV store, position where the held pages end."""
     queued_tokens: int = 0
-    tokens_per_second: float = 0.0
+    tokens_per_second: float = field(default=0.0, metadata=wire(low=0.0, clamps=True))
     kind: str = "prefill"
     """Kind of filler: prefill or kvstore."""
 
@@ -28,7 +35,7 @@ class FillRecord:
 
     source: str
     """Kind of filler: prefill or kvstore."""
-    worker_id: str
+    worker_id: str = field(metadata=wire(cut_bytes=_MAX_NAME_BYTES))
     transport: str
     start_token: int
     end_token: int
@@ -46,7 +53,7 @@ class FillRecord:
     """When the arrival of the last chunk's bytes was noted."""
     checked_s: float = 0.0
     """When the last chunk's digests were found to be right."""
-    failure: str = ""
+    failure: str = field(default="", metadata=wire(cut_bytes=_MAX_FAILURE_BYTES))
     filler_failed: bool = False
     """Whether the filler was at fault: neither declined nor stopped by this owner."""
     lease_id: str = ""
@@ -75,12 +82,12 @@ class Timeline:
 
     submitted_at: float
     """Time of the submit on the engine's clock."""
-    admitted_s: float | None = None
+    admitted_s: float | None = field(default=None, metadata=wire(name="queued_time"))
     matched_tokens: int = 0
     local_prefill_tokens: int = 0
     local_prefill_began_s: float | None = None
     """When this engine planned the first step that computed prompt tokens of the request."""
-    fills: list[FillRecord] = field(default_factory=list)
+    fills: list[FillRecord] = field(default_factory=list, metadata=wire(newest=MAX_FILLS))
     first_token_s: float | None = None
     finish_s: float | None = None
     num_steps: int = 0

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("playwright", reason="chromium: the package `playwright` is not installed")
 
 from playwright.async_api import expect
-from weft.common.durations import duration
+from weft.contract.codec.walk import duration
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.testing.services.browser import Console, console
 from weft.testing.services.dialect_edge import DialectEdge, dialect_edge

@@ -14,7 +14,6 @@ import pytest_asyncio
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import WeftError
 from weft.decode.assembly import Assembly
-from weft.decode.convert import submit_from_proto
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
@@ -327,7 +326,7 @@ async def test_adapters_where_they_are_off_are_the_callers_mistake(
 )
 async def test_a_worker_takes_what_the_gateway_takes(mesh: Harness, change: dict[str, Any]) -> None:
     await mesh.json("ChatCompletions", {"messages": USER, "max_tokens": 1, **change})
-    submit_from_proto(Assembly(mesh.workers[0].submits[-1]), 0)
+    Assembly(mesh.workers[0].submits[-1]).submit(0)
 
 
 async def test_tokenize_of_two_things_is_refused(mesh: Harness) -> None:

@@ -15,8 +15,8 @@ import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error
+from weft.contract.codec.walk import duration
 from weft.contract.errors import (
     DeadlineExceeded,
     Draining,

@@ -16,9 +16,9 @@ import grpc
 import numpy as np
 import pytest
 from weft.common.adapters.manifest import Entry, Manifest
-from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.settings import load_settings
+from weft.contract.codec.walk import duration
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.gateway.console.flows import MeshFlows
 from weft.gateway.console.history import quantile

@@ -18,11 +18,12 @@ import grpc
 import numpy as np
 import pytest
 from weft.common.rpc.server import QUARANTINE_STATUS
+from weft.contract.codec.pairs import PUT
 from weft.contract.handle import NixlTargetInfo
+from weft.contract.store import PutOrder
 from weft.engine.transfer.digest import digest_pages_numpy
 from weft.engine.transfer.nixl import TransferError
 from weft.kvstore import main, puts, transport
-from weft.kvstore.convert import PutOrder, put_order
 from weft.kvstore.counters import Counters
 from weft.kvstore.pages import PageStore
 from weft.kvstore.puts import Puts
@@ -96,7 +97,7 @@ class Bench:
         digests = digest_pages_numpy(self.contents, source_pages).tolist()
         header = put_header(chain, range(count), digests, source_pages, PAGE_BYTES)
         header.source.CopyFrom(kv_pb2.NixlTarget(version="1"))
-        return put_order(header)
+        return PUT.decode(header)
 
     async def settle(self) -> None:
         for _ in range(2000):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
-from weft.common.worker.fills import start_to_proto
+from weft.contract.codec.pairs import HANDLE
 from weft.contract.fills import FillStart
 from weft.contract.handle import FillEvent, KvHandle
 from weft.engine.memory.page_memory import PageMemory
@@ -119,7 +119,7 @@ async def test_all_chunks_are_shipped(memory_type: str, transport: int) -> None:
     said: list[kv_pb2.FillEvent] = []
 
     async def requests() -> AsyncIterator[kv_pb2.FillControl]:
-        yield start_to_proto(handle_of(memory_type))
+        yield kv_pb2.FillControl(start={"handle": HANDLE.plain(handle_of(memory_type))})
         await asyncio.Event().wait()
 
     async with asyncio.timeout(60):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from weft.common.worker.fills import handle_from_proto, start_to_proto
 from weft.common.worker.frames import HEADER, EngineMessages, frame, parse_from_engine, parse_inbox
+from weft.contract.codec.pairs import HANDLE
 from weft.contract.errors import InvalidRequest
 from weft.contract.fills import FillStart
 from weft.contract.keys import PageKeys, page_key, token_bytes
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.token_ids import are_below, token_ids
 from weft.decode.assembly import Assembly
-from weft.decode.convert import submit_from_proto
 from weft.testing.services.fill_commands import fill_command
 from weft.v1 import decode_pb2
 
@@ -42,7 +41,7 @@ def test_a_prompt_in_parts_reaches_the_engine() -> None:
         ).tokens.ids
     )
     assert assembly.is_complete
-    sent = frame(Inbox(submits=[submit_from_proto(assembly, 3)]))
+    sent = frame(Inbox(submits=[assembly.submit(3)]))
     (submit,) = parse_inbox(sent[HEADER.size :]).submits
     assert submit.prompt.tolist() == ids
     assert submit.progress[0].tokens == generated
@@ -60,7 +59,7 @@ def test_a_handle_crosses_both_sockets() -> None:
     (arrived,) = outbox.fill_commands
     assert arrived == command
     assert arrived.handle is not None
-    handle = handle_from_proto(start_to_proto(arrived.handle).start.handle)
+    handle = HANDLE.decode(HANDLE.encode(arrived.handle))
     sent = frame(Inbox(fill_starts=[FillStart(stream=1, handle=handle)]))
     (start,) = parse_inbox(sent[HEADER.size :]).fill_starts
     assert start.handle == command.handle

@@ -18,8 +18,8 @@ from weft.contract.submits import (
     TokenColumns,
     Tokens,
 )
-from weft.contract.timeline import FillRecord, Timeline
-from weft.decode.events import MAX_EVENT_BYTES, MAX_FILLS, batch_to_proto, merge_batches
+from weft.contract.timeline import MAX_FILLS, FillRecord, Timeline
+from weft.decode.events import MAX_EVENT_BYTES, batch_to_proto, merge_batches
 from weft.v1 import decode_pb2
 
 LARGE = 2**32 - 1

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import grpc
 from grpc_reflection.v1alpha import reflection
-from weft.common.faults import faults_to_proto, spec_from_proto
+from weft.common.faults import faults_to_proto
 from weft.common.rpc.authorize import OPERATORS, RELAYED, AuthorizeInterceptor
 from weft.common.rpc.errors import abort
 from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
+from weft.contract.codec.pairs import FAULT
 from weft.contract.errors import ConfigError, InvalidRequest, Unauthenticated
 from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.v1 import admin_pb2, admin_pb2_grpc
@@ -169,7 +170,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.InjectFaultResponse:
         """See admin.proto."""
         BOARD.check_enabled()
-        spec = spec_from_proto(request.fault)
+        spec = FAULT.decode(request.fault)
         # Every process arms the fault; the one that has the point in its code will pass it.
         BOARD.arm(spec)
         await self._backend.order_faults(add=spec)

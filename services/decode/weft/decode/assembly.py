@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.contract.codec.pairs import SUBMIT
 from weft.contract.errors import InvalidRequest
 from weft.contract.request import PARAMETERS
+from weft.contract.submits import SampleProgress, Submit
 from weft.contract.token_ids import TokenIds, extend_ids, token_ids
 from weft.v1 import decode_pb2
 
@@ -44,6 +46,22 @@ class Assembly:
     def is_complete(self) -> bool:
         """Whether nothing is missing."""
         return self._num_missing == 0
+
+    def submit(self, session: int) -> Submit:
+        """The request, once it is complete.
+
+        Raises:
+            InvalidRequest: A field is out of its range, which the gateway should have refused.
+        """
+        progress = [
+            SampleProgress(
+                sample=entry.sample,
+                tokens=self.generated[entry.sample].tolist(),
+                is_finished=entry.finished,
+            )
+            for entry in self.message.progress
+        ]
+        return SUBMIT.decode(self.message, gateway=session, prompt=self.prompt, progress=progress)
 
     def add_prompt(self, ids: Sequence[int]) -> None:
         """Adds the next part of the prompt.

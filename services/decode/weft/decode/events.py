@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from weft.common.durations import duration
-from weft.common.rpc.errors import cut, error_detail, grpc_code
-from weft.common.worker.fills import TRANSPORTS
+from weft.common.rpc.errors import error_detail, grpc_code
+from weft.contract.codec.pairs import ACCEPTED, FINISHED, PREEMPTED
+from weft.contract.codec.walk import duration
 from weft.contract.errors import WeftError, error_class
 from weft.contract.request import PromptLogprobs, TokenLogprob
 from weft.contract.submits import Failed, Finished, GatewayBatch, Pong, TokenColumns, Tokens
 from weft.contract.tasks import PooledVectors
-from weft.contract.timeline import FillRecord, Timeline
-from weft.v1 import common_pb2, decode_pb2
+from weft.v1 import decode_pb2
 
 MAX_EVENT_BYTES = 256 << 10
 """Largest SessionEvent, bytes."""
-MAX_FILLS = 128
-"""Most fills in a reported timeline; of more, the newest are reported."""
-_MAX_ERROR_BYTES = 1024
-_MAX_WORKER_BYTES = 256
-"""Longest worker address or id that is reported, since these texts are most of a fill's size."""
 _MAX_UNKNOWN = 2000
 """Most attempts in one pong, of 80 bytes each."""
 # Upper bounds of entries: an id has 64 bytes, a number 5, a tag with a length up to 4.
@@ -32,17 +26,6 @@ _NUMBER_BYTES = 4
 """Bytes of a number of a vector."""
 _ENTRY_BYTES = 8
 """Size of an entry in addition to its own bytes."""
-SOURCES = {
-    "prefill": common_pb2.FILL_SOURCE_PREFILL,
-    "kvstore": common_pb2.FILL_SOURCE_KVSTORE,
-    "host": common_pb2.FILL_SOURCE_HOST,
-    "disk": common_pb2.FILL_SOURCE_DISK,
-}
-REASONS = {
-    "stop": common_pb2.FINISH_REASON_STOP,
-    "length": common_pb2.FINISH_REASON_LENGTH,
-    "cancelled": common_pb2.FINISH_REASON_CANCELLED,
-}
 
 
 class _Events:
@@ -115,9 +98,7 @@ def batch_to_proto(
     """
     events = _Events()
     for accepted in batch.accepted:
-        events.room(_KEY_BYTES).accepted.add(
-            request_id=accepted.request_id, attempt=accepted.attempt
-        )
+        events.room(_KEY_BYTES).accepted.add(**ACCEPTED.plain(accepted))
     for request_id, attempt in batch.computed_here:
         events.room(_KEY_BYTES).computed_here.add(request_id=request_id, attempt=attempt)
     for scores in batch.prompt_logprobs:
@@ -131,9 +112,7 @@ def batch_to_proto(
     for columns in batch.columns:
         _add_columns(events, columns)
     for preempted in batch.preempted:
-        events.room(_KEY_BYTES).preempted.add(
-            request_id=preempted.request_id, attempt=preempted.attempt, sample=preempted.sample
-        )
+        events.room(_KEY_BYTES).preempted.add(**PREEMPTED.plain(preempted))
     for finished in batch.finished:
         end = _finished(finished, worker_id)
         events.room(_ENTRY_BYTES + end.ByteSize()).finished.append(end)
@@ -244,16 +223,9 @@ def _add_pongs(events: _Events, pongs: Sequence[Pong], loop_age_s: float) -> Non
 
 
 def _finished(finished: Finished, worker_id: str) -> decode_pb2.SessionEvent.Finished:
-    return decode_pb2.SessionEvent.Finished(
-        request_id=finished.request_id,
-        attempt=finished.attempt,
-        sample=finished.sample,
-        reason=REASONS[finished.reason],
-        stop_token_id=finished.stop_token_id,
-        completion_tokens=finished.completion_tokens,
-        cached_prompt_tokens=finished.cached_prompt_tokens,
-        timeline=timeline_to_proto(finished.timeline, worker_id),
-    )
+    message = FINISHED.encode(finished)
+    message.timeline.worker_id = worker_id
+    return message
 
 
 def _failed(failed: Failed, worker_id: str) -> decode_pb2.SessionEvent.Failed:
@@ -273,52 +245,3 @@ def _failed(failed: Failed, worker_id: str) -> decode_pb2.SessionEvent.Failed:
         grpc_code=grpc_code(error),
         retry_after=None if retry_after_s is None else duration(retry_after_s),
     )
-
-
-def timeline_to_proto(timeline: Timeline, worker_id: str) -> common_pb2.Timeline:
-    """Converts a timeline for the wire."""
-    out = common_pb2.Timeline(
-        matched_tokens=timeline.matched_tokens,
-        local_prefill_tokens=timeline.local_prefill_tokens,
-        fills=_fills(timeline.fills),
-        steps=timeline.num_steps,
-        preemptions=timeline.num_preemptions,
-        worker_id=worker_id,
-        drafted_tokens=timeline.num_drafted_tokens,
-        accepted_tokens=timeline.num_accepted_tokens,
-        tree_steps=timeline.num_tree_steps,
-    )
-    if timeline.admitted_s is not None:
-        out.queued_time.CopyFrom(duration(timeline.admitted_s))
-    if timeline.first_token_s is not None:
-        out.first_token_time.CopyFrom(duration(timeline.first_token_s))
-    if timeline.finish_s is not None:
-        out.finish_time.CopyFrom(duration(timeline.finish_s))
-    if timeline.remote_cost_s is not None:
-        out.remote_cost_s = timeline.remote_cost_s
-    if timeline.local_cost_s is not None:
-        out.local_cost_s = timeline.local_cost_s
-    return out
-
-
-def _fills(records: Sequence[FillRecord]) -> list[common_pb2.FillTimeline]:
-    return [
-        common_pb2.FillTimeline(
-            source=SOURCES[record.source],
-            worker_id=cut(record.worker_id, _MAX_WORKER_BYTES),
-            transport=TRANSPORTS.get(record.transport, common_pb2.TRANSPORT_KIND_UNSPECIFIED),
-            start_token=record.start_token,
-            end_token=record.end_token,
-            accepted_tokens=record.accepted_tokens,
-            computed_tokens=record.computed_tokens,
-            bytes=record.bytes,
-            start_time=duration(record.start_s),
-            end_time=duration(record.end_s),
-            first_write_posted_time=duration(record.first_write_posted_s),
-            last_chunk_computed_time=duration(record.last_chunk_computed_s),
-            last_write_complete_time=duration(record.last_write_complete_s),
-            failure=cut(record.failure, _MAX_ERROR_BYTES),
-            filler_failed=record.filler_failed,
-        )
-        for record in records[-MAX_FILLS:]
-    ]

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from weft.common.worker.engine_client import EngineClient
 from weft.contract import faults
+from weft.contract.codec.pairs import CANCEL, SESSION_END
 from weft.contract.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -18,9 +19,8 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.messages import Inbox
-from weft.contract.submits import Cancel, Failed, GatewayBatch, Ping, SessionEnd, Submit
+from weft.contract.submits import MAX_ID_BYTES, Failed, GatewayBatch, Ping, Submit
 from weft.decode.assembly import Assembly
-from weft.decode.convert import MAX_ID_BYTES, submit_from_proto
 from weft.decode.events import batch_to_proto, merge_batches
 from weft.engine.loop.outgoing import failure_of
 from weft.v1 import decode_pb2
@@ -225,7 +225,7 @@ class Session:
     def _start(self, assembly: Assembly) -> None:
         message = assembly.message
         try:
-            submit = submit_from_proto(assembly, self._number)
+            submit = assembly.submit(self._number)
         except InvalidRequest as error:
             self._refuse(message, error)
         else:
@@ -244,15 +244,8 @@ class Session:
         self.push(GatewayBatch(gateway=self._number, failed=[failed]))
 
     def _end_session(self, message: decode_pb2.EndSession) -> None:
-        end = SessionEnd(cache_salt=message.cache_salt, session_id=message.session_id)
-        self._engine.send(Inbox(session_ends=[end]))
+        self._engine.send(Inbox(session_ends=[SESSION_END.decode(message)]))
 
     def _cancel(self, message: decode_pb2.Cancel) -> None:
         self._partial.pop((message.request_id, message.attempt), None)
-        cancel = Cancel(
-            gateway=self._number,
-            request_id=message.request_id,
-            attempt=message.attempt,
-            sample=message.sample if message.HasField("sample") else None,
-        )
-        self._engine.send(Inbox(cancels=[cancel]))
+        self._engine.send(Inbox(cancels=[CANCEL.decode(message, gateway=self._number)]))

@@ -16,24 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from weft.contract.store import Offer
 from weft.engine.memory.eviction import EvictionPolicy, lru
 from weft.engine.memory.page_memory import PageCounts, PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 
 GROUP_BYTES = 8
 """Leading bytes of a namespace that name the group in which its pages are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One page that a worker offers."""
-
-    key: bytes
-    digest: int
-    source_page: int
-    """Page number in the worker's pool."""
-    parent: bytes = b""
-    """Key of the page before it in its prompt; empty: unknown."""
 
 
 @dataclass(eq=False, slots=True)

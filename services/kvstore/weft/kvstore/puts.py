@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from weft.contract import faults
 from weft.contract.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from weft.contract.handle import NixlTargetInfo
+from weft.contract.handle import DATA_CHUNK_BYTES, NixlTargetInfo
+from weft.contract.store import PutOrder
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.nixl import NoOneSidedLane, ReadAgents, TransferError
-from weft.kvstore.convert import PutOrder, check_part
 from weft.kvstore.counters import Counters
 from weft.kvstore.pages import Incoming, PageStore, group_of
 from weft.kvstore.transport import StoreTransport
@@ -290,3 +290,32 @@ class Puts:
         counters.digest_mismatches += len(bad)
         counters.bytes_in += len(incoming.pages) * self._pages.page_bytes
         return outcome
+
+
+def check_part(part: kvstore_pb2.PutDataRequest, order: PutOrder, num_bytes: Sequence[int]) -> None:
+    """Checks that a part continues its page.
+
+    Args:
+        part: The message.
+        order: The put's header.
+        num_bytes: Bytes received of each page so far.
+
+    Raises:
+        InvalidRequest: The part does not continue its page.
+    """
+    if part.HasField("header"):
+        raise InvalidRequest("a second header", param="header")
+    if part.index >= len(order.offers):
+        raise InvalidRequest(f"index {part.index} of {len(order.offers)} pages", param="index")
+    if part.offset != num_bytes[part.index]:
+        raise InvalidRequest(
+            f"offset {part.offset} of page {part.index} after {num_bytes[part.index]} bytes",
+            param="offset",
+        )
+    end = part.offset + len(part.data)
+    if not 0 < len(part.data) <= DATA_CHUNK_BYTES or end > order.page_bytes:
+        raise InvalidRequest(
+            f"{len(part.data)} bytes at {part.offset} of a page of {order.page_bytes}; at most "
+            f"{DATA_CHUNK_BYTES} a message",
+            param="data",
+        )

@@ -8,17 +8,16 @@ from typing import Any
 
 import grpc
 from opentelemetry.trace import SpanKind
-from weft.common.durations import duration
 from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import REQUEST_ID_KEY, remote_parent
 from weft.common.telemetry.tracing import MAX_ID_BYTES
-from weft.common.worker.fills import LEASE_STATES
-from weft.common.worker.tiers import tier_to_proto
 from weft.contract.clock import monotonic
+from weft.contract.codec.pairs import LEASE_STATES, LOOKUP, PUT, TIER
+from weft.contract.codec.walk import duration
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import LEASE_ID_BYTES
+from weft.contract.store import KEY_BYTES
 from weft.engine.transfer.nixl_binding import nixl_version
-from weft.kvstore.convert import check_keys, lookup_keys, put_order
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore
 from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -45,9 +44,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, request: kvstore_pb2.LookupRequest, context: Context
     ) -> kvstore_pb2.LookupResponse:
         start_s = monotonic()
-        keys = lookup_keys(request)
-        num_pages = await self._store.look_up(keys, request.block_pages, request.window_pages)
-        self._trace_lookup(context, start_s, len(keys), num_pages)
+        lookup = LOOKUP.decode(request, lookup=0)
+        num_pages = await self._store.look_up(lookup.keys, lookup.block_pages, lookup.window_pages)
+        self._trace_lookup(context, start_s, len(lookup.keys), num_pages)
         return kvstore_pb2.LookupResponse(num_pages=num_pages, epoch=self._store.epoch)
 
     def _trace_lookup(
@@ -80,12 +79,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         if len(request.lease_id) != LEASE_ID_BYTES:
             raise InvalidRequest(f"lease_id has {len(request.lease_id)} bytes", param="lease_id")
         state = self._store.front.lease_state(request.lease_id)
-        return kv_pb2.FillStatusResponse(state=LEASE_STATES[state], filler_epoch=self._store.epoch)
+        return kv_pb2.FillStatusResponse(
+            state=LEASE_STATES.numbers[state], filler_epoch=self._store.epoch
+        )
 
     async def Put(
         self, request: kvstore_pb2.PutRequest, context: Context
     ) -> kvstore_pb2.PutResponse:
-        return _put_response(await self._store.put(put_order(request)))
+        return _put_response(await self._store.put(PUT.decode(request)))
 
     async def PutData(
         self, request_iterator: AsyncIterator[kvstore_pb2.PutDataRequest], context: Context
@@ -93,13 +94,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         first = await first_message(request_iterator)
         if first is None or not first.HasField("header") or first.data:
             raise InvalidRequest("the first message is the header alone", param="header")
-        outcome = await self._store.put_data(put_order(first.header), request_iterator)
+        outcome = await self._store.put_data(PUT.decode(first.header), request_iterator)
         return kvstore_pb2.PutDataResponse(result=_put_response(outcome))
 
     async def ReportCorrupt(
         self, request: kvstore_pb2.ReportCorruptRequest, context: Context
     ) -> kvstore_pb2.ReportCorruptResponse:
-        check_keys([request.key], "key")
+        if len(request.key) != KEY_BYTES:
+            raise InvalidRequest(f"key has {len(request.key)} bytes, not {KEY_BYTES}", param="key")
         dropped = await self._store.report_corrupt(request.key)
         return kvstore_pb2.ReportCorruptResponse(dropped=dropped)
 
@@ -132,7 +134,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             page_bytes=store.page_bytes,
             counters=store.all_counters(),
             uptime=duration(monotonic() - store.started_at),
-            tiers=[tier_to_proto(tier) for tier in store.tiers()],
+            tiers=[TIER.encode(tier) for tier in store.tiers()],
         )
 
 

@@ -18,11 +18,11 @@ from weft.contract.clock import monotonic
 from weft.contract.errors import Draining
 from weft.contract.keys import block_keys, blocks_keys
 from weft.contract.reports import TierReport
+from weft.contract.store import PutOrder
 from weft.engine.memory.page_memory import PageCounts
 from weft.engine.sources.quarantine import QuarantineWatch
 from weft.engine.transfer.digest import digest_pages, native_digest
 from weft.kvstore.backends.sources import open_source
-from weft.kvstore.convert import PutOrder
 from weft.kvstore.counters import Counters
 from weft.kvstore.front import FillFront
 from weft.kvstore.page_arena import PageArena, PageSizeMismatch

@@ -11,7 +11,7 @@ from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_streams import FillStreams
-from weft.common.worker.fills import LEASE_STATES
+from weft.contract.codec.pairs import LEASE_STATES
 from weft.contract.errors import InvalidRequest, PeerUnavailable
 from weft.contract.fills import FillStart
 from weft.contract.handle import LEASE_ID_BYTES
@@ -51,7 +51,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         if len(request.lease_id) != LEASE_ID_BYTES:
             raise InvalidRequest(f"lease_id has {len(request.lease_id)} bytes", param="lease_id")
         state = await self._queries.lease_state(request.lease_id)
-        return kv_pb2.FillStatusResponse(state=LEASE_STATES[state], filler_epoch=self._info.epoch)
+        return kv_pb2.FillStatusResponse(
+            state=LEASE_STATES.numbers[state], filler_epoch=self._info.epoch
+        )
 
     def on_outbox(self, outbox: Outbox) -> None:
         """Sends events on their streams."""

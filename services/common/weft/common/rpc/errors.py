@@ -21,15 +21,12 @@ from weft.contract.errors import (
     WeftError,
     error_class,
 )
+from weft.contract.wire import MAX_MESSAGE_BYTES, cut
 from weft.v1 import common_pb2
 
 DOMAIN = "weft.dev"
 """ErrorInfo.domain of all errors created here."""
 _DETAILS_KEY = "grpc-status-details-bin"
-MAX_MESSAGE_BYTES = 1024
-"""Longest message, in bytes of UTF-8. gRPC sends a status's message twice, percent-encoded and in
-the details. A call with more than 8 KiB of metadata may lose both, and with them the error's type.
-"""
 _MAX_PARAM_BYTES = 256
 _STATUS_LOST = "Internal error from Core"
 """Details that grpc.aio makes up if a write fails because the stream has ended, even where the peer
@@ -170,14 +167,6 @@ def _from_status(data: bytes) -> WeftError | None:
     if http_status.isdigit():
         error.http_status = int(http_status)
     return error
-
-
-def cut(text: str, max_bytes: int) -> str:
-    """Truncates a text at a whole character."""
-    data = text.encode("utf-8", "replace")
-    if len(data) <= max_bytes:
-        return data.decode()
-    return data[: max_bytes - 3].decode("utf-8", "ignore") + "..."
 
 
 def _status_code(number: int) -> grpc.StatusCode:

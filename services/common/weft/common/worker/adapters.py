@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 from weft.common.adapters.manifest import Manifest
 from weft.common.adapters.registry import Registry, Stamp
-from weft.common.rpc.errors import MAX_MESSAGE_BYTES, cut
 from weft.common.worker.change_log import ChangeLog
 from weft.contract.adapters import AdapterOrder, AdapterState
+from weft.contract.codec.pairs import ADAPTER, ADAPTER_STATES
 from weft.contract.errors import PeerUnavailable, WeftError
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.reports import LoadReport
 from weft.contract.submits import Failure
-from weft.v1 import common_pb2, worker_pb2
+from weft.contract.wire import MAX_MESSAGE_BYTES, cut
+from weft.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +28,6 @@ POLL_S = 0.2
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
 """Longest time between attempts to load a failing adapter; doubled from the first to the last."""
-_MAX_NAME_BYTES = 256
-"""Most bytes of a left-out tensor's name in reports to gateways."""
-_STATES = {
-    "loading": worker_pb2.ADAPTER_STATE_LOADING,
-    "disk": worker_pb2.ADAPTER_STATE_DISK,
-    "host": worker_pb2.ADAPTER_STATE_HOST,
-    "device": worker_pb2.ADAPTER_STATE_DEVICE,
-    "failed": worker_pb2.ADAPTER_STATE_FAILED,
-}
 
 
 class WantedAdapters(NamedTuple):
@@ -302,38 +294,20 @@ def open_registry(root: Path | None) -> Registry | None:
 def _status(
     digest: bytes, ordered: _Ordered, engine: AdapterState | None
 ) -> worker_pb2.AdapterStatus:
-    status = worker_pb2.AdapterStatus(
-        adapter=common_pb2.AdapterRef(name=ordered.wanted.name, digest=digest)
-    )
-    if not ordered.is_held:
-        has_failed = bool(ordered.error) and not ordered.query
-        status.state = _STATES["failed" if has_failed else "loading"]
-        status.error = ordered.error if has_failed else ""
-        return status
-    status.state = _STATES["host"]
-    if engine is not None:
-        _add_report(status, engine)
+    reported = engine if ordered.is_held else None
+    status = worker_pb2.AdapterStatus() if reported is None else ADAPTER.encode(reported)
+    status.adapter.name, status.adapter.digest = ordered.wanted.name, digest
     # While a new order is open, the failure of an earlier one does not count.
-    status.error = "" if ordered.query else ordered.error
+    error = "" if ordered.query else ordered.error
+    status.error = error
+    if reported is None:
+        state = "host" if ordered.is_held else "failed" if error else "loading"
+        status.state = ADAPTER_STATES.numbers[state]
     return status
 
 
 def _leaving(engine: AdapterState) -> worker_pb2.AdapterStatus:
     """The state of an adapter that is no longer listed: it is unloaded with its last request."""
-    status = worker_pb2.AdapterStatus(
-        adapter=common_pb2.AdapterRef(name=engine.name, digest=engine.digest)
-    )
-    _add_report(status, engine)
+    status = ADAPTER.encode(engine)
     status.unloading = True
     return status
-
-
-def _add_report(status: worker_pb2.AdapterStatus, engine: AdapterState) -> None:
-    status.state = _STATES[engine.state]
-    status.rank = engine.rank
-    status.weight_bytes = engine.num_bytes
-    status.num_requests = engine.num_requests
-    status.unloading = engine.is_unloading
-    status.pinned = engine.is_pinned
-    status.left_out.extend(cut(name, _MAX_NAME_BYTES) for name in engine.left_out)
-    status.error = cut(engine.error, MAX_MESSAGE_BYTES)

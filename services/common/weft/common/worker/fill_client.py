@@ -17,16 +17,11 @@ from weft.common.rpc.tls import Identity
 from weft.common.tasks import start_logged
 from weft.common.telemetry.spans import lease_traceparent
 from weft.common.worker.engine_client import EngineClient
-from weft.common.worker.fills import (
-    LAST_EVENTS,
-    LEASE_STATE_NAMES,
-    event_from_proto,
-    start_to_proto,
-)
 from weft.contract import faults
+from weft.contract.codec.pairs import FILL_START, LEASE_STATES, event_from_proto
 from weft.contract.errors import InjectedFault, PeerUnavailable
-from weft.contract.fills import FillCommand, FillerEvent, LeaseAnswer
-from weft.contract.handle import FillEvent
+from weft.contract.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer
+from weft.contract.handle import LAST_EVENTS, FillEvent
 from weft.contract.messages import Inbox
 from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
 
@@ -160,9 +155,13 @@ class FillClient:
     async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
         """Runs one lease's stream, from `start` to its last event."""
         assert command.handle is not None
-        start = start_to_proto(command.handle)
-        start.start.request_id = command.request_id
-        start.start.traceparent = lease_traceparent(command.traceparent, command.lease_id)
+        told = FillStart(
+            stream=0,
+            handle=command.handle,
+            request_id=command.request_id,
+            traceparent=lease_traceparent(command.traceparent, command.lease_id),
+        )
+        start = kv_pb2.FillControl(start=FILL_START.plain(told))
 
         last = FillEvent(kind="broken", message="the filler ended the stream")
         call = self._stub(command).Fill()
@@ -212,7 +211,7 @@ class FillClient:
             lease_id=command.lease_id,
             worker_id=command.worker_id,
             filler_epoch=status.filler_epoch,
-            state=LEASE_STATE_NAMES.get(status.state, "active"),
+            state=LEASE_STATES[status.state] or "active",
         )
         with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(lease_answers=[answer]))

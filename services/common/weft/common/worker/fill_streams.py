@@ -10,11 +10,11 @@ from typing import Protocol
 from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_trace import FillTrace
-from weft.common.worker.fills import LAST_EVENTS, event_to_proto, handle_from_proto
 from weft.contract import faults
+from weft.contract.codec.pairs import FILL_START, event_to_proto
 from weft.contract.errors import InvalidRequest, PeerUnavailable
 from weft.contract.fills import FillReply, FillStart
-from weft.contract.handle import FillEvent
+from weft.contract.handle import LAST_EVENTS, FillEvent
 from weft.v1 import kv_pb2
 
 
@@ -71,14 +71,8 @@ class FillStreams:
         first = await first_message(requests)
         if first is None or first.WhichOneof("control") != "start":
             raise InvalidRequest("the first message of a Fill is `start`", param="control")
-        handle = handle_from_proto(first.start.handle)
         stream = next(self._ids)
-        start = FillStart(
-            stream=stream,
-            handle=handle,
-            request_id=first.start.request_id,
-            traceparent=first.start.traceparent,
-        )
+        start = FILL_START.decode(first.start, stream=stream)
         trace = FillTrace(self._tracer, start)
         events: asyncio.Queue[FillEvent] = asyncio.Queue()
         self._streams[stream] = events
@@ -87,7 +81,7 @@ class FillStreams:
         is_data, num_taken = False, 0
         try:
             await self._port.start(start)
-            controls = asyncio.create_task(self._controls(stream, handle.lease_id, requests))
+            controls = asyncio.create_task(self._controls(stream, start.handle.lease_id, requests))
             while not is_over:
                 event = await events.get()
                 trace.on_event(event)

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from itertools import islice
 
-from weft.contract.kv_changes import MAX_CHANGE_PAGES, KvChange, KvRun
+from weft.contract.codec.pairs import KV_CHANGE, KV_RUN
+from weft.contract.kv_changes import MAX_CHANGE_PAGES, KvChange
 from weft.engine.memory.events import runs_of
 from weft.v1 import worker_pb2
 
@@ -128,14 +129,7 @@ class KvFeed:
         return worker_pb2.WatchKvResponse(
             worker_id=self._worker_id,
             epoch=self._epoch,
-            changes=[
-                worker_pb2.KvChange(
-                    sequence=change.sequence,
-                    stored=_runs(change.stored),
-                    removed_keys=change.removed,
-                )
-                for change in changes
-            ],
+            changes=[KV_CHANGE.encode(change) for change in changes],
         )
 
     def _snapshot(self) -> Iterable[worker_pb2.WatchKvResponse]:
@@ -145,13 +139,9 @@ class KvFeed:
             end = start + MAX_CHANGE_PAGES
             snapshot = worker_pb2.KvSnapshotPart(
                 as_of_sequence=as_of,
-                held=_runs(runs_of(held[start:end], _RUN_PAGES)),
+                held=[KV_RUN.encode(run) for run in runs_of(held[start:end], _RUN_PAGES)],
                 is_last=end >= len(held),
             )
             yield worker_pb2.WatchKvResponse(
                 worker_id=self._worker_id, epoch=self._epoch, snapshot=snapshot
             )
-
-
-def _runs(runs: Iterable[KvRun]) -> list[worker_pb2.KvRun]:
-    return [worker_pb2.KvRun(parent_key=run.parent, page_keys=run.keys) for run in runs]

@@ -9,18 +9,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
-from weft.common.durations import duration
 from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
-from weft.common.worker.tiers import tier_to_proto
+from weft.contract.codec.pairs import INFO, LOAD
+from weft.contract.codec.walk import duration
 from weft.contract.errors import Draining, PeerUnavailable
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.fills import LeaseQuery, ProcessExited
 from weft.contract.layout import StatePlane
 from weft.contract.messages import FaultOrder, Inbox, Outbox
 from weft.contract.reports import QUIET_REPORT_S, EngineInfo
-from weft.v1 import common_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
+from weft.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
 
 MIN_INTERVAL_S = 0.02
 DEFAULT_INTERVAL_S = 0.2
@@ -28,10 +28,6 @@ QUERY_TIMEOUT_S = 5.0
 HAND_BACK_S = 2.0
 """Seconds for the engine to end its step and hand requests back, and for the messages to leave."""
 _IDLE_POLL_S = 0.02
-TRANSPORTS = {
-    "data": common_pb2.TRANSPORT_KIND_DATA,
-    "nixl": common_pb2.TRANSPORT_KIND_NIXL,
-}
 
 
 class Queries:
@@ -175,28 +171,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         planes[0].draft_digest = bytes.fromhex(info.draft)
         if info.states is not None:
             planes += _state_planes(info.states)
-        response = worker_pb2.GetInfoResponse(
+        response = INFO.encode(
+            info,
             worker_id=self._worker_id,
-            epoch=info.epoch,
             role=self._role,
             model=self._model_name,
-            model_digest=info.model_digest,
-            max_context_tokens=info.max_context_tokens,
-            vocabulary_size=info.vocab_size,
             planes=planes,
-            page_size=info.page_size,
-            num_pages=info.num_pages,
-            dtype=info.dtype,
-            weight_format=info.weight_format,
-            task=info.task,
-            embedding_size=info.embedding_size,
-            num_labels=info.num_labels,
-            versions=info.versions,
-            transports=[TRANSPORTS[name] for name in info.transports],
             transport_detail=self._transport_detail(),
             server_pid=self._server_pid,
-            engine_pid=info.engine_pid,
-            notices=info.notices,
             kvstores=self._kvstores,
             advertised_address=self._advertised,
             admin_port=self._admin_port(),
@@ -362,36 +344,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return load.transport_detail if load is not None else self._info.transport_detail
 
     def _load(self) -> worker_pb2.WatchLoadResponse:
-        response = worker_pb2.WatchLoadResponse(
-            worker_id=self._worker_id,
-            epoch=self._info.epoch,
-            loop_age=duration(self._engine.loop_age_s),
-        )
         load = self._engine.load
+        response = worker_pb2.WatchLoadResponse() if load is None else LOAD.encode(load)
+        response.worker_id, response.epoch = self._worker_id, self._info.epoch
+        response.loop_age.CopyFrom(duration(self._engine.loop_age_s))
         if load is None:
             return response
-        response.stale_after.CopyFrom(duration(load.stale_after_s))
-        response.draining = load.is_draining
-        response.running_requests = load.running_requests
-        response.waiting_requests = load.waiting_requests
-        response.filling_requests = load.filling_requests
-        response.queued_tokens = load.queued_tokens
-        response.request_tokens = load.request_tokens
-        response.total_pages = load.total_pages
-        response.free_pages = load.free_pages
-        response.cached_pages = load.cached_pages
-        response.used_pages = load.used_pages
-        response.quarantined_pages = load.quarantined_pages
-        response.sessions = load.sessions
-        response.pinned_pages = load.pinned_pages
-        response.prefill_tokens_per_second = load.prefill_tokens_per_second
-        response.recent_prefill_tokens_per_second = load.recent_prefill_tokens_per_second
-        response.decode_tokens_per_second = load.decode_tokens_per_second
         if load.decode_step_s:
             response.decode_step.CopyFrom(duration(load.decode_step_s))
             response.decode_step_requests = load.decode_step_requests
-        response.counters.update(load.counters)
-        response.tiers.extend(tier_to_proto(tier) for tier in load.tiers)
         if (states := load.state_counts) is not None:
             response.state_blocks.total_blocks = states.free + states.cached + states.used
             response.state_blocks.cached_blocks = states.cached

@@ -16,10 +16,10 @@ from weft.common.telemetry.spans import (
     traceparent_of,
 )
 from weft.common.worker.fill_client import FillClient
-from weft.common.worker.fills import target_to_proto
 from weft.contract.clock import Clock, monotonic
+from weft.contract.codec.pairs import LOOKUP, PUT
 from weft.contract.handle import DATA_CHUNK_BYTES
-from weft.contract.store import StoreLookup, StorePut
+from weft.contract.store import Offer, PutOrder, StoreLookup, StorePut
 from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -104,12 +104,7 @@ class StoreReplica:
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None:
         """Number of leading keys that it holds; None: it does not answer."""
         trace = _LookupTrace(self._tracer, lookup, len(keys))
-        request = kvstore_pb2.LookupRequest(
-            namespace=lookup.namespace,
-            keys=keys,
-            block_pages=lookup.block_pages,
-            window_pages=lookup.window_pages,
-        )
+        request = LOOKUP.encode(lookup, keys=keys)
         held: StoredRange | None = None
         try:
             response = await self._stub.Lookup(
@@ -166,22 +161,18 @@ class StoreReplica:
             self._store_id, self._store_epoch = info.store_id, info.epoch
 
     def _header(self, put: StorePut, indices: Sequence[int]) -> kvstore_pb2.PutRequest:
-        header = kvstore_pb2.PutRequest(
+        order = PutOrder(
             source_id=self._worker_id,
             source_epoch=self._epoch,
             namespace=put.namespace,
             page_bytes=self._page_bytes,
+            offers=[
+                Offer(put.keys[index], put.digests[index], put.pages[index], put.parents[index])
+                for index in indices
+            ],
+            source=put.source,
         )
-        for index in indices:
-            header.pages.add(
-                key=put.keys[index],
-                digest=put.digests[index],
-                page=put.pages[index],
-                parent_key=put.parents[index],
-            )
-        if put.source is not None:
-            header.source.CopyFrom(target_to_proto(put.source))
-        return header
+        return PUT.encode(order)
 
 
 class _LookupTrace:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client import Counter
-from weft.common.durations import duration
+from weft.contract.codec.walk import duration
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.telemetry.metrics import GatewayMetrics, LoopHistogram
 from weft.v1 import gateway_pb2, mesh_pb2

@@ -6,8 +6,8 @@ import hashlib
 import secrets
 from collections import deque
 
-from weft.common.durations import duration
 from weft.common.telemetry.spans import wall_offset_s
+from weft.contract.codec.walk import duration
 from weft.gateway.generation.answer import Answer
 from weft.v1 import mesh_pb2
 

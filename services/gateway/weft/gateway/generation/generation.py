@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.common.durations import duration
 from weft.common.tasks import log_failure
+from weft.contract.codec.walk import duration
 from weft.contract.errors import (
     DeadlineExceeded,
     Draining,

@@ -10,9 +10,9 @@ from functools import partial
 from itertools import islice
 
 from weft.checkpoint.pooling import PoolingConfig
-from weft.common.durations import duration
 from weft.common.telemetry.logging import trace_id as current_trace_id
 from weft.common.telemetry.spans import Tracer
+from weft.contract.codec.walk import duration
 from weft.contract.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from weft.common.durations import duration
-from weft.contract.request import SAMPLING_NUMBERS, Constraint
-from weft.contract.tasks import Output
+from weft.contract.codec.pairs import POOL, SAMPLING
+from weft.contract.codec.walk import duration
+from weft.contract.tasks import PoolingParams
 from weft.gateway.request import GenerateRequest, PoolingOptions, PreparedPrompt
 from weft.v1 import common_pb2, decode_pb2
 
 _MAX_TOKENS_PER_MESSAGE = 32_768
 """Most tokens per message, of at most 5 bytes each: well under the 256 KiB of a Session message."""
-_OUTPUTS: Mapping[Output, decode_pb2.PoolOutput.ValueType] = {
-    "embedding": decode_pb2.POOL_OUTPUT_EMBEDDING,
-    "token_embeddings": decode_pb2.POOL_OUTPUT_TOKEN_EMBEDDINGS,
-    "sparse": decode_pb2.POOL_OUTPUT_SPARSE,
-    "multi_vector": decode_pb2.POOL_OUTPUT_MULTI_VECTOR,
-    "classes": decode_pb2.POOL_OUTPUT_CLASSES,
-    "label_logits": decode_pb2.POOL_OUTPUT_LABEL_LOGITS,
-}
 
 
 def submit_messages(
@@ -106,12 +98,14 @@ def submit_messages(
 
 
 def _pool(pooling: PoolingOptions, prompt: PreparedPrompt) -> decode_pb2.PoolOptions:
-    return decode_pb2.PoolOptions(
-        output=_OUTPUTS[pooling.output],
-        label_ids=pooling.label_ids,
-        dimensions=pooling.dimensions,
-        normalize=pooling.normalises,
-        segment_start=prompt.segment_start,
+    return POOL.encode(
+        PoolingParams(
+            output=pooling.output,
+            label_ids=pooling.label_ids,
+            dimensions=pooling.dimensions,
+            normalises=pooling.normalises,
+            segment_start=prompt.segment_start,
+        )
     )
 
 
@@ -119,13 +113,8 @@ def sampling_to_proto(
     request: GenerateRequest, prompt: PreparedPrompt
 ) -> common_pb2.SamplingParams:
     """How the samples of one prompt are drawn."""
-    sampling = request.sampling
-    numbers: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING_NUMBERS}
-    return common_pb2.SamplingParams(
-        **{**numbers, "seed": prompt.seed},
-        logit_bias=sampling.logit_bias,
-        constraint=_constraint(prompt.constraint),
-        speculate=sampling.speculates,
+    return SAMPLING.encode(
+        replace(request.sampling, seed=prompt.seed, constraint=prompt.constraint)
     )
 
 
@@ -156,19 +145,3 @@ def _add_progress(
             messages.append(decode_pb2.SessionRequest(generated_part=part))
         room -= len(tokens.ids)
     return messages
-
-
-def _constraint(constraint: Constraint | None) -> common_pb2.Constraint | None:
-    if constraint is None:
-        return None
-    message = common_pb2.Constraint(alternatives=constraint.alternatives)
-    if constraint.kind == "choice":
-        message.choice.choices.extend(constraint.choices)
-    else:
-        setattr(message, constraint.kind, constraint.text)
-    if constraint.whitespace is not None:
-        message.whitespace_pattern = constraint.whitespace
-    if (given := constraint.reasoning) is not None:
-        told = common_pb2.Constraint.Reasoning(begin=given.begin, end=given.end, until=given.until)
-        message.reasoning.CopyFrom(told)
-    return message

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from weft.contract.errors import ConfigError
 from weft.contract.reports import TierReport
+from weft.contract.store import Offer
 from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.sources.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
@@ -26,7 +27,7 @@ from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tier import PageLoad, PageSave, Tier
 from weft.kvstore.backends import fetching
 from weft.kvstore.backends.fetching import Fetching
-from weft.kvstore.pages import Incoming, Offer, PageStore
+from weft.kvstore.pages import Incoming, PageStore
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from weft.common.tasks import start_logged
 from weft.common.valkey_servers import Command, Reply, ValkeyServers, read_password
 from weft.contract.clock import monotonic
 from weft.contract.reports import TierReport
+from weft.contract.store import Offer
 from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tier import TierCounters
 from weft.engine.transfer.digest import digest_pages
@@ -34,7 +35,7 @@ from weft.kvstore.backends.valkey_values import (
     unpack,
     value_name,
 )
-from weft.kvstore.pages import Incoming, Offer, PageStore
+from weft.kvstore.pages import Incoming, PageStore
 from weft.kvstore.settings import KvStoreSettings
 
 logger = logging.getLogger(__name__)

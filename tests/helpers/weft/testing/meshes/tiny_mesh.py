@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
-from weft.common.faults import spec_to_proto
+from weft.contract.codec.pairs import FAULT
 from weft.contract.faults import FaultSpec
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
 from weft.testing.models.choices import NEAR_TIE, are_clear, are_clear_draws, check_choices
@@ -138,7 +138,7 @@ class TinyMesh(LocalMesh):
 
     def arm(self, name: str, spec: FaultSpec) -> None:
         """Arms a fault in a service whose mesh has `--enable-faults`."""
-        request = admin_pb2.InjectFaultRequest(fault=spec_to_proto(spec))
+        request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(spec))
         with self.operators(name) as (stub, metadata):
             stub.InjectFault(request, metadata=metadata, timeout=10)
         self._armed.add((name, spec.point))

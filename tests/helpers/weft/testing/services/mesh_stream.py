@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from weft.common.durations import duration
 from weft.common.rpc.errors import abort
+from weft.contract.codec.walk import duration
 from weft.gateway.console.relay import MemberNotFound
 from weft.testing.services.processes import ServiceProcess
 from weft.v1 import mesh_pb2, mesh_pb2_grpc, trace_pb2

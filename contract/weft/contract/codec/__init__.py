@@ -1,0 +1,1 @@
+"""Conversion between declared types and protobuf messages."""
