@@ -18,6 +18,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +77,10 @@ def judged(cases: Iterable[tuple[str, Any, Sequence[Any]]]) -> Judgement:
 
     # llguidance recurses for each level of a grammar, as in the engine's own threads.
     before = threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=run)
-    thread.start()
-    threading.stack_size(before)
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run)
+        threading.stack_size(before)
+    done.result()
     return found
 
 

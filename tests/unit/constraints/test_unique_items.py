@@ -103,6 +103,7 @@ SETS: list[Any] = [
     {"type": "object", "additionalProperties": set_of({"type": "string"}), "maxProperties": 4},
     {"anyOf": [set_of({"type": "integer"}), set_of({"type": "string"}, minItems=1)]},
     {"allOf": [set_of({"type": "string"}), {"maxItems": 3}]},
+    {"allOf": [set_of({"type": "array", "items": {"type": "number"}, "maxItems": 2}), {}]},
     {"prefixItems": [{"type": "integer"}, {"type": "boolean"}], **set_of({"type": "string"})},
     {"patternProperties": {"^i": set_of({"type": "integer"}), "^b": {"type": "array"}}},
 ]

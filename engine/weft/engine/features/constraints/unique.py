@@ -295,9 +295,9 @@ class UniqueMatcher:
         """Whether a new item can begin so, at the place of `by_bytes`."""
         assert level.seen is not None
         is_scalar = begun[0] not in b'"[{'
-        for byte in tokens_of(self._by_bytes.compute_bitmask()):
-            if byte >= MARK:
-                continue
+        may_come = [byte for byte in tokens_of(self._by_bytes.compute_bitmask()) if byte < MARK]
+        # Bytes that need a look further come last: a number may have zeros without end.
+        for byte in sorted(may_come, key=b"-0.".__contains__):
             whole = begun
             if byte in _BLANKS and not is_scalar and not _in_string(begun):
                 continue  # The same item goes on without it.
