@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import secrets
+import time
 
 import pytest
 from hypothesis import given
@@ -105,6 +107,23 @@ def test_both_ends_of_a_fill_name_one_span() -> None:
     assert read_traceparent(traceparent_of(fill)) == header
     assert record(tracer, "r", fill).get_span_context().span_id != header.span_id
     assert not lease_traceparent("nonsense", lease_id)
+
+
+def test_moments_keep_their_order_while_the_wall_clock_is_slewed_or_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracer, real, error_s = Tracer("decode"), time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: real() + error_s + random.uniform(-4e-4, 4e-4))
+    for step_s in (0.0, 3600.0, -7200.0):
+        error_s += step_s
+        now_s = time.monotonic()
+        record(tracer, "first")  # It notices the step.
+        for index in range(50):
+            tracer.record("x", NOBODY, f"r{step_s}", now_s + index * 1e-6, now_s + 1.0)
+        starts = [span.start_time for span in tracer.recent.find(f"r{step_s}", 50)]
+        assert starts == sorted(starts)
+        wall_s = real() + error_s + now_s - time.monotonic()
+        assert starts[0] / 1e9 == pytest.approx(wall_s, abs=0.05)
 
 
 # -- trees ---------------------------------------------------------------------------------------

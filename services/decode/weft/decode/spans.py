@@ -10,7 +10,6 @@ from weft.common.telemetry.spans import (
     Attribute,
     Tracer,
     described_error,
-    end,
     lease_span_id,
     remote_parent,
     traceparent_of,
@@ -113,7 +112,7 @@ class RequestSpans:
             self._record_prompt(opened, key[1], opened.prompt)
         attributes["weft.completion_tokens"] = opened.num_completion_tokens
         opened.span.set_attributes(attributes)
-        end(opened.span, error)
+        self._tracer.end(opened.span, error)
 
     def _record_prompt(self, opened: _Open, request_id: str, timeline: Timeline) -> None:
         """Records the spans of the prompt: waiting, fills, local computation."""

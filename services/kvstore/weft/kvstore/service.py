@@ -66,7 +66,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             start_s=start_s,
             attributes={"weft.pages_asked": num_keys, "weft.pages": num_pages},
         )
-        span.end()
+        tracer.end(span)
 
     def Fill(
         self, request_iterator: AsyncIterator[kv_pb2.FillControl], context: Context

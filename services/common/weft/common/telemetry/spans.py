@@ -45,6 +45,7 @@ REQUEST_ID = "weft.request_id"
 
 Attribute = str | bool | int | float
 
+_CLOCK_STEP_S = 1e-3
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -204,6 +205,7 @@ class Tracer:
         self.instance = instance
         self.recent = RecentSpans(max_spans)
         self._ids = _SpanIds()
+        self._offset_s = wall_offset_s()
         version = importlib.metadata.version("weft")
         self.provider = TracerProvider(
             sampler=_RecordAll(sample_ratio),
@@ -239,8 +241,14 @@ class Tracer:
             set_span_in_context(parent, Context()),
             kind,
             {REQUEST_ID: request_id, **(attributes or {})},
-            start_time=None if start_s is None else wall_ns(start_s),
+            start_time=self._wall_ns(start_s),
         )
+
+    def end(self, span: Span, error: str = "", end_s: float | None = None) -> None:
+        """Ends a span, now or at `end_s`; `error` says why its work failed."""
+        if error:
+            span.set_status(StatusCode.ERROR, error)
+        span.end(self._wall_ns(end_s))
 
     def record(
         self,
@@ -258,15 +266,20 @@ class Tracer:
         span = self.start(
             name, parent, request_id, start_s=start_s, attributes=attributes, span_id=span_id
         )
-        end(span, error, end_s=end_s)
+        self.end(span, error, end_s)
         return span
 
-
-def end(span: Span, error: str = "", *, end_s: float | None = None) -> None:
-    """Ends a span, now or at `end_s`; `error` says why its work failed."""
-    if error:
-        span.set_status(StatusCode.ERROR, error)
-    span.end(None if end_s is None else wall_ns(end_s))
+    def _wall_ns(self, monotonic_s: float | None) -> int:
+        """A moment (now, if none is given) as Unix time, nanoseconds. The offset between the two
+        clocks changes only where they part by more than a millisecond, so that spans of one
+        process keep their order.
+        """
+        before_s, wall_s, now_s = time.monotonic(), time.time(), time.monotonic()
+        is_exact = now_s - before_s < _CLOCK_STEP_S / 10
+        if is_exact and abs(wall_s - now_s - self._offset_s) > _CLOCK_STEP_S:
+            self._offset_s = wall_s - now_s
+        moment_s = now_s if monotonic_s is None else monotonic_s
+        return int((moment_s + self._offset_s) * 1e9)
 
 
 def _resource(service: str, instance: str, version: str) -> Resource:
@@ -283,8 +296,3 @@ def _resource(service: str, instance: str, version: str) -> Resource:
 def wall_offset_s() -> float:
     """Current offset from the monotonic clock to Unix time, seconds."""
     return time.time() - time.monotonic()
-
-
-def wall_ns(monotonic_s: float) -> int:
-    """A moment of the monotonic clock as Unix time, nanoseconds."""
-    return int((monotonic_s + wall_offset_s()) * 1e9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opentelemetry.trace import Span, SpanKind
-from weft.common.telemetry.spans import Attribute, Tracer, end, remote_parent, traceparent_of
+from weft.common.telemetry.spans import Attribute, Tracer, remote_parent, traceparent_of
 from weft.contract.fills import FillStart
 from weft.contract.handle import FillEvent, FillTimings
 
@@ -54,7 +54,7 @@ class FillTrace:
             self._attributes["weft.bytes"] = self._timings.bytes
             self._record_stages(self._span, self._timings)
         self._span.set_attributes(self._attributes)
-        end(self._span, self._error)
+        self._tracer.end(self._span, self._error)
 
     def _record_stages(self, fill: Span, timings: FillTimings) -> None:
         # The engine's clock is this process's: both are CLOCK_MONOTONIC.

@@ -11,7 +11,6 @@ from opentelemetry.trace import Span, SpanKind
 from weft.common.telemetry.spans import (
     REQUEST_ID_KEY,
     Tracer,
-    end,
     remote_parent,
     traceparent_of,
 )
@@ -179,6 +178,7 @@ class _LookupTrace:
     """The span of a lookup, if its request has a trace context."""
 
     def __init__(self, tracer: Tracer, lookup: StoreLookup, num_keys: int) -> None:
+        self._tracer = tracer
         self._span: Span | None = None
         self.error = ""
         self.metadata: tuple[tuple[str, str], ...] | None = None
@@ -199,7 +199,7 @@ class _LookupTrace:
         """Ends the span, with or without an answer."""
         if self._span is not None:
             self._span.set_attribute("weft.pages", num_pages)
-            end(self._span, self.error)
+            self._tracer.end(self._span, self.error)
 
 
 async def _parts(

@@ -11,7 +11,6 @@ from weft.common.telemetry.spans import (
     Attribute,
     Tracer,
     described_error,
-    end,
     remote_parent,
     trace_id_of,
     traceparent_of,
@@ -39,6 +38,7 @@ class AttemptTrace:
             request,
             wire_id,
             kind=SpanKind.CLIENT,
+            start_s=self._start_s,
             attributes={"weft.worker_id": "", "weft.attempt": attempt},
         )
         self.traceparent = traceparent_of(self._span)
@@ -65,7 +65,7 @@ class AttemptTrace:
             return
         self._is_open = False
         text = "" if error is None else described_error(error.reason, error.message, error.param)
-        end(self._span, text)
+        self._tracer.end(self._span, text)
 
 
 class RequestTrace:
@@ -134,4 +134,4 @@ class RequestTrace:
                 "render", self._span, self._request_id, self._first_token_s, monotonic()
             )
         self._span.set_attributes(attributes)
-        end(self._span, "" if outcome == "ok" else outcome)
+        self._tracer.end(self._span, "" if outcome == "ok" else outcome)
