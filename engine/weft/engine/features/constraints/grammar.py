@@ -89,11 +89,12 @@ class GrammarSource:
             ValueError: The constraint cannot be used; the message says why, and where in it.
         """
         roots: list[Place] = []
-        matcher = self._matcher(self.tokenizer, self._lark(constraint, roots), constraint)
+        lark = self._lark(constraint, roots)
+        matcher = self._matcher(self.tokenizer, lark, constraint)
         if not roots:
             return matcher
         has_marks = constraint.kind == "structural_tag"
-        marked = self._lark(constraint, [], has_marks=has_marks)
+        marked = self._lark(constraint, [], has_marks=True) if has_marks else lark
         by_bytes = self._matcher(byte_tokens(), marked, constraint)
         return UniqueMatcher(matcher, by_bytes, roots, self._vocabulary, has_marks=has_marks)
 
