@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from opentelemetry.trace import SpanKind
 from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import REQUEST_ID_KEY, remote_parent
 from weft.common.telemetry.tracing import MAX_ID_BYTES
+from weft.common.version import version
 from weft.contract.clock import monotonic
 from weft.contract.codec.pairs import LEASE_STATES, LOOKUP, PUT, TIER
 from weft.contract.codec.walk import duration
@@ -139,7 +139,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
 
 
 def _versions() -> dict[str, str]:
-    return {"weft": importlib.metadata.version("weft"), "nixl": nixl_version()}
+    return {"weft": version(), "nixl": nixl_version()}
 
 
 def _put_response(outcome: PutOutcome) -> kvstore_pb2.PutResponse:

@@ -6,7 +6,6 @@ this host's monotonic clock until they become a span's.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import time
 from collections import deque
@@ -36,6 +35,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes
+from weft.common.version import version
 from weft.contract.errors import InvalidRequest
 
 REQUEST_ID_KEY = "x-weft-request-id"
@@ -206,15 +206,14 @@ class Tracer:
         self.recent = RecentSpans(max_spans)
         self._ids = _SpanIds()
         self._offset_s = wall_offset_s()
-        version = importlib.metadata.version("weft")
         self.provider = TracerProvider(
             sampler=_RecordAll(sample_ratio),
-            resource=_resource(service, instance, version),
+            resource=_resource(service, instance),
             id_generator=self._ids,
             shutdown_on_exit=False,
         )
         self.provider.add_span_processor(self.recent)
-        self._tracer = self.provider.get_tracer("weft", version) if is_on else NoOpTracer()
+        self._tracer = self.provider.get_tracer("weft", version()) if is_on else NoOpTracer()
 
     @property
     def is_on(self) -> bool:
@@ -282,12 +281,12 @@ class Tracer:
         return int((moment_s + self._offset_s) * 1e9)
 
 
-def _resource(service: str, instance: str, version: str) -> Resource:
+def _resource(service: str, instance: str) -> Resource:
     weft = {
         "service.namespace": "weft",
         "service.name": service,
         "service.instance.id": instance,
-        "service.version": version,
+        "service.version": version(),
     }
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence over our attributes.
     return Resource.create().merge(Resource(weft)).merge(OTELResourceDetector().detect())

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
+from weft.common.version import version
 from weft.contract.tasks import Task
 from weft.gateway.api.answer import JSON, LINES, field_names, json_body, run_answer
 from weft.gateway.api.call import Context, begin_answer, call_facts
@@ -36,7 +37,6 @@ from weft.gateway.api.ollama.writer import LineWriter, loaded
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.pooling.vectors import vectors_of
-from weft.gateway.api.server.version import version
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.catalogue import Catalogue, ResolvedModel
 from weft.gateway.generation.answer import Answer

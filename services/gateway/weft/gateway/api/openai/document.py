@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from weft.common.version import version
 from weft.gateway.api.document import dialect_paths
 from weft.gateway.api.openai import adapters, answers, bodies
 from weft.gateway.api.openai.bounds import state_bounds
-from weft.gateway.api.server.version import version
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _REF = "#/components/schemas/{model}"

@@ -10,12 +10,12 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from weft.common.version import version
 from weft.contract.errors import PermissionDenied, WeftError
 from weft.contract.tasks import Task
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.answer import JSON, json_body
 from weft.gateway.api.call import Context
-from weft.gateway.api.server.version import version
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.request import CallFacts, PoolingOptions, RawRequest, TokenPrompt
