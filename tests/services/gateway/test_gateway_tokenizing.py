@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 from tokenizers import Tokenizer
 from weft.common.rpc.errors import from_rpc_error
-from weft.contract.errors import WeftError
+from weft.common.settings import load_settings
+from weft.contract.errors import ContextTooLong, DeadlineExceeded, WeftError
+from weft.gateway.request import ChatPrompt
+from weft.gateway.settings import GatewaySettings
 from weft.gateway.text import prepare
 from weft.gateway.text.tokens import decode, encode
 from weft.testing.models.tiny_tokenizers import byte_fallback_bpe, byte_level_bpe
@@ -162,6 +168,37 @@ async def test_the_deadline_holds_while_a_prompt_is_tokenised(
         error = await refusal(mesh.typed.Complete(request).read())
     assert (error.reason, error.stage) == ("DEADLINE_EXCEEDED", "prepare")
     await mesh.wait(lambda: not mesh.app._admission.num_running)
+
+
+@pytest.fixture
+def preparer() -> Iterator[prepare.Preparer]:
+    flags = "--model-dir m --decode 127.0.0.1:1 --tokenizer-threads 1 --request-timeout-s 0.2"
+    made = prepare.Preparer(load_settings(GatewaySettings, flags.split(), {}), lambda: 60)
+    yield made
+    made.close()
+
+
+async def test_the_deadline_holds_while_a_thread_is_awaited(
+    preparer: prepare.Preparer, gate: Gate
+) -> None:
+    card: Any = SimpleNamespace(tokenizer=byte_level_bpe())
+    preparer._pool.submit(gate.pass_)
+    async with asyncio.timeout(30):
+        with pytest.raises(DeadlineExceeded, match="while the text was tokenised"):
+            await preparer.detokenize(card, [[5]])
+        while preparer._bare.num_running:
+            await asyncio.sleep(0.01)
+
+
+def test_tools_are_not_too_long_for_their_json(preparer: prepare.Preparer) -> None:
+    card: Any = SimpleNamespace(max_token_bytes=1)
+    parameters = {"type": "object", "properties": {"städte": {"type": "string"}}}
+    for num_chars, is_refused in ((50, False), (61, True)):
+        told = {"name": "wetter", "description": "ü" * num_chars, "parameters": parameters}
+        tool = {"type": "function", "function": told}
+        prompt = ChatPrompt(messages=({"role": "user", "content": "hi"},), tools=(tool,))
+        with pytest.raises(ContextTooLong) if is_refused else contextlib.nullcontext():
+            preparer._refuse_hopeless(card, prompt)
 
 
 async def test_tokenize_takes_no_more_text_than_a_prompt(mesh: Harness) -> None:

@@ -30,7 +30,15 @@ from weft.gateway.settings import GatewaySettings
 from weft.testing.services.dialect_edge import dialect_edge
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, gateway
-from weft.v1 import decode_pb2, gateway_pb2, kvstore_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
+from weft.v1 import (
+    decode_pb2,
+    gateway_pb2,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    mesh_pb2,
+    mesh_pb2_grpc,
+    trace_pb2,
+)
 
 TOKEN = "an operators' token of some length"
 FAST = mesh_pb2.WatchMeshRequest(interval=duration(0.5))
@@ -389,6 +397,28 @@ def test_flows_of_a_store_have_one_name_and_its_state_is_not_kept() -> None:
     assert (member.member_id, member.problem) == ("store of host:1", "not asked yet")
     assert not member.healthy
     assert not member.pages.total
+
+
+async def test_facts_of_a_store_are_kept_without_its_state() -> None:
+    class Half(kvstore_pb2_grpc.KvStoreServiceServicer):
+        async def GetStoreInfo(self, request: Any, context: Any) -> Any:
+            return kvstore_pb2.GetStoreInfoResponse(store_id="store-0", epoch=7)
+
+    server = grpc.aio.server()
+    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(Half(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    worker = SimpleNamespace(info=SimpleNamespace(kvstores=[address]))
+    fleet: Any = SimpleNamespace(workers=lambda: [worker])
+    stores = StoreWatch(fleet, None)
+    stores.states["host:gone"] = StoreState(None, None)
+    try:
+        await stores.ask_once()
+    finally:
+        await server.stop(None)
+    assert stores.ids() == {address: "store-0"}
+    assert stores.states.keys() == {address}
+    assert stores.state(address).problem == "does not answer: UNIMPLEMENTED"
 
 
 def test_spans_that_anybody_sees_quote_no_ids() -> None:

@@ -311,7 +311,7 @@ class GatewaySettings(_RoutingSettings):
         5,
         ge=1,
         le=64,
-        description="number of decode workers that a request may lose, in attempts",
+        description="number of lost decode workers with which a request fails",
     )
     resume_timeout_s: float = Field(
         60.0,

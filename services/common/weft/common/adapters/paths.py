@@ -20,9 +20,9 @@ from weft.checkpoint.adapters.files import (
     CONFIG_FILE,
     DRAFT_FOLDER,
     TEXT_FILES,
-    TOKENIZER_FILE,
     WEIGHTS_FILE,
 )
+from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import InvalidRequest, Overloaded, WeftError
 
 FILES = {CONFIG_FILE: 2 << 20, WEIGHTS_FILE: 1 << 40}

@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from weft.common.admin import AdminServicer
+from weft.common.mesh import MAX_INTERVAL_S, MIN_INTERVAL_S
 from weft.common.telemetry.tracing import TraceServicer
 from weft.contract.errors import Draining
 from weft.gateway.admission.authenticate import bearer
@@ -21,7 +22,7 @@ from weft.gateway.console.view import Cursor, MeshView
 from weft.gateway.validate import invalid
 from weft.v1 import admin_pb2, gateway_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
 
-_DEFAULT_INTERVAL_S, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 1.0, 0.5, 60.0
+_DEFAULT_INTERVAL_S = 1.0
 _RELAY_TIMEOUT_S = 10.0
 _LEVELS = {
     "debug": admin_pb2.LOG_LEVEL_DEBUG,
@@ -197,6 +198,6 @@ def _interval_s(request: mesh_pb2.WatchMeshRequest) -> float:
     if not request.HasField("interval"):
         return _DEFAULT_INTERVAL_S
     given_s = request.interval.ToNanoseconds() / 1e9
-    if not _MIN_INTERVAL_S <= given_s <= _MAX_INTERVAL_S:
-        raise invalid("interval", f"must be {_MIN_INTERVAL_S:g} s to {_MAX_INTERVAL_S:g} s")
+    if not MIN_INTERVAL_S <= given_s <= MAX_INTERVAL_S:
+        raise invalid("interval", f"must be {MIN_INTERVAL_S:g} s to {MAX_INTERVAL_S:g} s")
     return given_s

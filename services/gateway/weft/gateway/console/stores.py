@@ -56,6 +56,7 @@ class StoreWatch:
 
     async def ask_once(self) -> None:
         """Asks every store, whoever watches."""
+        self._drop_unnamed()
         async with contextlib.AsyncExitStack() as stack:
             channels = {
                 address: await stack.enter_async_context(
@@ -69,11 +70,10 @@ class StoreWatch:
         """Keeps of the stores that are still named their facts only: nobody has asked for their
         state lately.
         """
-        named = self.addresses()
+        self._drop_unnamed()
         self.states = {
             address: StoreState(state.info, None, NOT_ASKED)
             for address, state in self.states.items()
-            if address in named
         }
 
     def state(self, address: str) -> StoreState:
@@ -88,7 +88,7 @@ class StoreWatch:
                 addresses = self.addresses()
                 for address in [known for known in channels if known not in addresses]:
                     await channels.pop(address).close()
-                    self.states.pop(address, None)
+                self._drop_unnamed()
                 for address in addresses:
                     if address not in channels:
                         channels[address] = open_channel(address, "kvstore", self._identity)
@@ -98,15 +98,17 @@ class StoreWatch:
             for channel in channels.values():
                 await channel.close()
 
+    def _drop_unnamed(self) -> None:
+        for address in self.states.keys() - set(self.addresses()):
+            del self.states[address]
+
     async def _ask(self, address: str, channel: grpc.aio.Channel) -> None:
         stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-        known = self.state(address)
+        info = self.state(address).info
         try:
             info = await stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=_TIMEOUT_S)
             stats = await stub.Stats(kvstore_pb2.StatsRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            self.states[address] = StoreState(
-                known.info, None, f"does not answer: {error.code().name}"
-            )
+            self.states[address] = StoreState(info, None, f"does not answer: {error.code().name}")
         else:
             self.states[address] = StoreState(info, stats)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from weft.checkpoint.adapters.files import TOKENIZER_FILE
 from weft.checkpoint.end_tokens import end_token_ids
 from weft.checkpoint.files import num_parameters
 from weft.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.checkpoint.tokenizer_files import read_json, read_tokenizer
+from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import ModelError
 from weft.contract.request import PARAMETERS, SAMPLING_DEFAULTS, Reasoning
 from weft.gateway.text.answer.formats import (

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
-from weft.contract.errors import ContextTooLong, InvalidRequest
+from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import (
     ChatPrompt,
@@ -50,8 +50,8 @@ class Preparer:
         self._context_tokens = context_tokens
         num_threads = settings.tokenizer_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
-        # Calls that only tokenise may use half of the threads, so that prompts of requests always
-        # find some.
+        # Calls that only tokenise may use half of the threads, or the only one, so that prompts of
+        # requests rarely wait for them.
         self._bare = Admission(max(1, num_threads // 2), settings.max_queued_tokenizations)
         self._timeout_s = settings.request_timeout_s
 
@@ -92,7 +92,7 @@ class Preparer:
             InvalidRequest: A template refuses its messages.
             ContextTooLong: It is many times longer than the context.
             Overloaded: Too many such calls wait.
-            DeadlineExceeded: No thread came free in time.
+            DeadlineExceeded: It was not done in time.
         """
         (given,) = await self._bounded(lambda: self._tokenize_all(model, (prompt,)))
         return given.ids
@@ -102,13 +102,14 @@ class Preparer:
 
         Raises:
             Overloaded: Too many such calls wait.
-            DeadlineExceeded: No thread came free in time.
+            DeadlineExceeded: It was not done in time.
         """
         return await self._bounded(lambda: decode(model.tokenizer, many))
 
     async def _bounded(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        admitted = await self._bare.admit(1, loop.time() + self._timeout_s)
+        deadline = loop.time() + self._timeout_s
+        admitted = await self._bare.admit(1, deadline)
         job = self._pool.submit(work)
 
         def release(_: Future[T]) -> None:
@@ -118,7 +119,12 @@ class Preparer:
         # The place is released when the thread has ended, even if the caller has left before.
         job.add_done_callback(release)
         try:
-            return await asyncio.wrap_future(job)
+            async with asyncio.timeout_at(deadline):
+                return await asyncio.wrap_future(job)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the deadline passed while the text was tokenised", stage="prepare"
+            ) from None
         finally:
             del job  # Its error would keep this frame, and the frame its error.
 
@@ -147,7 +153,8 @@ class Preparer:
         if isinstance(prompt, TextPrompt):
             least = least_tokens(model, [prompt.text])
         elif isinstance(prompt, ChatPrompt):
-            tools = [json.dumps(tool) for tool in prompt.tools]
+            # Templates write parameters in forms of their own, some shorter than JSON.
+            tools = [tool["function"].get("description") or "" for tool in prompt.tools]
             least = least_tokens(model, [*tools, *(_content(m) for m in prompt.messages)])
         elif isinstance(prompt, PairPrompt):
             least = least_tokens(model, [prompt.first, prompt.second])
