@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NamedTuple
 
-from weft.cli.output import CANNOT_WRITE, finish_output
+from weft.cli.output import CANNOT_WRITE, finish_output, open_closed_output
 from weft.contract.errors import ConfigError
 
 
@@ -40,6 +40,7 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `weft`; returns the exit status."""
+    open_closed_output()
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         if not _is_text(argument):

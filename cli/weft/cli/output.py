@@ -37,6 +37,13 @@ class SteadyOutput(io.TextIOBase):
         return sys.stdout.encoding
 
 
+def open_closed_output() -> None:
+    """Makes standard output and error usable if the caller has closed them: to nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+
 def finish_output() -> None:
     """Writes the buffered output or drops it. Otherwise the interpreter would try again at its end
     and fail.

@@ -8,11 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import grpc
+import pytest
+from weft.cli.top.command import main
+from weft.common.mesh import NOT_ASKED
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
 from weft.testing.services.terminal import Terminal
-from weft.v1 import decode_pb2
+from weft.v1 import decode_pb2, mesh_pb2, mesh_pb2_grpc
 
 WEFT = (sys.executable, "-m", "weft.cli", "top", "--address")
 
@@ -61,3 +66,39 @@ async def test_scripts_get_one_picture(tmp_path: Path) -> None:
     refused = await run(address, "--once")
     assert refused.returncode == 1
     assert f"no gateway answers at {address}" in refused.stderr
+
+
+async def test_one_picture_comes_although_the_stream_ends_early(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waiting = mesh_pb2.MeshMember(
+        member_id="store-0", role=mesh_pb2.MEMBER_ROLE_KVSTORE, problem=NOT_ASKED
+    )
+    messages = [
+        mesh_pb2.WatchMeshResponse(members=[waiting], points=[mesh_pb2.MeshPoint()])
+        for _ in range(2)
+    ]
+    intervals_s = set()
+
+    class Ending(mesh_pb2_grpc.MeshServiceServicer):
+        async def WatchMesh(self, request: Any, context: Any) -> Any:
+            intervals_s.add(request.interval.ToNanoseconds() / 1e9)
+            for message in messages:
+                yield message
+
+    server = grpc.aio.server()
+    mesh_pb2_grpc.add_MeshServiceServicer_to_server(Ending(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    flags = ["--address", address, "--once", "--json", "--interval", "60"]
+    try:
+        assert await asyncio.to_thread(main, flags) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [member["member_id"] for member in found["members"]] == ["store-0"]
+        assert len(found["points"]) == 2
+        messages.clear()
+        assert await asyncio.to_thread(main, flags) == 1
+        assert "ended the stream without a picture" in capsys.readouterr().err
+    finally:
+        await server.stop(None)
+    assert intervals_s == {0.5}

@@ -81,7 +81,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("windows", ["--draft-dir", "head", "--decode-args", "--draft-width 2"],
      "decode-0: draft_width = 2: layers of this model attend to the last 20 positions"),
     ("llama", ["--draft-dir", "other", "--drafter", "model"],
-     "decode-0: draft_dir = .*vocab_size of the draft model is 300"),
+     "decode-0: draft_dir = .*vocab_size of the draft model is 300.* as many rows, padded ones"),
     ("llama", ["--draft-dir", "other", "--drafter", "model", "--tp", "2"],
      "decode-0: tp = 2: must be 1 with drafter = model"),
     ("hybrid", ["--draft-dir", "other", "--drafter", "model"],
@@ -134,6 +134,14 @@ def test_what_cannot_work_is_refused_early(
 ) -> None:
     with pytest.raises(WeftError, match=told):
         check_workers(plan(folders, model, flags).services)
+
+
+def test_flags_that_contradict_one_another_are_refused_with_their_worker(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(WeftError, match="decode-0: has the settings refused above"):
+        check_workers(plan(folders, "llama", ["--decode-args", "--tls-cert x"]).services)
+    assert "--tls-cert, --tls-key and --tls-ca: give all three" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -60,6 +60,18 @@ def test_a_full_disk_is_no_end() -> None:
     assert (done.returncode, done.stderr) == (0, "served to the end")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_output_is_no_failure(closed: str) -> None:
+    command = [sys.executable, "-m", "weft.cli", "--version"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("flags", [[], ["--hashes"]])
 def test_what_another_command_cannot_write_it_says(tmp_path: Path, flags: list[str]) -> None:
     command = [sys.executable, "-m", "weft.cli", "keys"]

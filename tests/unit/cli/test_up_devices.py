@@ -85,13 +85,25 @@ def test_workers_of_two_models_share_a_gpu(tmp_path: Path) -> None:
         ("--prefill 3", 4, [f"cuda:{index}" for index in range(4)], 3, 1),
         ("--device cuda:1", 4, ["cuda:1"], 1, 1),
         ("--device cpu --decode 2", 4, ["cpu"], 1, 2),
+        (
+            "--tp 2 --device cuda:0,cuda:1,cuda:2,cuda:3",
+            4,
+            ["cuda:0,cuda:1", "cuda:2,cuda:3"],
+            1,
+            1,
+        ),
+        ("--tp 2", 3, ["cuda:0,cuda:1"], 0, 1),
     ],
 )
 def test_what_is_not_said_follows_from_the_gpus(
     flags: str, num_gpus: int, devices: list[str], prefill: int, decode: int
 ) -> None:
-    chosen = with_devices(load_settings(UpSettings, flags.split(), {}), num_gpus)
+    notices: list[str] = []
+    chosen = with_devices(load_settings(UpSettings, flags.split(), {}), num_gpus, notices.append)
     assert (chosen.device, chosen.prefill, chosen.decode) == (devices, prefill, decode)
+    num_idle = num_gpus % chosen.tp
+    assert len(notices) == num_idle
+    assert all(f"{num_idle} of {num_gpus} stay idle" in notice for notice in notices)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +114,19 @@ def test_what_is_not_said_follows_from_the_gpus(
         ("cuda --tp 2", 0, "no 'cuda' here"),
         ("cuda:x", 1, "no 'cuda:x' here"),
         ("gpu", 1, "no 'gpu' here"),
+        ("cuda:0 --tp 2", 4, "takes 2 GPUs, and there are 1"),
+        ("cuda:0,cuda:1,cuda:2 --tp 2", 4, "takes 2 GPUs, and 3 are given"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(flags: str, num_gpus: int, reason: str) -> None:
+def test_devices_that_cannot_serve_are_refused(flags: str, num_gpus: int, reason: str) -> None:
     settings = load_settings(UpSettings, ["--device", *flags.split()], {})
     with pytest.raises(ConfigError, match=reason):
-        with_devices(settings, num_gpus)
+        with_devices(settings, num_gpus, print)
 
 
 def test_models_share_the_gpus() -> None:
     settings = load_settings(UpSettings, ["--model", "a,b"], {})
-    chosen = with_devices(settings, 4)
+    chosen = with_devices(settings, 4, print)
     assert (chosen.prefill, chosen.decode) == (1, 1)
 
 

@@ -26,14 +26,14 @@ from weft.cli.numbers import number as number_type
 from weft.cli.top.keys import reading_keys
 from weft.cli.top.picture import MeshPicture, watch_mesh
 from weft.cli.top.view import SORTS, Sort, TopState, TopView
-from weft.common.mesh import NOT_ASKED
+from weft.common.mesh import MAX_INTERVAL_S, MIN_INTERVAL_S, NOT_ASKED
 from weft.common.rpc.tls import Identity
+from weft.contract.errors import ConfigError
 from weft.v1 import mesh_pb2
 
-_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 60.0
 _RETRY_S = 1.0
 _PAGE_MEMBERS = 10
-_STORE_MESSAGES = 4
+_STORE_MESSAGES = 7
 """Most messages in which a KV store may appear that the gateway has not asked yet."""
 
 
@@ -66,10 +66,16 @@ def main(argv: Sequence[str]) -> int:
     def watch(address: str, identity: Identity | None, metadata: Metadata) -> int:
         gateway = Gateway(address, identity, metadata or api_key_metadata())
         console = Console()
-        if arguments.json:
-            asyncio.run(_print_json(gateway, arguments.interval, is_once=arguments.once))
-        elif arguments.once or not console.is_terminal or console.is_dumb_terminal:
-            asyncio.run(_print_once(gateway, arguments.interval, console, arguments.sort))
+        is_interactive = console.is_terminal and not console.is_dumb_terminal
+        if arguments.once or not (arguments.json or is_interactive):
+            picture = asyncio.run(_picture(gateway))
+            if arguments.json:
+                _print_json(picture.whole(), indent=2)
+            else:
+                state = TopState(sort=arguments.sort)
+                console.print(TopView(picture, state, gateway.address, is_whole=True))
+        elif arguments.json:
+            asyncio.run(_print_messages(gateway, arguments.interval))
         else:
             asyncio.run(_Screen(gateway, arguments.interval, console, arguments.sort).run())
         return 0
@@ -77,36 +83,27 @@ def main(argv: Sequence[str]) -> int:
     return call_gateway("weft top", arguments, watch)
 
 
-async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> None:
-    picture = MeshPicture()
-    num_taken = 0
-
+async def _print_messages(gateway: Gateway, interval_s: float) -> None:
     def take(message: mesh_pb2.WatchMeshResponse) -> bool:
-        nonlocal num_taken
-        num_taken += 1
-        picture.take(message)
-        if is_once and _is_early(message, num_taken):
-            return True
-        if is_once:
-            del message.points[:], message.ended_requests[:]
-            message.points.extend(picture.points)
-            message.ended_requests.extend(picture.ended)
-        found = MessageToDict(
-            message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        sys.stdout.write(json.dumps(found, indent=2 if is_once else None) + "\n")
-        sys.stdout.flush()
-        return not is_once
+        _print_json(message)
+        return True
 
     while True:
         await gateway.watch(interval_s, take)
-        if is_once:
-            return
         # The gateway ends old streams. The next stream repeats the last minutes.
         await asyncio.sleep(_RETRY_S)
 
 
-async def _print_once(gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
+def _print_json(message: mesh_pb2.WatchMeshResponse, indent: int | None = None) -> None:
+    found = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    sys.stdout.write(json.dumps(found, indent=indent) + "\n")
+    sys.stdout.flush()
+
+
+async def _picture(gateway: Gateway) -> MeshPicture:
+    """The mesh as the gateway shows it once it has asked the KV stores, or at the stream's end."""
     picture = MeshPicture()
     num_taken = 0
 
@@ -116,8 +113,10 @@ async def _print_once(gateway: Gateway, interval_s: float, console: Console, sor
         picture.take(message)
         return _is_early(message, num_taken)
 
-    await gateway.watch(interval_s, take)
-    console.print(TopView(picture, TopState(sort=sort), gateway.address, is_whole=True))
+    await gateway.watch(MIN_INTERVAL_S, take)
+    if not num_taken:
+        raise ConfigError(f"the gateway at {gateway.address} ended the stream without a picture")
+    return picture
 
 
 def _is_early(message: mesh_pb2.WatchMeshResponse, num_taken: int) -> bool:
@@ -220,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     add_gateway_flags(parser)
     parser.add_argument(
         "--interval",
-        type=number_type(_MIN_INTERVAL_S, _MAX_INTERVAL_S),
+        type=number_type(MIN_INTERVAL_S, MAX_INTERVAL_S),
         default=1.0,
         metavar="S",
         help="time between pictures (default 1)",

@@ -54,6 +54,15 @@ class MeshPicture:
         self.points.extend(message.points)
         self.ended.extend(message.ended_requests)
 
+    def whole(self) -> mesh_pb2.WatchMeshResponse:
+        """The newest message, with the points and requests of all messages."""
+        found = mesh_pb2.WatchMeshResponse()
+        found.CopyFrom(self.newest)
+        del found.points[:], found.ended_requests[:]
+        found.points.extend(self.points)
+        found.ended_requests.extend(self.ended)
+        return found
+
     @property
     def members(self) -> Sequence[mesh_pb2.MeshMember]:
         return self.newest.members

@@ -34,9 +34,13 @@ def _check(name: str, role: Role, flags: Sequence[str]) -> None:
     from weft.prefill.main import PrefillSettings
 
     kind = DecodeSettings if role == "decode" else PrefillSettings
-    settings = load_settings(kind, flags)
     try:
+        settings = load_settings(kind, flags)
         config = settings.engine_config(role, name)
         check_combination(with_adapter_needs(settings, config, is_strict=True))
     except WeftError as error:
         raise ConfigError(f"{name}: {error.message}", param=error.param) from error
+    except SystemExit as end:
+        if not end.code:
+            raise  # After `--help`.
+        raise ConfigError(f"{name}: has the settings refused above") from end

@@ -44,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, argv)
     require_paths(settings)
     check_flags(settings)
-    settings = with_devices(settings, num_usable_gpus())
     console = Console(file=cast("IO[str]", SteadyOutput()))
     try:
         _check_platform()
@@ -61,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
     reporter = ConsoleReporter(console, is_plain=settings.plain)
+    settings = with_devices(settings, num_usable_gpus(), reporter.notice)
     rest_binary = _rest_binary(settings, reporter)
     models = _models(settings, console)
     _tell_kv_dtype(settings, models, reporter)

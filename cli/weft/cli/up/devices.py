@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weft.cli.up.settings import UpSettings
 from weft.contract.errors import ConfigError
 from weft.engine.base.gpus import check_device
@@ -12,7 +14,7 @@ faster.
 """
 
 
-def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
+def with_devices(settings: UpSettings, num_gpus: int, notice: Callable[[str], None]) -> UpSettings:
     """Settings in which the device `auto` is resolved.
 
     Without GPUs workers run on the CPU. Otherwise they take the GPUs in turn. If no numbers of
@@ -20,8 +22,12 @@ def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
     prefills, since two workers would only share it. Of several GPUs one in `GPUS_A_FILLER`, and at
     least one, gets a prefill worker, and the rest get decode workers.
 
+    Args:
+        notice: Called with what a user should know of the choice.
+
     Raises:
-        ConfigError: A given device is not there, or a worker of `tp` ranks needs more GPUs.
+        ConfigError: A given device is not there, a worker of `tp` ranks needs more GPUs, or the
+            given ones cannot be divided among such workers.
     """
     tp = settings.tp
     if settings.device not in ([], ["auto"]):
@@ -29,15 +35,24 @@ def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
             check_device(device, num_gpus)
         if tp == 1 or "cpu" in settings.device:
             return settings
-        return settings.model_copy(update={"device": _grouped(settings.device, tp)})
+        devices = _grouped(settings.device, tp)
+        if len(settings.device) % tp:
+            raise ConfigError(
+                f"--tp {tp}: a worker takes {tp} GPUs, and {len(settings.device)} are given; give "
+                f"a multiple of {tp}",
+                param="device",
+            )
+        return settings.model_copy(update={"device": devices})
     if not num_gpus:
         return settings.model_copy(update={"device": ["cpu"]})
     devices = _grouped([f"cuda:{index}" for index in range(num_gpus)], tp)
+    if num_idle := num_gpus % tp:
+        notice(f"--tp {tp}: a worker takes {tp} GPUs; {num_idle} of {num_gpus} stay idle")
     update: dict[str, object] = {"device": devices}
     if not settings.model_fields_set & {"prefill", "decode"}:
         each = max(1, len(devices) // len(settings.model))
-        update["prefill"] = 0 if each == 1 else max(1, each // GPUS_A_FILLER)
-        update["decode"] = max(1, each - max(1, each // GPUS_A_FILLER))
+        num_fillers = max(1, each // GPUS_A_FILLER) if each > 1 else 0
+        update["prefill"], update["decode"] = num_fillers, each - num_fillers
     return settings.model_copy(update=update)
 
 
