@@ -12,13 +12,13 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def num_tokens(model_dir: Path, config: ModelConfig) -> int:
-    """Number of tokens in a model's tokenizer, which may be fewer than the rows of its embedding;
-    the number of rows if there is no `tokenizer.json`.
+    """The highest token id of a model's tokenizer plus 1, which may be fewer than the rows of its
+    embedding; the number of rows if there is no `tokenizer.json`.
     """
     file = model_dir / TOKENIZER_FILE
     if not file.is_file():
         return config.vocab_size
-    return 1 + max(token_ids(file).values(), default=0)
+    return 1 + max(token_ids(file).values(), default=-1)
 
 
 def token_ids(file: Path) -> dict[str, int]:
@@ -42,7 +42,8 @@ def check_same_vocabulary(
 ) -> None:
     """Refuses a draft model whose token ids differ in meaning from the target's.
 
-    If one of them has no `tokenizer.json`, only the sizes are compared.
+    The rows of their embeddings must be equally many, padded ones included, which can differ within
+    a family of models. If one of them has no `tokenizer.json`, only these are compared.
 
     Raises:
         ModelError: They differ, and the message says how; or a file is malformed.
@@ -50,7 +51,8 @@ def check_same_vocabulary(
     if draft.vocab_size != target.vocab_size:
         raise ModelError(
             f"vocab_size of the draft model is {draft.vocab_size}, of the target model "
-            f"{target.vocab_size}; give a model of the same family",
+            f"{target.vocab_size}; give a model whose embedding has as many rows, padded ones "
+            "included",
             param="vocab_size",
         )
     files = [folder / TOKENIZER_FILE for folder in (draft_dir, target_dir)]

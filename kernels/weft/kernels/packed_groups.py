@@ -29,8 +29,9 @@ class PackedGroups:
     data: torch.Tensor
     """[N, blocks * half] uint8: 4 bits as in `IntGroups`. Blocks are filled up with zeros."""
     scales: torch.Tensor
-    """[groups, N rounded up to 16] float16 or float32, zero for rows that do not exist. Of e2m1
-    uint8: exponents of 2 with a bias of 127, for the numbers as they are.
+    """[groups of the filled-up blocks, N rounded up to 16] float16 or float32, zero for groups and
+    rows that do not exist. Of e2m1 uint8: exponents of 2 with a bias of 127, for the numbers as
+    they are.
     """
     offsets: torch.Tensor | None
     """Of the shape and dtype of `scales`; None: all are 0."""
@@ -106,8 +107,10 @@ class PackedExperts:
             These experts, or a copy with wider scales if the matrix needs them.
 
         Raises:
-            ValueError: The matrix has another shape or kind.
+            ValueError: The matrix has another shape or kind, or columns in an order of its own.
         """
+        if matrix.order is not None:
+            raise ValueError(f"expert {index}: experts with an order of columns are not packed")
         mine, its = (
             (one.shape, one.unit, one.is_e2m1, one.offsets is None) for one in (self.first, matrix)
         )

@@ -138,6 +138,8 @@ def test_experts_of_another_kind_are_refused_and_wider_scales_are_taken() -> Non
     assert stacked.first.data.data_ptr() == stacked.data.data_ptr()
     wanted = first.dequantised(torch.float32)
     assert torch.equal(stacked.first.dequantised(torch.float32), wanted)
+    with pytest.raises(ValueError, match="expert 1"):
+        stacked.put(1, replace(first, order=torch.arange(96, dtype=torch.int32)))
     for other in (draw_groups(20, 96, 64, "plain"), draw_groups(20, 64, 32, "plain")):
         with pytest.raises(ValueError, match=r"expert 1: .* are not like the others"):
             stacked.put(1, pack_groups(other))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders
 from transformers import AutoTokenizer
+from weft.checkpoint.vocabularies import TOKENIZER_FILE, num_tokens
 from weft.contract.errors import ModelError
 from weft.gateway.text.detokenize import make_detokenizer
 from weft.gateway.text.model_card import load_model_card
@@ -174,3 +176,14 @@ def test_of_several_chat_templates_the_default_is_taken(tmp_path: Path) -> None:
     assert template.render([]) == "b"
     config["chat_template"] = several[:1]
     assert load_model_card(model_dir(tmp_path / "m", byte_level_bpe(), config)).template is None
+
+
+@pytest.mark.parametrize(("ids", "expected"), [([], 0), ([0], 1), ([3, 7, 1], 8)])
+def test_ids_of_a_tokenizer_end_behind_its_highest(
+    ids: list[int], expected: int, tmp_path: Path
+) -> None:
+    config: Any = SimpleNamespace(vocab_size=16)
+    assert num_tokens(tmp_path, config) == 16
+    tokenizer = {"model": {"type": "BPE", "vocab": {f"t{one}": one for one in ids}}}
+    (tmp_path / TOKENIZER_FILE).write_text(json.dumps(tokenizer))
+    assert num_tokens(tmp_path, config) == expected

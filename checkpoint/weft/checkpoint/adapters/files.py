@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import AdapterError
 from weft.contract.give_way import give_way
 
@@ -23,7 +24,6 @@ DRAFT_FOLDER = "draft"
 adapter's requests.
 """
 
-TOKENIZER_FILE = "tokenizer.json"
 TEXT_FILES: Mapping[str, int] = {
     TOKENIZER_FILE: 64 << 20,
     "tokenizer_config.json": 2 << 20,

@@ -191,7 +191,7 @@ class Engine:
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
-        """Whether the last turn began or completed a step."""
+        """What the last `Pipeline.turn` returned."""
         interval_s = config.stream_interval_s
         if interval_s is None and self._executor.is_asynchronous:
             interval_s = 0.0

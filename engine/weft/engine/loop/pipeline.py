@@ -194,13 +194,14 @@ class StepPipeline:
             self._host.yield_cores()
 
     def turn(self, plan: Plan) -> bool:
-        """Starts a step, if there is anything to do, and commits the previous one.
+        """Starts a step, if there is anything to do, and commits the previous one if it has ended.
 
         Args:
             plan: Empty unless `may_begin`.
 
         Returns:
-            Whether a step was begun or committed. If not, one may still be under way (`num_steps`).
+            Whether the turn got past the step under way: committed it, or began one with none under
+            way. If not, that step and one begun behind it may still be under way (`num_steps`).
         """
         if len(plan):
             # With no step under way, tokens that masks depend on are known before the forward pass.
@@ -245,9 +246,9 @@ class StepPipeline:
             self._scheduler.pages.make_copies(self._executor.copy)
             if plan.verifies:
                 assert self._drafter is not None
-                began_at = self._clock()
+                drafting_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
-                plan.drafting_s = self._clock() - began_at
+                plan.drafting_s = self._clock() - drafting_at
             if windows := self._scheduler.pages.windows:
                 for window, table in zip(windows, self._executor.window_tables, strict=True):
                     window.enter(table)

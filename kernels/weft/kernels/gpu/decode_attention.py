@@ -236,18 +236,19 @@ def rows_of_program(dtype: torch.dtype, group: int, max_rows: int) -> int:
     return rows
 
 
-def num_splits(pairs: int, tiles: int, device: torch.device) -> int:
+def num_splits(programs: int, tiles: int, device: torch.device) -> int:
     """Number of parts into which each context is split.
 
     Args:
-        pairs: Requests times KV heads.
+        programs: Programs of a launch without splits, weighted: blocks of rows * KV heads, times a
+            share that grows with the rows of a block.
         tiles: Tiles of the longest context.
     """
     multiprocessors = num_multiprocessors(device)
-    if pairs >= _PAIRS_PER_SM * multiprocessors:
+    if programs >= _PAIRS_PER_SM * multiprocessors:
         return 1
     wanted = _PROGRAMS_PER_SM * multiprocessors
-    return max(1, min(wanted // pairs, tiles, MAX_SPLITS))
+    return max(1, min(wanted // programs, tiles, MAX_SPLITS))
 
 
 def launch_config(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchConfig:

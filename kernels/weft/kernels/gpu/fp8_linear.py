@@ -4,6 +4,9 @@ Few rows are multiplied as they are by weights that are widened in registers. Mo
 to FP8 first. Each row has a scale, or each group of 128 of its columns has one if the weight's
 scales are in blocks. In deterministic mode rows are always rounded, and all products take one tile
 shape.
+
+Our own kernels round a result once. Where torch is faster, the result is rounded after the product,
+after the bias and after the residual.
 """
 
 from __future__ import annotations
@@ -54,12 +57,12 @@ def _product(
 ) -> torch.Tensor:
     rows, matrix = x.shape[0], matrix_of(w)
     if rounds_rows(rows, w):
-        return _multiply_rounded(_rounded(x, matrix), matrix, w.bias, residual, dtype)
+        return _multiply_rounded(_rounded(x, w), matrix, w.bias, residual, dtype)
     out = torch.empty((rows, w.out_features), dtype=dtype, device=x.device)
     if rows == 0:
         return out
     if w.is_fixed:
-        multiply_fp8(_rounded(x, matrix), matrix, out, w.bias, residual, launch=FIXED)
+        multiply_fp8(_rounded(x, w), matrix, out, w.bias, residual, launch=FIXED)
     else:
         few_rows(x, matrix, out, FewRows(w.bias, residual))
     return out
@@ -73,7 +76,7 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     if rows == 0 or is_apart:
         return silu_and_mul(linear(x, w, lora=lora))
     if rows > MAX_ROWS:
-        return _gated(_rounded(x, matrix), w, x.dtype)
+        return _gated(_rounded(x, w), w, x.dtype)
     out = torch.empty((rows, w.out_features // 2), dtype=x.dtype, device=x.device)
     few_rows(x, matrix, out, FewRows(w.bias, is_gated=True))
     return out
@@ -107,9 +110,9 @@ def gated_mlp(
     check_operands(x, gate_up, None)
     matrix, of_gate = matrix_of(down), matrix_of(gate_up)
     if lora is None:
-        rounded = _rounded(x, of_gate) if rounded is None else rounded
+        rounded = _rounded(x, gate_up) if rounded is None else rounded
         if _is_activated_within(x.shape[0], of_gate):
-            inner = _rounded(_gated(rounded, gate_up, x.dtype), matrix)
+            inner = _rounded(_gated(rounded, gate_up, x.dtype), down)
             return _multiply_rounded(inner, matrix, down.bias, None, x.dtype)
         both = rounded_linear(rounded, gate_up, x.dtype)
     else:
@@ -162,8 +165,8 @@ def matrix_of(w: LinearWeight) -> Fp8Matrix:
     return w.form
 
 
-def _rounded(x: torch.Tensor, matrix: Fp8Matrix) -> Fp8Rows:
-    return quantise_rows(x, has_groups=isinstance(matrix, Fp8Blocks))
+def _rounded(x: torch.Tensor, w: LinearWeight) -> Fp8Rows:
+    return quantise_rows(x, has_groups=has_groups(w))
 
 
 def _multiply_rounded(

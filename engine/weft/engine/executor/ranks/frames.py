@@ -1,7 +1,8 @@
 """Frames from rank 0 to the other ranks: a step, the tokens drawn in a step, or work on pages, as
 plain arrays.
 
-    header      kind, counts, and the length of each array (-1: None)
+    header      kind and counts; of a step also the length of each array (-1: None, -2: `starts`
+                is `max_starts`)
     arrays      int64, one after another, in the order of the header
 """
 

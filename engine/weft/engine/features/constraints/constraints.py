@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import InvalidRequest, WeftError
 from weft.contract.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.base.config import EngineConfig
@@ -23,8 +24,6 @@ MAX_REFUSED = 64
 """Number of too slow constraints that are remembered."""
 TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
 """Error message for a request whose constraint took too long."""
-TOKENIZER_FILE = "tokenizer.json"
-"""The tokenizer's file in the model's directory."""
 
 
 class Constraints:

@@ -82,7 +82,7 @@ def load_tiers(
         num_slots = max(MIN_SLOTS, STAGING_BYTES // page_bytes, MIN_BLOCKS * block_pages)
     try:
         host, memory = host_tier(num_slots, page_bytes, policy)
-    except (OSError, MemoryError, ValueError) as error:
+    except (OSError, OverflowError) as error:
         if num_slots <= MIN_SLOTS:
             raise ConfigError(f"host memory: {error}", param="host_cache_bytes") from error
         notices.append(

@@ -27,7 +27,7 @@ class HostMemory:
     some.
 
     Raises:
-        OSError: There is not so much memory.
+        OSError, OverflowError: There is not so much memory.
     """
 
     def __init__(self, num_slots: int, page_bytes: int) -> None:
@@ -65,7 +65,7 @@ class HostMemory:
         return self.row(place)
 
     def close(self) -> None:
-        """Releases the memory. No copy may be under way."""
+        """Unpins the memory. No copy may be under way."""
         if self.pinned is not None:
             self.pinned.close()
             self.pinned = None
@@ -79,7 +79,7 @@ def host_tier(num_slots: int, page_bytes: int, policy: EvictionPolicy) -> tuple[
     """Creates a tier of `num_slots` pages in host memory, and that memory.
 
     Raises:
-        OSError: There is not so much memory.
+        OSError, OverflowError: There is not so much memory.
     """
     memory = HostMemory(num_slots, page_bytes)
     return Tier("host", KeyedPages(num_slots, policy), memory, page_bytes), memory
