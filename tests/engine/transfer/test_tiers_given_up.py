@@ -6,14 +6,17 @@ import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from weft.contract import faults
 from weft.contract.faults import FaultSpec
 from weft.contract.submits import Cancel
 from weft.engine.base.background import BackgroundThread
+from weft.engine.base.config import EngineConfig
 from weft.engine.scheduler.state import State
 from weft.engine.sources.tiers import tiers
+from weft.engine.sources.tiers.build import load_tiers
 from weft.engine.sources.tiers.loads import LoadChunk
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny
@@ -111,3 +114,13 @@ def test_a_load_that_was_given_up_is_not_queued_again(
     bench.engine.memory.flush_cache()
     assert bench.pair.finish(asked) == [expected]
     assert [fill.failure for fill in bench.fills()] == ["nothing came for 5 s", ""]
+
+
+@pytest.mark.parametrize("size", [1 << 60, 1 << 70])
+def test_too_much_host_memory_leaves_a_small_tier(size: int, tmp_path: Path) -> None:
+    """Whether the system refuses it, or no address is that large."""
+    config = EngineConfig(model_dir=tmp_path, host_cache_bytes=size)
+    made = load_tiers(config, 4096, 0, Mock(), lambda rows: None, Mock())
+    assert made is not None
+    assert "bytes of host memory for KV pages" in made.notices[0]
+    assert 0 < made.host.counts().total < size // 4096
