@@ -4,8 +4,10 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -76,6 +78,14 @@ def test_contract_and_checkpoint_need_no_wire_and_no_torch() -> None:
     absent = "torch,triton,grpc,google,pydantic,msgspec,opentelemetry"
     codec = ["weft.contract.codec.walk", "weft.contract.codec.pairs"]
     import_all("weft.contract,weft.checkpoint", absent, codec)
+
+
+@pytest.mark.parametrize("root", ["weft.contract", "weft.checkpoint"])
+def test_roots_below_have_no_circle(root: str) -> None:
+    """Nor one of imports within functions or for types alone."""
+    graph = grimp.build_graph(root, cache_dir=None)
+    imported = {one: graph.find_modules_directly_imported_by(one) for one in graph.modules}
+    TopologicalSorter(imported).prepare()
 
 
 def test_the_cli_starts_without_heavy_imports() -> None:

@@ -266,22 +266,17 @@ def configuration_reader(architecture: str) -> Callable[..., Any] | None:
         return None
     family = _FAMILIES.get(language_model_name(architecture))
     if family is not None:
-        module, name = family
-        found: Callable[..., Any] = getattr(
-            import_module(f"weft.checkpoint.families.{module}"), name
-        )
-        return found
+        return _reader(f"families.{family[0]}", family[1])
     if architecture in _ENCODERS:
-        return _encoder_reader
+        return _reader("encoder_config", "read_encoder_config")
     reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
     return reader
 
 
-def _encoder_reader(*arguments: Any) -> Any:
-    # Imported here, since that module imports `ModelConfig`.
-    from weft.checkpoint.encoder_config import read_encoder_config
-
-    return read_encoder_config(*arguments)
+def _reader(module: str, name: str) -> Callable[..., Any]:
+    # By name, since modules of readers import `ModelConfig`, whose module imports this one.
+    found: Callable[..., Any] = getattr(import_module(f"weft.checkpoint.{module}"), name)
+    return found
 
 
 def _entry_points() -> list[EntryPoint]:
