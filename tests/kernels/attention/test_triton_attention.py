@@ -176,7 +176,7 @@ def test_one_request_of_fewer_rows_than_there_may_be(
         ("extend_attention", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
         ("extend_attention", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
         ("extend_attention", ("range(tail, end, TILE)", "range(tail, end - TILE, TILE)")),
-        ("extend_attention", ("tokens // shape.rows + requests", "tokens // shape.rows")),
+        ("extend_attention", ("tokens // launch.rows + requests", "tokens // launch.rows")),
     ],
 )  # fmt: skip
 def test_the_checks_see_a_mutation(

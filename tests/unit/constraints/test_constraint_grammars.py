@@ -162,8 +162,8 @@ def test_tags_begin_at_their_triggers() -> None:
         (tags(FOO, triggers=[5]), "#/triggers/0"),
         (tags(FOO, triggers=["<tool"]), "#/structures/0/begin"),
         (
-            tags(BAR, {**FOO, "schema": {"contains": {}}}, triggers=["<"]),
-            "structures/1/schema/contains",
+            tags(BAR, {**FOO, "schema": {"$dynamicRef": "#a"}}, triggers=["<"]),
+            "structures/1/schema/$dynamicRef",
         ),
         (tags({"begin": "<"}, triggers=["<"]), "#/structures/0/end"),
     ],

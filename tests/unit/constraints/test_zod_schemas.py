@@ -30,4 +30,6 @@ def test_shapes_are_accepted_and_generated(name: str) -> None:
     fresh_seed()
     rng, grammar = random.Random(random.random()), compiled(schema)
     for _ in range(2):
-        assert not problem(schema, random_text(grammar, rng))
+        text = random_text(grammar, rng)
+        # llguidance and `regex` have the pictures of different versions of Unicode.
+        assert name == "emoji" or not problem(schema, text)
