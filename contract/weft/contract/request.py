@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from weft.contract.wire import wire
@@ -172,20 +173,23 @@ def _shown(number: float) -> str:
 
 
 def _parameter(
-    default: Any, help: str, low: float = -math.inf, high: float = math.inf, **more: Any
+    default: Any,
+    help: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    workers_check: bool = False,
+    **more: Any,
 ) -> Any:
-    return field(default=default, metadata=_declaration(default, help, low, high, **more))
+    bounds = {"low": low, "high": high} if workers_check else {}
+    on_wire = wire(name=more.get("names", {}).get("grpc", ""), **bounds)
+    metadata = {"of_request": (default, help, low, high, more), **on_wire}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def _declaration(default: Any, help: str, low: float, high: float, **more: Any) -> dict[str, Any]:
-    name = more.get("names", {}).get("grpc", "")
-    return {"of_request": (default, help, low, high, more), **wire(name=name)}
-
-
-def _drawn(default: float, help: str, low: float, high: float, **more: Any) -> Any:
-    """A number that workers check too."""
-    declared = _declaration(default, help, low, high, **more)
-    return field(default=default, metadata={**declared, **wire(low=low, high=high)})
+_drawn = partial(_parameter, workers_check=True)
 
 
 def _not_in(*dialects: str) -> dict[str, str]:
@@ -253,19 +257,13 @@ class SamplingParams:
     frequency_penalty: float = _drawn(
         0.0, "subtracted for each time that a token was generated", -2, 2, names=_NOT_ANTHROPIC
     )
-    logit_bias: dict[int, float] = field(
-        default_factory=dict,
-        metadata={
-            **_declaration(
-                {},
-                "token id -> number that is added to the token's logit",
-                -MAX_BIAS,
-                MAX_BIAS,
-                max_entries=1024,
-                names=_CHATS,
-            ),
-            **wire(low=-MAX_BIAS, high=MAX_BIAS),
-        },
+    logit_bias: dict[int, float] = _drawn(  # noqa: RUF009  It makes a field.
+        {},
+        "token id -> number that is added to the token's logit",
+        -MAX_BIAS,
+        MAX_BIAS,
+        max_entries=1024,
+        names=_CHATS,
     )
     seed: int = _drawn(
         0,

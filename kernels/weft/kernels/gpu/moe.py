@@ -57,7 +57,9 @@ router.
 
 
 class _Sorted(NamedTuple):
-    """The products of sorted pairs, each times its share, and what is still to be added to them."""
+    """Products of pairs of a row and its expert, sorted by expert and weighted by the router, with
+    what the sum over experts still has to add.
+    """
 
     products: torch.Tensor
     """[T * k, H]."""

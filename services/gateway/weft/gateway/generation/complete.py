@@ -58,7 +58,7 @@ def complete(
     task: Task = "generate",
     adapter: ResolvedAdapter | None = None,
 ) -> GenerateRequest:
-    """Checks a raw, and gives every parameter its value.
+    """Checks a raw request, and gives every parameter its value.
 
     Args:
         card: The card of what serves it.
@@ -73,12 +73,11 @@ def complete(
     targets = _targets(raw)
     _check(raw, targets, card, max_prompts)
     values = {**_DEFAULTS, **card.sampling, **raw.given}
-    given_key = values["routing_key"] or raw.call.routing_key
     prompts, pooling = raw.prompts, raw.pooling
     if pooling is not None or task != "generate":
         prompts, pooling = for_model(prompts, pooling, card, task)
     values |= {
-        "routing_key": given_key or values["session_id"],
+        "routing_key": values["routing_key"] or raw.call.routing_key or values["session_id"],
         "timeout": raw.timeout_s,
         "ttft_timeout": raw.first_token_timeout_s,
     }
