@@ -47,7 +47,15 @@ from rich.console import Console
 from rich.table import Table
 
 PACKAGES = (
-    *("contract", "checkpoint", "engine", "kernels", "services/common", "services/gateway"),
+    *(
+        "contract",
+        "checkpoint",
+        "engine",
+        "pages",
+        "kernels",
+        "services/common",
+        "services/gateway",
+    ),
     *("services/prefill", "services/decode", "services/kvstore", "cli", "chaos", "protos/gen"),
     *("tests/helpers", "bench"),
 )

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from harness import Harness, Run, in_turns, ratio_of, spread, timed
 from roofline import Roofline
-from weft.engine.transfer.digest import digest_pages, digest_pages_numpy
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import (
@@ -36,6 +35,7 @@ from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, addition_to, 
 from weft.kernels.memory import WeightArena, huge_zeros
 from weft.kernels.norm import Norm, rms_norm, rms_norm_reference
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.pages.transfer.digest import digest_pages, digest_pages_numpy
 
 LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 9, 3, 64, 16

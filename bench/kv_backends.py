@@ -22,10 +22,10 @@ from valkey.asyncio import Valkey
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from weft.contract.store import Offer
-from weft.engine.transfer.digest import digest_pages
 from weft.kvstore.backends.valkey import ValkeyBackend, ValkeySource
 from weft.kvstore.pages import PageStore
 from weft.kvstore.settings import KvStoreSettings
+from weft.pages.transfer.digest import digest_pages
 from weft.testing.services.valkey_server import valkey_server
 
 BATCH_BYTES = 8 << 20

@@ -21,10 +21,10 @@ from typing import TypeVar
 from harness import Harness, Run, spread
 from weft.contract.keys import PageKeys
 from weft.engine.base.config import EvictionName
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.prefix_cache import PageKeyCache
-from weft.engine.memory.tree import PrefixTree
+from weft.pages.memory.eviction import EVICTION_POLICIES
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.prefix_cache import PageKeyCache
+from weft.pages.memory.tree import PrefixTree
 
 PAGE_SIZE = 16
 NAMESPACE = bytes(32)

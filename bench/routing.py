@@ -38,8 +38,8 @@ from fleet.simulation import Result, Setup, Simulation
 from fleet.trace import PAGE_SIZE, Arrival, block_hashes, conversations, request_log
 from harness import Harness, Run, Spread, in_turns, spread, timed
 from weft.contract.keys import ROOT_KEY, ShortKeys
-from weft.engine.memory.events import KvEvents
 from weft.gateway.routing import POLICIES, PolicyOptions, make_policy
+from weft.pages.memory.events import KvEvents
 from weft.testing.services import routing_replay
 
 PREFILL = [*(name for name in POLICIES if name != "follow"), "cache_aware approximate"]

@@ -42,12 +42,12 @@ from weft.engine.loop.engine import Engine
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.step import Step
 from weft.engine.transfer.exchange import DirectExchange
 from weft.engine.transfer.transport import Transport
 from weft.kernels.lora import LoraStep
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import PrefixTree
 
 PAGE_SIZE = 16
 MAX_CONTEXT_TOKENS = 8192

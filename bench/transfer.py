@@ -15,16 +15,16 @@ import numpy as np
 from harness import Harness, Run, ratio_of, spread, timed
 from numpy.typing import NDArray
 from weft.contract.handle import NixlTargetInfo
-from weft.engine.transfer.digest import digest_pages, native_digest
-from weft.engine.transfer.nixl import (
+from weft.pages.transfer.digest import digest_pages, native_digest
+from weft.pages.transfer.nixl import (
     PoolRegion,
     ReceiveAgent,
     SendAgents,
     encode_notification,
     nixl_available,
 )
-from weft.engine.transfer.nixl_binding import load_binding
-from weft.engine.transfer.nixl_wire import strided_row
+from weft.pages.transfer.nixl_binding import load_binding
+from weft.pages.transfer.nixl_wire import strided_row
 
 PAGE_KIB = (180, 360)
 POLL_S = 2e-4

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = (
-    *("contract", "checkpoint", "kernels", "engine"),
+    *("contract", "checkpoint", "kernels", "pages", "engine"),
     *(f"services/{name}" for name in ("common", "gateway", "prefill", "decode", "kvstore")),
     *("cli", "chaos"),
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from weft.engine.transfer.nixl import nixl_available
+from weft.pages.transfer.nixl import nixl_available
 
 from serving.answers import Streaming, System
 from serving.first_token import FirstToken

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "weft.contract": ROOT / "contract" / "weft" / "contract",
     "weft.checkpoint": ROOT / "checkpoint" / "weft" / "checkpoint",
+    "weft.pages": ROOT / "pages" / "weft" / "pages",
     "weft.engine": ROOT / "engine" / "weft" / "engine",
     "weft.kernels": ROOT / "kernels" / "weft" / "kernels",
     "weft.common": ROOT / "services" / "common" / "weft" / "common",

@@ -9,10 +9,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from weft.engine.transfer.nixl_binding import PACKAGES
+from weft.pages.transfer.nixl_binding import PACKAGES
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("chaos", "contract", "checkpoint", "cli", "engine", "kernels", "protos/gen", "services")
+PARTS = (
+    *("chaos", "contract", "checkpoint", "cli", "engine", "kernels"),
+    *("pages", "protos/gen", "services"),
+)
 
 
 def dependencies() -> list[str]:

@@ -22,7 +22,7 @@ from weft.kvstore.settings import KvStoreSettings
 from weft.prefill.main import PrefillSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("contract", "checkpoint", "engine", "kernels", "services", "cli", "chaos")
+PRODUCT = ("contract", "checkpoint", "engine", "pages", "kernels", "services", "cli", "chaos")
 PROGRAMS: tuple[type[Settings], ...] = (
     UpSettings,
     GatewaySettings,

@@ -13,9 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ENGINE = "engine/weft/engine"
 CONTRACT = "contract/weft/contract"
+PAGES = "pages/weft/pages"
 NUMBERS = (
     CONTRACT,
-    *(f"{ENGINE}/{name}" for name in ("loop", "scheduler", "memory", "sources")),
+    *(f"{ENGINE}/{name}" for name in ("loop", "scheduler", "sources")),
+    *(f"{PAGES}/{name}" for name in ("memory", "tiers", "fills")),
 )
 
 
@@ -34,10 +36,10 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         r"(?i).*blocks?",
-        (*NUMBERS, f"{ENGINE}/transfer"),
+        (*NUMBERS, f"{ENGINE}/transfer", f"{PAGES}/transfer"),
         "page; a block is of recurrent layers",
         except_in=(
-            *(f"{ENGINE}/memory/state_index.py", f"{ENGINE}/scheduler/state_blocks.py"),
+            *(f"{PAGES}/memory/state_index.py", f"{ENGINE}/scheduler/state_blocks.py"),
             *(f"{ENGINE}/loop/{name}.py" for name in ("build", "pools", "recurrent")),
             *(f"{ENGINE}/sources/store.py", f"{ENGINE}/sources/tiers/blocks.py"),
             *(f"{ENGINE}/sources/tiers/loads.py", f"{ENGINE}/sources/tiers/tiers.py"),
@@ -48,33 +50,37 @@ RULES = (
         NUMBERS,
         "request",
         except_in=(
-            f"{ENGINE}/memory/events.py",
+            f"{PAGES}/memory/events.py",
             f"{CONTRACT}/kv_changes.py",
         ),  # events are numbered
     ),
     Rule(
         r"_?sessions?",
-        (f"{ENGINE}/scheduler", CONTRACT, f"{ENGINE}/drawing", f"{ENGINE}/sources"),
+        (f"{ENGINE}/scheduler", CONTRACT, f"{ENGINE}/sampling", f"{ENGINE}/sources"),
         "`gateway` for the stream that a request came on; a session is a chat's",
         except_in=(f"{CONTRACT}/reports.py",),
     ),
     Rule(
         r"_?(plane|data_plane)",
-        (f"{ENGINE}/loop", f"{ENGINE}/transfer", f"{ENGINE}/sources", "services"),
+        (f"{ENGINE}/loop", f"{ENGINE}/transfer", f"{ENGINE}/sources", PAGES, "services"),
         "`transport`; a plane is what layers keep of each position",
         except_in=("contract/weft/contract/codec/pairs.py",),  # it sets the wire's field
     ),
     Rule(
         r"_?window",
-        (f"{ENGINE}/loop", f"{ENGINE}/transfer", f"{ENGINE}/sources", f"{ENGINE}/scheduler"),
+        (f"{ENGINE}/loop", f"{ENGINE}/transfer", PAGES, f"{ENGINE}/sources", f"{ENGINE}/scheduler"),
         "`exchange` for the memory that peers reach; a window is a sliding one",
     ),
-    Rule(r"(?i)_?(swap(_out|_in)?|offload\w*)", (ENGINE,), "preempt, write back, load"),
-    Rule(r"(?i)_?(radix\w*|kv_?memory|data_?plane|pool_?window)", (ENGINE,), "tree, page memory"),
+    Rule(r"(?i)_?(swap(_out|_in)?|offload\w*)", (ENGINE, PAGES), "preempt, write back, load"),
+    Rule(
+        r"(?i)_?(radix\w*|kv_?memory|data_?plane|pool_?window)",
+        (ENGINE, PAGES),
+        "tree, page memory",
+    ),
     Rule(
         r"(?i)\w*drafts?(_\w*)?",
         (
-            *(f"{ENGINE}/memory", f"{ENGINE}/features/constraints"),
+            *(f"{PAGES}/memory", f"{ENGINE}/features/constraints"),
             *(f"{ENGINE}/scheduler/{name}.py" for name in ("window_pages", "state_blocks")),
         ),
         "rows, which a step verifies, or tokens ahead; drafts are the guest's",
@@ -84,7 +90,7 @@ RULES = (
     Rule(r"(?i)\w*slots?", ("services/gateway",), "a slot is a row of the engine's batch buffers"),
     Rule(
         r"Samples?[A-Z]\w*",
-        (f"{ENGINE}/drawing", f"{ENGINE}/executor"),
+        (f"{ENGINE}/sampling", f"{ENGINE}/executor"),
         "rows are drawn; a sample is one of the answers to a prompt",
     ),
 )
@@ -112,8 +118,9 @@ def files_of(where: str) -> list[Path]:
 @pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
 def test_names_use_the_words_of_the_glossary(rule: Rule) -> None:
     pattern, exempt = re.compile(rule.name), {ROOT / one for one in rule.except_in}
-    files = [path for where in rule.where for path in files_of(where) if path not in exempt]
-    assert files, "the rule is about no file"
+    named = {where: files_of(where) for where in (*rule.where, *rule.except_in)}
+    assert [where for where, files in named.items() if not files] == [], "the rule is about no file"
+    files = [path for where in rule.where for path in named[where] if path not in exempt]
     found = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in files

@@ -40,6 +40,11 @@ def build_steps(name: str) -> Iterator[str]:
             yield rest
 
 
+def sent_to_images() -> set[str]:
+    """Names at the top of the repository that a build of an image sees."""
+    return {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+
+
 def install(name: str, folder: Path) -> Path:
     """Runs the install steps with the image's folders below `folder`; returns its /opt."""
     source, opt = folder / "src", folder / "opt"
@@ -52,7 +57,7 @@ def install(name: str, folder: Path) -> Path:
         text=True,
         check=True,
     ).stdout.split("\0")
-    wanted = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+    wanted = sent_to_images()
     for file in files:
         if file.split("/")[0] in wanted and (ROOT / file).is_file():
             target = source / file
@@ -90,6 +95,12 @@ def test_images_are_small_and_not_roots(name: str) -> None:
     assert entry[0] in ("weft", "/weft-rest")
     head = (IMAGES / f"{name}.Dockerfile").read_text().splitlines()[0]
     assert head.startswith("# Not built in this repository")
+
+
+def test_images_are_built_from_all_that_a_wheel_holds() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    roots = {path.split("/")[0] for path in build["targets"]["wheel"]["only-include"]}
+    assert roots - sent_to_images() == set()
 
 
 @pytest.mark.parametrize("group", ["gateway", "kvstore"])

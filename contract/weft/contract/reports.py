@@ -28,7 +28,7 @@ class TierReport:
     load_bytes_per_s: float = field(metadata=wire(name="load_bytes_per_second"))
     """Measured load bandwidth, bytes per second; 0: unknown."""
     counters: dict[str, int]
-    """Counters since start (`weft.engine.sources.tiers.tier.TierCounters`)."""
+    """Counters since start (`weft.pages.tiers.tier.TierCounters`)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from weft.engine.features.speculative.eagle import EagleDrafter
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import load_draft_head
 from weft.engine.model.heads.drafted import DraftedModel
@@ -19,6 +18,7 @@ from weft.engine.model.heads.eagle import EagleHead
 from weft.engine.model.loader import load_model
 from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels import cpu
+from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.eagle3_cases import NEAR_TIE
 from weft.testing.models.choices import where_experts_are_sure
 from weft.testing.models.paging import PagedDriver, PagedRequest

@@ -17,13 +17,13 @@ from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.step import Step
 from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
+from weft.pages.memory.page_table import PageTable
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.scheduling.bare_request import bare_request
 

@@ -30,7 +30,6 @@ from weft.engine.executor.ranks.frames import (
     encode_tokens,
 )
 from weft.engine.executor.step_input import ScoredRows, StepInput
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.archs.registry import model_class
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import TensorSlice
@@ -39,6 +38,7 @@ from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
+from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.rank_footprint import footprint_of_rank
 from weft.testing.models.tiny_models import tiny_config
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.engine.transfer.digest import (
+from weft.pages.transfer.digest import (
     digest_pages,
     digest_pages_numpy,
     native_digest,

@@ -25,7 +25,7 @@ from weft.contract.handle import FillEvent
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams
 from weft.contract.submits import Cancel
-from weft.engine.sources import filler as filler_module
+from weft.pages.fills import filler as filler_module
 from weft.testing.engine.engine_pair import (
     WAYS,
     EnginePair,

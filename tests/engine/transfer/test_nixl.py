@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from weft.contract.handle import FillEvent, NixlTargetInfo
-from weft.engine.transfer.nixl import (
+from weft.pages.transfer.nixl import (
     Notification,
     PoolRegion,
     TransportMismatch,
     encode_notification,
     nixl_available,
 )
-from weft.engine.transfer.nixl_wire import (
+from weft.pages.transfer.nixl_wire import (
     MAX_NOTIFIED_DIGESTS,
     check_pages,
     check_target,
@@ -205,7 +205,7 @@ import sys
 for name in ("nixl", "nixl_cu13", "nixl_cu12"):
     sys.modules[name] = None
 import numpy as np
-from weft.engine.transfer import nixl
+from weft.pages.transfer import nixl
 is_available, reason = nixl.nixl_available()
 assert not is_available and "nixl" in reason, reason
 try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from weft.contract.fills import FillerEvent
 from weft.contract.handle import FillEvent
-from weft.engine.transfer.chunks import ShipChunk
+from weft.pages.transfer.chunks import ShipChunk
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_models import make_tiny
 

@@ -21,9 +21,9 @@ from weft.engine.loop.engine import Engine
 from weft.engine.scheduler.plan import Plan
 from weft.engine.transfer import device_pages
 from weft.engine.transfer.build import stages_on_device
-from weft.engine.transfer.chunks import ShipChunk
 from weft.engine.transfer.mover import DeviceMove, PageMover
 from weft.engine.transfer.transport import HOST_LAST_TOKENS
+from weft.pages.transfer.chunks import ShipChunk
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from weft.testing.engine.late_device import LateDevice
 from weft.testing.engine.local_plane import join_planes

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.mover import DeviceMove, Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import DeviceStagingPages, PinnedStagingPages
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import gather_pages, scatter_pages
+from weft.pages.transfer.digest import digest_pages
 from weft.testing.kernels.page_cases import (
     bytes_of,
     expected_digests,

@@ -15,8 +15,8 @@ import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from numpy.typing import NDArray
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.transfer.digest import digest_pages_numpy
 from weft.kvstore.store import KvStore
+from weft.pages.transfer.digest import digest_pages_numpy
 from weft.testing.services.kv_chain import (
     PAGE_SIZE,
     Chain,

@@ -18,9 +18,9 @@ import pytest
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
 from weft.contract.pages import Page
-from weft.engine.sources.tiers.keyed import PagePlace
 from weft.kvstore.backends.disk import DiskBackend
 from weft.kvstore.store import KvStore
+from weft.pages.tiers.keyed import PagePlace
 from weft.testing.services.kv_chain import Chain, Filled, StoreCaller, random_pages
 from weft.testing.services.store_server import store_here
 

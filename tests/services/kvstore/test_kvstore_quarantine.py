@@ -21,13 +21,13 @@ from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.contract.codec.pairs import PUT
 from weft.contract.handle import NixlTargetInfo
 from weft.contract.store import PutOrder
-from weft.engine.transfer.digest import digest_pages_numpy
-from weft.engine.transfer.nixl import TransferError
 from weft.kvstore import main, puts, transport
 from weft.kvstore.counters import Counters
 from weft.kvstore.pages import PageStore
 from weft.kvstore.puts import Puts
 from weft.kvstore.settings import KvStoreSettings
+from weft.pages.transfer.digest import digest_pages_numpy
+from weft.pages.transfer.nixl import TransferError
 from weft.testing.services.kv_chain import Chain, StoreCaller, put_header, random_pages
 from weft.v1 import kv_pb2
 

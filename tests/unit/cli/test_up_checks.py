@@ -24,7 +24,8 @@ from weft.engine.loop.combinations import check_combination
 from weft.testing.models.families import SIZES
 from weft.testing.models.tiny_models import tiny_config
 
-ENGINE = Path(__file__).resolve().parents[3] / "engine" / "weft" / "engine"
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = (ROOT / "engine" / "weft" / "engine", ROOT / "pages" / "weft" / "pages")
 
 
 def family(architecture: str, **fields: Any) -> dict[str, Any]:
@@ -226,14 +227,13 @@ LATE = {
     "parallel/shared.py": "shared memory",
     "scheduler/adapters.py": "a request",
     "sources/tiers/build.py": "memory",
-    "sources/tiers/disk.py": "disks",
+    "tiers/disk.py": "disks",
     "transfer/build.py": "memory",
     "transfer/mover.py": "memory",
     "transfer/staging_memory.py": "memory",
     "transfer/transport.py": "libraries",
 }
-"""Modules of the engine that refuse settings because of the machine, and not only of settings and
-configurations."""
+"""Modules of engine and pages that refuse settings because of the machine as well."""
 EARLY = {
     "base/config.py",
     "executor/adapter_projections.py",
@@ -246,8 +246,9 @@ EARLY = {
 def test_every_refusal_is_early_or_of_the_machine() -> None:
     """A new one belongs to `check_combination` if settings and configurations tell it."""
     found = {
-        str(path.relative_to(ENGINE))
-        for path in ENGINE.rglob("*.py")
+        str(path.relative_to(folder))
+        for folder in FOLDERS
+        for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

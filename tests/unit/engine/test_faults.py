@@ -111,7 +111,7 @@ async def test_stalls_on_a_loop_leave_the_loop_free() -> None:
 def test_every_point_is_passed_somewhere_and_every_kind_is_used() -> None:
     text = "\n".join(
         path.read_text()
-        for folder in ("engine", "services")
+        for folder in ("pages", "engine", "services")
         for path in (ROOT / folder).rglob("*.py")
         if path.name != "faults.py"
     )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from weft.contract.store import Offer
 from weft.engine.base.config import EvictionName
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.page_memory import PageCounts
 from weft.kvstore.pages import Incoming, PageStore
+from weft.pages.memory.eviction import EVICTION_POLICIES
+from weft.pages.memory.page_memory import PageCounts
 
 NUM_PAGES = 12  # Page 0 is not used.
 KEYS = [bytes([number]) * 32 for number in range(24)]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from weft.common.worker.kv_feed import KvFeed
 from weft.contract.keys import ROOT_KEY, PageKeys, short_key
 from weft.contract.kv_changes import MAX_CHANGE_PAGES, KvChange, KvRun
-from weft.engine.memory.events import KvEvents
-from weft.engine.memory.page_memory import OutOfPages, PageMemory
-from weft.engine.memory.prefix_cache import PageKeyCache
+from weft.pages.memory.events import KvEvents
+from weft.pages.memory.page_memory import OutOfPages, PageMemory
+from weft.pages.memory.prefix_cache import PageKeyCache
 from weft.v1 import worker_pb2
 
 PAGE = 4

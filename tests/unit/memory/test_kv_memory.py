@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from weft.contract.keys import ROOT_KEY, PageKeys, namespace_digest, page_key
-from weft.engine.memory.page_memory import NULL_PAGE, OutOfPages, PageMemory
-from weft.engine.memory.prefix_cache import PageKeyCache
+from weft.pages.memory.page_memory import NULL_PAGE, OutOfPages, PageMemory
+from weft.pages.memory.prefix_cache import PageKeyCache
 
 NUM_PAGES = 12
 VECTORS = Path(__file__).resolve().parents[3] / "protos" / "vectors" / "page_key.json"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.prefix_cache import PageIndex, PageKeyCache
-from weft.engine.memory.state_index import StateIndex
-from weft.engine.memory.tree import PrefixTree
-from weft.engine.memory.window_index import WindowIndex
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.prefix_cache import PageIndex, PageKeyCache
+from weft.pages.memory.state_index import StateIndex
+from weft.pages.memory.tree import PrefixTree
+from weft.pages.memory.window_index import WindowIndex
 
 PAGE = 4
 INDEXES: dict[str, Callable[[], PageIndex]] = {

@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.contract.keys import ROOT_KEY, PageKeys, page_key, token_bytes
 from weft.contract.pages import PageCopy
 from weft.engine.base.config import EvictionName
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
+from weft.pages.memory.eviction import EVICTION_POLICIES
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import PrefixTree
 from weft.testing.scheduling.bare_request import bare_request
 
 SIZE = 2

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from weft.engine.base.config import EvictionName
-from weft.engine.memory.chat_pins import SessionKey, SessionPins
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
+from weft.pages.memory.chat_pins import SessionKey, SessionPins
+from weft.pages.memory.eviction import EVICTION_POLICIES
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import PrefixTree
 from weft.testing.scheduling.bare_request import bare_request
 
 SIZE = 2

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.state import Request, State
+from weft.pages.memory.state_index import BLOCKS_OF_REQUEST
 from weft.testing.scheduling.late_state_bench import LateStateBench
 from weft.testing.scheduling.scheduler_bench import Bench
 from weft.testing.scheduling.state_bench import PAGE, VOCAB, StateBench

@@ -13,15 +13,15 @@ from weft.contract.keys import PageKeys
 from weft.contract.layout import CacheLayout, PagedPlane, PageGroup
 from weft.engine.base.config import PolicyName
 from weft.engine.executor.memory_plan import divide_pages
-from weft.engine.memory.page_memory import PageMemory, step_reserve, window_reserve
-from weft.engine.memory.tree import PrefixTree
-from weft.engine.memory.window_index import WindowIndex
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import State
 from weft.engine.scheduler.window_pages import WindowPages
+from weft.pages.memory.page_memory import PageMemory, step_reserve, window_reserve
+from weft.pages.memory.tree import PrefixTree
+from weft.pages.memory.window_index import WindowIndex
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.scheduling.scheduler_bench import NAMESPACE, PAGE, Bench
 

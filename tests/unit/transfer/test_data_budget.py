@@ -9,11 +9,11 @@ from typing import Any
 
 from weft.contract.fills import FillReply, FillStart
 from weft.contract.handle import FillEvent
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.sources import filler
-from weft.engine.sources.data_budget import DataBudget
-from weft.engine.sources.filler import Filler
-from weft.engine.transfer.chunks import ShipChunk, ShipResult
+from weft.pages.fills import filler
+from weft.pages.fills.data_budget import DataBudget
+from weft.pages.fills.filler import Filler
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.transfer.chunks import ShipChunk, ShipResult
 from weft.testing.services.fill_commands import fill_handle
 from weft.testing.services.ready_prompts import ReadyPrompts
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from weft.contract.fills import FillStart
 from weft.contract.handle import FillEvent
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.sources.filler import Filler
-from weft.engine.transfer.chunks import LeaseTerm, ShipChunk, ShipResult
-from weft.engine.transfer.ship import MAX_EARLY, ShipThread
 from weft.engine.transfer.staged import StagedSource
 from weft.engine.transfer.staging import StagingArea
+from weft.pages.fills.filler import Filler
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.transfer.chunks import LeaseTerm, ShipChunk, ShipResult
+from weft.pages.transfer.ship import MAX_EARLY, ShipThread
 from weft.testing.services.fill_commands import fill_handle, nixl_target
 from weft.testing.services.ready_prompts import ReadyPrompts
 

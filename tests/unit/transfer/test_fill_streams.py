@@ -13,9 +13,9 @@ from weft.common.worker.fill_streams import FillStreams
 from weft.contract.codec.pairs import HANDLE
 from weft.contract.fills import FillStart
 from weft.contract.handle import FillEvent, KvHandle
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.sources.filler import Filler
-from weft.engine.transfer.chunks import ShipResult
+from weft.pages.fills.filler import Filler
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.transfer.chunks import ShipResult
 from weft.testing.services.fill_commands import fill_handle, nixl_target
 from weft.testing.services.ready_prompts import ReadyPrompts
 from weft.v1 import common_pb2, kv_pb2

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from weft.contract.errors import WeftError
-from weft.engine.transfer import nixl_binding
-from weft.engine.transfer.nixl_binding import load_binding, nixl_available, nixl_version
+from weft.pages.transfer import nixl_binding
+from weft.pages.transfer.nixl_binding import load_binding, nixl_available, nixl_version
 
 
 @pytest.fixture(autouse=True)

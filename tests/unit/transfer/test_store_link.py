@@ -15,8 +15,6 @@ from weft.contract.store import (
     StorePutResult,
     StoreSegment,
 )
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.store import (
@@ -27,7 +25,9 @@ from weft.engine.sources.store import (
     StoredBlocks,
     StoreLink,
 )
-from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import Node, PrefixTree
+from weft.pages.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.services.fill_commands import nixl_target
 

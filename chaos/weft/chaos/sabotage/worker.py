@@ -7,9 +7,9 @@ from typing import Any
 
 from weft.chaos.sabotage.wrap import wrap
 from weft.contract.faults import FaultPoint
-from weft.engine.memory.page_memory import PageMemory
 from weft.engine.sources.fill import Fill
 from weft.engine.sources.owner import OwnerFills
+from weft.pages.memory.page_memory import PageMemory
 
 LEAK = FaultPoint("memory.release", "an engine releases pages: all but one", "sabotage")
 QUARANTINE = FaultPoint(

@@ -9,6 +9,8 @@ from typing import Literal
 from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.contract.errors import ConfigError
 from weft.contract.settings import MAX_CONTEXT_TOKENS, TransportName, setting, settings_of
+from weft.pages.config import PageConfig
+from weft.pages.memory.eviction import EvictionName
 
 Role = Literal["decode", "prefill"]
 TaskName = Literal["auto", "generate", "embed", "classify", "score"]
@@ -18,8 +20,6 @@ DrafterName = Literal["none", "ngram", "mtp", "eagle", "eagle3", "model"]
 DraftGateName = Literal["measured", "fixed"]
 PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
 """Admission policies (`weft.engine.scheduler.policies`)."""
-EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
-"""Eviction policies (`weft.engine.memory.eviction`)."""
 HEAD_DRAFTERS = ("mtp", "eagle", "eagle3")
 """Drafters that use a draft head: mtp that of the checkpoint, the others that in `draft_dir`; eagle
 covers EAGLE-1 and EAGLE-2 heads.
@@ -39,7 +39,7 @@ NEVER_SHIP_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(PageConfig):
     """One engine's settings. Services declare theirs from these fields and build this from them;
     libraries use it as is.
     """
@@ -228,14 +228,6 @@ class EngineConfig:
         gt=0,
         le=1,
     )
-    max_quarantine_fraction: float = setting(
-        "share of the KV pool, or of a store's arena, that may be in quarantine; a service that "
-        "exceeds it for longer than a lease lasts (a store: put_timeout_s) drains and exits, to "
-        "be restarted; 1 = never",
-        0.1,
-        ge=0,
-        le=1,
-    )
     local_prefill_max_tokens: int | None = setting(
         "prompt remainders of at most this many tokens are prefilled by the decode worker, longer "
         "ones by prefill workers; 0 = ship whenever there is a full page; none = by measured cost",
@@ -306,12 +298,6 @@ class EngineConfig:
         0,
         ge=0,
     )
-    disk_cache_dir: Path | None = setting(
-        "folder for KV pages on local disk, which survive restarts; each worker or store uses a "
-        "subfolder named by its id; none = no disk cache",
-        None,
-    )
-    disk_cache_bytes: int = setting("most KV pages on disk, in bytes", 10 << 30, ge=1 << 12)
     write_through_threshold: int = setting(
         "number of requests that must find a KV page before it is copied to host memory, disk and "
         "KV store; 0 = when it is computed; evicted pages go to host memory in any case",

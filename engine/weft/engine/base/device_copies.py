@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.base.marks import MAX_WAITING
+from weft.pages.marks import MAX_WAITING
 
 _ALIGNMENT_BYTES = 16
 _GROUP = 4

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.engine.executor.device_pool import CopyRows
-from weft.engine.transfer.digest import digest_pages
+from weft.pages.transfer.digest import digest_pages
 
 
 class BlockPool:

@@ -28,7 +28,6 @@ from weft.engine.executor.ragged_columns import (
 )
 from weft.engine.executor.states import DeviceStates
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.page_table import PageChanges, PageTable
 from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
 from weft.kernels.attention import AttentionMetadata
@@ -40,6 +39,7 @@ from weft.kernels.step_requests import (
     expand_requests,
 )
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, group_places, resolve_rows
+from weft.pages.memory.page_table import PageChanges, PageTable
 
 _ALIGNMENT_BYTES = 16
 _MAX_STATIC_CHANGES = 4096

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
 from weft.engine.transfer.device_pages import DevicePages
-from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging_memory import register, unpin
+from weft.pages.transfer.digest import digest_pages
 
 _NULL_PAGE = 0
 

@@ -14,8 +14,8 @@ import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.step_input import ON_DEVICE, StepInput
-from weft.engine.memory.page_memory import NULL_PAGE
-from weft.engine.memory.page_table import PageTable
+from weft.pages.memory.page_memory import NULL_PAGE
+from weft.pages.memory.page_table import PageTable
 
 DRAWN = -1
 """Placeholder for a token that the previous step draws, which the host does not know yet."""

@@ -11,11 +11,11 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_inputs import group_step
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.step import Step
 from weft.kernels.attention import AttentionMetadata
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.step_rows import SlotTokens, StepRows, resolve_rows
+from weft.pages.memory.page_table import PageTable
 
 
 class HostInputs:

@@ -34,18 +34,18 @@ from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.transfer.device_pages import DevicePages
-from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.device_sampling import SlotTables
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_ops import copy_pages, page_index, repack_pages
 from weft.kernels.scaled_kv import ALL_BITS, is_scaled
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, keep_tokens
+from weft.pages.memory.page_table import PageTable
+from weft.pages.transfer.digest import digest_pages
+from weft.pages.transfer.page_pool import HostPool, PagePool
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers

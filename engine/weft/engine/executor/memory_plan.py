@@ -15,9 +15,9 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor, activations_dtype
-from weft.engine.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
-from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.model.interface import Model
+from weft.pages.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
+from weft.pages.memory.state_index import BLOCKS_OF_REQUEST
 
 MIN_PAGES = 4
 """Fewest pages of a pool, the null page included."""

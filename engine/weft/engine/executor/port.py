@@ -13,8 +13,8 @@ from weft.engine.executor.device_sampling import CapturedDraw, RowsOnDevice
 from weft.engine.executor.pooling import PooledStates
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.page_table import PageTable
-from weft.engine.transfer.page_pool import PagePool
+from weft.pages.memory.page_table import PageTable
+from weft.pages.transfer.page_pool import PagePool
 
 
 class Logits(NamedTuple):

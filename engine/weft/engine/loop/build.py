@@ -61,10 +61,6 @@ from weft.engine.loop.recurrent import (
     num_block_pages,
 )
 from weft.engine.loop.windows import num_pages_of_window_page
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
-from weft.engine.memory.window_index import WindowIndex
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import describe_shards
@@ -81,6 +77,10 @@ from weft.engine.transfer.exchange import DirectExchange, PageExchange
 from weft.engine.transfer.mover import Lanes
 from weft.engine.transfer.transport import Transport
 from weft.kernels.peers import Peers
+from weft.pages.memory.eviction import EVICTION_POLICIES
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import PrefixTree
+from weft.pages.memory.window_index import WindowIndex
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from weft.contract.clock import Clock
 from weft.engine.base.config import EngineConfig
-from weft.engine.memory.chat_pins import SessionKey, SessionPins
-from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.state import Request
+from weft.pages.memory.chat_pins import SessionKey, SessionPins
+from weft.pages.memory.tree import PrefixTree
 
 
 def make_sessions(

@@ -36,8 +36,6 @@ from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.tiers import make_tiers
 from weft.engine.loop.windows import StoredWindows, WindowPacker
-from weft.engine.memory.events import KvEvents
-from weft.engine.memory.page_memory import PageMemory
 from weft.engine.sampling.draws import Drawer, SampledTokens
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.events import SchedulerEvents
@@ -51,12 +49,14 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
-from weft.engine.sources.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoredBlocks
 from weft.engine.sources.tiers.write_through import write_through
-from weft.engine.transfer.chunks import ChunkPosted, ShipResult
-from weft.engine.transfer.nixl_wire import Notification
+from weft.pages.fills.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
+from weft.pages.memory.events import KvEvents
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.transfer.chunks import ChunkPosted, ShipResult
+from weft.pages.transfer.nixl_wire import Notification
 
 logger = logging.getLogger(__name__)
 

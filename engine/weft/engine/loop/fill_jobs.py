@@ -11,7 +11,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.loop.intake import Intake
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
-from weft.engine.sources.lease import FillJob
+from weft.pages.fills.lease import FillJob
 
 
 class ComputeJobs:

@@ -10,8 +10,8 @@ from weft.contract.layout import CacheLayout
 from weft.contract.reports import EngineInfo
 from weft.engine.base.config import EngineConfig
 from weft.engine.model.loader import LoadedModel
-from weft.engine.transfer.nixl_binding import nixl_version
 from weft.engine.transfer.transport import Transport
+from weft.pages.transfer.nixl_binding import nixl_version
 
 
 def describe_engine(

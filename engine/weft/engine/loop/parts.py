@@ -10,8 +10,6 @@ from weft.contract.reports import EngineInfo
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
@@ -19,6 +17,8 @@ from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.transfer.transport import Transport
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import PrefixTree
 
 
 @dataclass(slots=True, kw_only=True)

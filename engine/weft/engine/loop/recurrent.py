@@ -11,14 +11,14 @@ from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.state_index import StateIndex
-from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
-from weft.engine.sources.lease import FillJob
 from weft.engine.sources.tiers.blocks import BlockAccess
+from weft.pages.fills.lease import FillJob
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.state_index import StateIndex
+from weft.pages.memory.tree import Node, PrefixTree
 
 
 def num_block_pages(layout: CacheLayout) -> int:

@@ -9,7 +9,7 @@ from weft.contract.layout import PageGroup
 from weft.contract.messages import Inbox
 from weft.contract.reports import LoadReport, WindowCounts
 from weft.engine.loop.tiers import tier_reports
-from weft.engine.memory.page_memory import PageCounts
+from weft.pages.memory.page_memory import PageCounts
 
 if TYPE_CHECKING:
     from weft.engine.loop.engine import Engine

@@ -11,7 +11,7 @@ from weft.contract.adapters import AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.fill import Fill
-from weft.engine.sources.lease import Lease
+from weft.pages.fills.lease import Lease
 
 if TYPE_CHECKING:
     from weft.engine.loop.engine import Engine

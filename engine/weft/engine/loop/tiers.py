@@ -16,8 +16,8 @@ from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.blocks import Companion
 from weft.engine.sources.tiers.fills import TieredFills
-from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
+from weft.pages.tiers.policy import TierPolicy
 
 
 def tier_reports(

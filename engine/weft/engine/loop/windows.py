@@ -9,13 +9,13 @@ from weft.contract.layout import CacheLayout
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import Node
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.window_pages import WindowPages
-from weft.engine.sources.lease import FillJob
 from weft.engine.sources.tiers.blocks import WindowAccess
+from weft.pages.fills.lease import FillJob
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import Node
 
 SPARED_SHARE = 8
 """Copies for the KV store leave one part in this many of the first group's pages to requests."""

@@ -12,8 +12,8 @@ from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.step_input import ON_DEVICE, PooledRows, ScoredRows, StepInput
-from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
+from weft.pages.memory.page_table import PageTable
 
 _Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 """Four fields of `StepInput` with a number for each request: slots, starts, largest

@@ -30,11 +30,11 @@ from itertools import takewhile
 
 from weft.contract.keys import token_bytes
 from weft.contract.pages import PageCopy
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import NO_MATCH, Match, Node, PrefixTree
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import NO_MATCH, Match, Node, PrefixTree
 
 
 class RequestPages:

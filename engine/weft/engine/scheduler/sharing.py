@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.memory.tree import Match
 from weft.engine.scheduler.state import Request, State
+from weft.pages.memory.tree import Match
 
 _MAKES_PAGES = (State.LOADING, State.FILLING, State.PREFILLING)
 

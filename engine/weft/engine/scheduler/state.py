@@ -11,8 +11,8 @@ from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
-from weft.engine.memory.tree import Node
 from weft.engine.scheduler.acceptance import Acceptance
+from weft.pages.memory.tree import Node
 
 
 class State(Enum):

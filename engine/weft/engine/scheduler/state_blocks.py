@@ -28,12 +28,12 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract.reports import StateCounts
 from weft.engine.base.state_rows import StateRows
-from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
-from weft.engine.memory.prefix_cache import Evicted
-from weft.engine.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
-from weft.engine.memory.tree import Match, Node
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
+from weft.pages.memory.page_memory import NULL_PAGE, PageMemory
+from weft.pages.memory.prefix_cache import Evicted
+from weft.pages.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
+from weft.pages.memory.tree import Match, Node
 
 
 class _Block(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.memory.page_memory import PageMemory
 from weft.engine.scheduler.state import Request
+from weft.pages.memory.page_memory import PageMemory
 
 
 class Victims:

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.engine.memory.page_memory import PageMemory, step_reserve, window_reserve
-from weft.engine.memory.page_table import PageTable
-from weft.engine.memory.prefix_cache import Evicted
-from weft.engine.memory.tree import Match, Node
-from weft.engine.memory.window_index import WindowIndex
 from weft.engine.scheduler.state import Request
+from weft.pages.memory.page_memory import PageMemory, step_reserve, window_reserve
+from weft.pages.memory.page_table import PageTable
+from weft.pages.memory.prefix_cache import Evicted
+from weft.pages.memory.tree import Match, Node
+from weft.pages.memory.window_index import WindowIndex
 
 
 class Reserved(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.engine.memory.page_memory import PageMemory
+from weft.pages.memory.page_memory import PageMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.contract.timeline import FillCandidate, FillRecord
-from weft.engine.base.marks import WorkMark
 from weft.engine.scheduler.state import Request
 from weft.engine.transfer.page_port import PagePort
 from weft.engine.transfer.staging import StagingArea
+from weft.pages.marks import WorkMark
 
 
 class FillState(Enum):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.engine.memory.page_memory import PageMemory
 from weft.engine.transfer.staging import StagingArea
+from weft.pages.memory.page_memory import PageMemory
 
 ChunkTag = tuple[bytes, int]
 """Identity of a chunk: (lease, chunk)."""

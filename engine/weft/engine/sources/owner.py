@@ -32,7 +32,6 @@ from weft.contract.keys import blocks_keys
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
-from weft.engine.memory.page_memory import PageMemory
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
@@ -46,8 +45,9 @@ from weft.engine.sources.fill import (
 )
 from weft.engine.sources.fill_queue import FillQueue
 from weft.engine.sources.landing import Landing, StagedLanding
-from weft.engine.sources.quarantine import QuarantineWatch
-from weft.engine.transfer.nixl_wire import Notification
+from weft.pages.fills.quarantine import QuarantineWatch
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.transfer.nixl_wire import Notification
 
 logger = logging.getLogger(__name__)
 

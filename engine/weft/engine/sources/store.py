@@ -20,10 +20,10 @@ from weft.contract.reports import TierReport
 from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 from weft.contract.timeline import FillCandidate
 from weft.engine.base.shards import shard_start
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import Node
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.fill import OwnerTransport
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import Node
 
 LOOKUP_TIMEOUT_S = 0.1
 """Seconds after which a request is admitted without the store's answer."""

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from weft.contract.errors import ConfigError
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.marks import WorkMark
 from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.exchange import StagedExchange
 from weft.engine.transfer.mover import Lanes, PageMover
-from weft.engine.transfer.nixl import nixl_available
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import (
     DeviceStagingPages,
     PinnedStagingPages,
     StagingMemory,
 )
+from weft.pages.marks import WorkMark
+from weft.pages.transfer.nixl import nixl_available
 
 DEFAULT_STAGING_BYTES = 2 << 30
 MAX_DEVICE_STAGING_BYTES = 4 << 30

@@ -13,12 +13,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.pages import StagingPages
-from weft.engine.transfer.digester import DigestThread
-from weft.engine.transfer.nixl_wire import PoolRegion
-from weft.engine.transfer.source import PageSource
 from weft.engine.transfer.staged import StagedPort, StagedSource, StagingMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
+from weft.pages.transfer.digester import DigestThread
+from weft.pages.transfer.nixl_wire import PoolRegion
+from weft.pages.transfer.source import PageSource
 
 
 class DirectExchange:

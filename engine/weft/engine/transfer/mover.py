@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from weft.contract.errors import ConfigError
 from weft.engine.base.device_copies import DeviceCopies, Mark
-from weft.engine.base.marks import WorkMark
 from weft.engine.transfer.device_pages import DevicePages
-from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
+from weft.pages.marks import WorkMark
+from weft.pages.transfer.digest import digest_pages
 
 MAX_PIECE_BYTES = 32 << 20
 """Largest device buffer of one direction, bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from weft.engine.base.marks import WorkMark
+from weft.pages.marks import WorkMark
 
 
 class PagePort(Protocol):

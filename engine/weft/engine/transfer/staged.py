@@ -13,16 +13,16 @@ from typing import Protocol
 import numpy as np
 from weft.contract import faults
 from weft.contract.pages import StagingPages
-from weft.engine.base.marks import WorkMark
-from weft.engine.transfer.digester import (
+from weft.engine.transfer.staging import StagingArea
+from weft.pages.marks import WorkMark
+from weft.pages.transfer.digester import (
     CLOSE_TIMEOUT_S,
     MAX_PUT_PAGES,
     MAX_QUEUED_PAGES,
     Digested,
     Tag,
 )
-from weft.engine.transfer.source import PageSource, Reading
-from weft.engine.transfer.staging import StagingArea
+from weft.pages.transfer.source import PageSource, Reading
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,16 @@ from weft.contract.errors import ConfigError
 from weft.contract.handle import NixlTargetInfo
 from weft.engine.base.config import EngineConfig
 from weft.engine.transfer.exchange import PageExchange
-from weft.engine.transfer.nixl import (
+from weft.engine.transfer.staging import StagingArea
+from weft.pages.transfer.nixl import (
     Notification,
     ReceiveAgent,
     SendAgents,
     TransferError,
     nixl_available,
 )
-from weft.engine.transfer.nixl_binding import load_binding
-from weft.engine.transfer.ship import ShipThread
-from weft.engine.transfer.staging import StagingArea
+from weft.pages.transfer.nixl_binding import load_binding
+from weft.pages.transfer.ship import ShipThread
 
 logger = logging.getLogger(__name__)
 

@@ -82,12 +82,17 @@ def setting_of(program: type[Settings], name: str, *default: Any) -> Any:
     return field
 
 
+def declared_setting(declaring: type[Any], name: str, *default: Any) -> Any:
+    """A field for a setting that a dataclass declares, with its default or another one."""
+    value = default[0] if default else declaring.__dataclass_fields__[name].default
+    return declared(settings_of(declaring)[name], value)
+
+
 def with_settings_of(base: type[S], declaring: type[Any], names: Iterable[str]) -> type[S]:
     """A class of settings that has, in addition, settings that a dataclass declares."""
-    types, settings = get_type_hints(declaring), settings_of(declaring)
-    defaults = declaring.__dataclass_fields__
+    types = get_type_hints(declaring)
     fields: dict[str, Any] = {
-        name: (types[name], declared(settings[name], defaults[name].default)) for name in names
+        name: (types[name], declared_setting(declaring, name)) for name in names
     }
     return create_model(f"{declaring.__name__}Settings", __base__=base, **fields)
 

@@ -11,12 +11,12 @@ from weft.contract.fills import FillReply, FillStart
 from weft.contract.handle import KvHandle
 from weft.contract.keys import PageKeys, blocks_keys
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
-from weft.engine.sources.filler import Filler
-from weft.engine.transfer.chunks import ChunkPosted, ShipResult
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore
 from weft.kvstore.transport import StoreTransport
+from weft.pages.fills.filler import Filler
+from weft.pages.transfer.chunks import ChunkPosted, ShipResult
 
 MAX_INLINE_PAGES = 256
 """Longest prompt, in pages, whose keys are hashed on the event loop; longer ones in a thread."""

@@ -8,8 +8,8 @@ from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
 from weft.contract.fills import FillReply, FillStart, LeaseQuery
 from weft.contract.handle import FillEvent
-from weft.engine.sources.filler import MAX_REMEMBERED_LEASES
 from weft.kvstore.fills import StoreFills
+from weft.pages.fills.filler import MAX_REMEMBERED_LEASES
 
 
 class FillFront:

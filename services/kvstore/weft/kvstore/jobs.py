@@ -9,9 +9,9 @@ from weft.contract.handle import KvHandle, NixlTargetInfo
 from weft.contract.keys import blocks_keys
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.contract.token_ids import TokenIds
-from weft.engine.sources.lease import FillJob
-from weft.engine.transfer.chunks import ShipChunk, Shipper
 from weft.kvstore.pages import PageStore
+from weft.pages.fills.lease import FillJob
+from weft.pages.transfer.chunks import ShipChunk, Shipper
 
 MAX_FILL_PAGES = 1 << 16
 """Longest prompt, in pages."""

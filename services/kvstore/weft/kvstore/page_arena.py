@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from weft.contract.clock import monotonic
 from weft.contract.errors import InvalidRequest, WeftError
 from weft.contract.fills import FillReply
-from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.kvstore.backends.base import BackendSource
 from weft.kvstore.counters import Counters
 from weft.kvstore.fills import StoreFills
@@ -18,6 +17,7 @@ from weft.kvstore.pages import PageStore
 from weft.kvstore.puts import Puts
 from weft.kvstore.settings import KvStoreSettings
 from weft.kvstore.transport import StoreTransport, TransportChoice
+from weft.pages.memory.eviction import EVICTION_POLICIES
 
 MIN_PAGES, MAX_PAGES = 4, 1 << 22
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.store import Offer
-from weft.engine.memory.eviction import EvictionPolicy, lru
-from weft.engine.memory.page_memory import PageCounts, PageMemory
-from weft.engine.memory.prefix_cache import PageKeyCache
+from weft.pages.memory.eviction import EvictionPolicy, lru
+from weft.pages.memory.page_memory import PageCounts, PageMemory
+from weft.pages.memory.prefix_cache import PageKeyCache
 
 GROUP_BYTES = 8
 """Leading bytes of a namespace that name the group in which its pages are counted."""

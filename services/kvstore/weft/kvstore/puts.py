@@ -19,11 +19,11 @@ from weft.contract import faults
 from weft.contract.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from weft.contract.handle import DATA_CHUNK_BYTES, NixlTargetInfo
 from weft.contract.store import PutOrder
-from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.nixl import NoOneSidedLane, ReadAgents, TransferError
 from weft.kvstore.counters import Counters
 from weft.kvstore.pages import Incoming, PageStore, group_of
 from weft.kvstore.transport import StoreTransport
+from weft.pages.transfer.digest import digest_pages
+from weft.pages.transfer.nixl import NoOneSidedLane, ReadAgents, TransferError
 from weft.v1 import kvstore_pb2
 
 logger = logging.getLogger(__name__)

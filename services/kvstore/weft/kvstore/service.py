@@ -17,9 +17,9 @@ from weft.contract.codec.walk import duration
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import LEASE_ID_BYTES
 from weft.contract.store import KEY_BYTES
-from weft.engine.transfer.nixl_binding import nixl_version
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore
+from weft.pages.transfer.nixl_binding import nixl_version
 from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]

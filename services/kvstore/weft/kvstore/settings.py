@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
-from weft.common.settings import PageSettings
-from weft.common.worker.settings import engine_setting
+from weft.common.settings import PageSettings, declared_setting
+from weft.pages.config import PageConfig
 
 StoreEvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "slru"]
 """The eviction policies of workers that depend on pages alone."""
@@ -81,8 +81,8 @@ class KvStoreSettings(PageSettings):
         description="valkey: time after which pages expire, in seconds; 0 = only when the server "
         "evicts them",
     )
-    disk_cache_dir: Path | None = engine_setting("disk_cache_dir")
-    disk_cache_bytes: int = engine_setting("disk_cache_bytes")
+    disk_cache_dir: Path | None = declared_setting(PageConfig, "disk_cache_dir")
+    disk_cache_bytes: int = declared_setting(PageConfig, "disk_cache_bytes")
     max_fills: int = Field(
         64,
         ge=1,
@@ -107,7 +107,7 @@ class KvStoreSettings(PageSettings):
         le=600,
         description="time limit for reading a put's pages, in seconds",
     )
-    max_quarantine_fraction: float = engine_setting("max_quarantine_fraction")
+    max_quarantine_fraction: float = declared_setting(PageConfig, "max_quarantine_fraction")
     put_data_timeout_s: float = Field(
         30.0,
         gt=0,

@@ -19,9 +19,6 @@ from weft.contract.errors import Draining
 from weft.contract.keys import block_keys, blocks_keys
 from weft.contract.reports import TierReport
 from weft.contract.store import PutOrder
-from weft.engine.memory.page_memory import PageCounts
-from weft.engine.sources.quarantine import QuarantineWatch
-from weft.engine.transfer.digest import digest_pages, native_digest
 from weft.kvstore.backends.sources import open_source
 from weft.kvstore.counters import Counters
 from weft.kvstore.front import FillFront
@@ -29,6 +26,9 @@ from weft.kvstore.page_arena import PageArena, PageSizeMismatch
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.settings import KvStoreSettings
 from weft.kvstore.transport import TransportChoice
+from weft.pages.fills.quarantine import QuarantineWatch
+from weft.pages.memory.page_memory import PageCounts
+from weft.pages.transfer.digest import digest_pages, native_digest
 from weft.v1 import kvstore_pb2
 
 logger = logging.getLogger(__name__)

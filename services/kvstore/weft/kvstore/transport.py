@@ -8,16 +8,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
-from weft.engine.transfer.nixl import (
+from weft.pages.transfer.nixl import (
     PoolRegion,
     ReadAgents,
     SendAgents,
     TransferError,
     nixl_available,
 )
-from weft.engine.transfer.nixl_binding import load_binding
-from weft.engine.transfer.ship import ShipThread
-from weft.engine.transfer.source import PageSource
+from weft.pages.transfer.nixl_binding import load_binding
+from weft.pages.transfer.ship import ShipThread
+from weft.pages.transfer.source import PageSource
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.kernels.draft_head import DraftChains
+from weft.pages.memory.page_table import PageTable
 
 
 class LastTokens(NamedTuple):

@@ -20,7 +20,7 @@ from weft.engine.executor.device_sampling import WAYS, Way
 from weft.engine.executor.drafts.chains import LaterChains
 from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.executor.step_input import ScoredRows, StepInput
-from weft.engine.memory.page_table import PageTable
+from weft.pages.memory.page_table import PageTable
 
 _STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _BARRIER, _BLOCKS = range(10)
 _ARRAYS = (

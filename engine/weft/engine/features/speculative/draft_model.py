@@ -15,8 +15,8 @@ from weft.engine.executor.graphs import Progress
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs
 from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
-from weft.engine.memory.page_memory import PageMemory
 from weft.engine.model.loader import LoadedModel, load_model
+from weft.pages.memory.page_memory import PageMemory
 
 POOL_SHARE = 0.25
 """Size of the draft model's pool as a share of the target's tokens. When more tokens are in use,

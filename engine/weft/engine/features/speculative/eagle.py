@@ -15,11 +15,11 @@ from weft.engine.executor.drafts.eager_chains import Chains, EagerChains, LastTo
 from weft.engine.executor.drafts.tree_graphs import TreeArrays, TreeGraphs
 from weft.engine.executor.drafts.trees import EagerTrees, tree_of
 from weft.engine.executor.step_input import ON_DEVICE
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.sampling.encode import verified_input
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
+from weft.pages.memory.page_table import PageTable
 
 
 class EagleDrafter(Drafter):

@@ -14,9 +14,9 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.executor.encodings import DRAWN, StepArrays
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
+from weft.pages.memory.page_memory import OutOfPages, PageMemory
 
 STEADY_TOKENS = 2
 """Most new tokens of a request that got drafts in the previous step: its last token, and the last

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.contract.keys import block_keys
-from weft.engine.memory.prefix_cache import Evicted
-from weft.engine.memory.tree import Node
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
-from weft.engine.sources.tiers.keyed import PageName
 from weft.engine.sources.tiers.loads import TierRun
-from weft.engine.sources.tiers.tier import Tier
-from weft.engine.transfer.page_pool import PagePool
+from weft.pages.memory.prefix_cache import Evicted
+from weft.pages.memory.tree import Node
+from weft.pages.tiers.keyed import PageName
+from weft.pages.tiers.tier import Tier
+from weft.pages.transfer.page_pool import PagePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
 from weft.engine.base.config import EngineConfig
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.sources.tiers.disk import PageFiles, disk_tier
-from weft.engine.sources.tiers.host import Pinned, host_tier
-from weft.engine.sources.tiers.tier import Tier
-from weft.engine.transfer.page_pool import PagePool
+from weft.pages.memory.eviction import EVICTION_POLICIES
+from weft.pages.tiers.disk import PageFiles, disk_tier
+from weft.pages.tiers.host import Pinned, host_tier
+from weft.pages.tiers.tier import Tier
+from weft.pages.transfer.page_pool import PagePool
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from weft.contract.pages import Page
 from weft.contract.timeline import FillRecord
 from weft.engine.scheduler.state import Request
-from weft.engine.sources.tiers.tier import PageLoad, PageSave, Tier
-from weft.engine.transfer.page_pool import PagePool
+from weft.pages.tiers.tier import PageLoad, PageSave, Tier
+from weft.pages.transfer.page_pool import PagePool
 
 
 class TierRun(NamedTuple):

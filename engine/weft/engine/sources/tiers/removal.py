@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.sources.tiers.keyed import PagePlace
-from weft.engine.sources.tiers.tier import Tier
+from weft.pages.tiers.keyed import PagePlace
+from weft.pages.tiers.tier import Tier
 
 
 class Removal:

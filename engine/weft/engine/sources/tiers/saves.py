@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.contract.pages import Page
-from weft.engine.sources.tiers.keyed import PageName, PagePlace
-from weft.engine.sources.tiers.tier import PageSave, Tier, digest_of
-from weft.engine.transfer.page_pool import PagePool
+from weft.pages.tiers.keyed import PageName, PagePlace
+from weft.pages.tiers.tier import PageSave, Tier, digest_of
+from weft.pages.transfer.page_pool import PagePool
 
 
 @dataclass(eq=False, slots=True)

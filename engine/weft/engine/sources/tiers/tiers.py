@@ -22,15 +22,10 @@ from weft.contract.clock import Clock
 from weft.contract.reports import TierReport
 from weft.contract.timeline import FillRecord
 from weft.engine.base.background import BackgroundThread
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.prefix_cache import Evicted
-from weft.engine.memory.tree import Node
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.fill import FillListener
 from weft.engine.sources.tiers.blocks import Companion, FoundBlock, names_of, pages_of
 from weft.engine.sources.tiers.build import TierComponents
-from weft.engine.sources.tiers.host import HostMemory
-from weft.engine.sources.tiers.keyed import PageName, PagePlace
 from weft.engine.sources.tiers.loads import (
     BlockLoad,
     FetchMove,
@@ -39,10 +34,15 @@ from weft.engine.sources.tiers.loads import (
     TierRun,
     chunked,
 )
-from weft.engine.sources.tiers.policy import LoadCost, TierPolicy
 from weft.engine.sources.tiers.removal import Removal
 from weft.engine.sources.tiers.saves import DigestSave, DiskSave, HostSave
-from weft.engine.sources.tiers.tier import PageLoad, Tier
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.prefix_cache import Evicted
+from weft.pages.memory.tree import Node
+from weft.pages.tiers.host import HostMemory
+from weft.pages.tiers.keyed import PageName, PagePlace
+from weft.pages.tiers.policy import LoadCost, TierPolicy
+from weft.pages.tiers.tier import PageLoad, Tier
 
 logger = logging.getLogger(__name__)
 

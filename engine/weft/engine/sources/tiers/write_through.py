@@ -6,7 +6,7 @@ from typing import Protocol
 
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.state import Request
-from weft.engine.sources.tiers.policy import TierPolicy
+from weft.pages.tiers.policy import TierPolicy
 
 
 class PageSink(Protocol):

@@ -14,7 +14,7 @@ from itertools import islice
 
 from weft.contract.codec.pairs import KV_CHANGE, KV_RUN
 from weft.contract.kv_changes import MAX_CHANGE_PAGES, KvChange
-from weft.engine.memory.events import runs_of
+from weft.pages.memory.events import runs_of
 from weft.v1 import worker_pb2
 
 MAX_LOG_PAGES = 1 << 16

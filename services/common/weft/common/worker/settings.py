@@ -5,11 +5,12 @@ A setting of the engine is declared in `weft.engine.base.config`; services have 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
-from weft.common.settings import ModelSettings, PageSettings, declared, with_settings_of
+from weft.common.settings import ModelSettings, PageSettings, declared_setting, with_settings_of
 from weft.engine.base.config import SETTINGS, EngineConfig, Role
 from weft.engine.base.gpus import resolve_device
 
@@ -27,11 +28,8 @@ _NOT_OF_ALL = frozenset((*OF_DECODE, "worker_id", "max_context_tokens", "lora_pr
 """Settings of the engine that not all workers have, or have in another form."""
 
 
-def engine_setting(name: str, *default: Any) -> Any:
-    """A field of settings that the engine declares, with its default or another one."""
-    value = default[0] if default else EngineConfig.__dataclass_fields__[name].default
-    return declared(SETTINGS[name], value)
-
+engine_setting = partial(declared_setting, EngineConfig)
+"""A field for a setting that the engine declares, with its default or another one."""
 
 if TYPE_CHECKING:
     _EngineSettings = PageSettings

@@ -20,14 +20,14 @@ from pathlib import Path
 from weft.contract.errors import ConfigError
 from weft.contract.reports import TierReport
 from weft.contract.store import Offer
-from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.sources.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
-from weft.engine.sources.tiers.keyed import PageName, PagePlace
-from weft.engine.sources.tiers.policy import TierPolicy
-from weft.engine.sources.tiers.tier import PageLoad, PageSave, Tier
 from weft.kvstore.backends import fetching
 from weft.kvstore.backends.fetching import Fetching
 from weft.kvstore.pages import Incoming, PageStore
+from weft.pages.memory.eviction import EvictionPolicy
+from weft.pages.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
+from weft.pages.tiers.keyed import PageName, PagePlace
+from weft.pages.tiers.policy import TierPolicy
+from weft.pages.tiers.tier import PageLoad, PageSave, Tier
 
 logger = logging.getLogger(__name__)
 

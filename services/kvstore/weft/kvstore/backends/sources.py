@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 from weft.contract.errors import ConfigError
-from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.kvstore.backends.base import BackendSource
 from weft.kvstore.backends.disk import DiskSource
 from weft.kvstore.settings import KvStoreSettings
+from weft.pages.memory.eviction import EVICTION_POLICIES
 
 
 def open_source(settings: KvStoreSettings, store_id: str) -> BackendSource | None:

@@ -24,9 +24,6 @@ from weft.common.valkey_servers import Command, Reply, ValkeyServers, read_passw
 from weft.contract.clock import monotonic
 from weft.contract.reports import TierReport
 from weft.contract.store import Offer
-from weft.engine.sources.tiers.policy import TierPolicy
-from weft.engine.sources.tiers.tier import TierCounters
-from weft.engine.transfer.digest import digest_pages
 from weft.kvstore.backends.fetching import Fetching
 from weft.kvstore.backends.valkey_values import (
     HEADER_BYTES,
@@ -37,6 +34,9 @@ from weft.kvstore.backends.valkey_values import (
 )
 from weft.kvstore.pages import Incoming, PageStore
 from weft.kvstore.settings import KvStoreSettings
+from weft.pages.tiers.policy import TierPolicy
+from weft.pages.tiers.tier import TierCounters
+from weft.pages.transfer.digest import digest_pages
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from weft.engine.executor.local import LocalExecutor
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
-from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.pages.memory.page_table import PageTable
 
 
 class HostPages:

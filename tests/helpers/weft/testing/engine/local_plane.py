@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from weft.contract.handle import NixlTargetInfo
 from weft.engine.loop.engine import Engine
 from weft.engine.transfer.exchange import PageExchange
-from weft.engine.transfer.nixl import Notification
-from weft.engine.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
+from weft.pages.transfer.nixl import Notification
+from weft.pages.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
 
 VERSION = "local"
 

@@ -97,7 +97,7 @@ class Operations:
     """Operations of the process. Arguments and results are JSON."""
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
-        from weft.engine.transfer import nixl
+        from weft.pages.transfer import nixl
 
         self.nixl = nixl
         self.pool = np.zeros((num_pages, page_bytes), np.uint8)
@@ -117,7 +117,7 @@ class Operations:
         self.pool[:] = value
 
     def digests(self, pages: list[int] | None = None) -> list[int]:
-        from weft.engine.transfer.digest import digest_pages
+        from weft.pages.transfer.digest import digest_pages
 
         return digest_pages(self.pool, range(len(self.pool)) if pages is None else pages).tolist()
 
@@ -284,7 +284,7 @@ class Operations:
 
     def open_reader(self, lanes: list[str] | None = None, **options: Any) -> None:
         """`lanes` count as one-sided beside those that are."""
-        from weft.engine.transfer.nixl_peer import ONE_SIDED_READ_LANES
+        from weft.pages.transfer.nixl_peer import ONE_SIDED_READ_LANES
 
         ONE_SIDED_READ_LANES.update(lanes or [])
         region = self.nixl.PoolRegion.of_array(self.pool)

@@ -12,7 +12,7 @@ from weft.contract.messages import Outbox
 from weft.contract.store import StoreAnswer, StoreLookup, StorePutResult, StoreSegment
 from weft.contract.timeline import FillRecord
 from weft.engine.loop.engine import Engine
-from weft.engine.transfer.digest import digest_pages
+from weft.pages.transfer.digest import digest_pages
 from weft.testing.engine.engine_pair import EnginePair, ManualClock
 
 _EPOCH = 7

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import torch
-from weft.engine.transfer.digest import digest_pages_numpy
+from weft.pages.transfer.digest import digest_pages_numpy
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 POISON = 0xA5

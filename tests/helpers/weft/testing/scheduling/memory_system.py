@@ -31,10 +31,6 @@ from weft.contract.store import (
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import EvictionName
 from weft.engine.loop.chats import Sessions
-from weft.engine.memory.chat_pins import SessionPins
-from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
@@ -44,13 +40,17 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierComponents
-from weft.engine.sources.tiers.disk import PageFiles, disk_tier
 from weft.engine.sources.tiers.fills import TieredFills
-from weft.engine.sources.tiers.host import host_tier
-from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
-from weft.engine.transfer.page_pool import HostPool
+from weft.pages.memory.chat_pins import SessionPins
+from weft.pages.memory.eviction import EVICTION_POLICIES
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.tree import PrefixTree
+from weft.pages.tiers.disk import PageFiles, disk_tier
+from weft.pages.tiers.host import host_tier
+from weft.pages.tiers.policy import TierPolicy
+from weft.pages.transfer.page_pool import HostPool
 from weft.testing.scheduling.bare_request import bare_request
 
 PAGE = 4

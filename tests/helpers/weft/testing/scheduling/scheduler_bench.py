@@ -17,10 +17,6 @@ import numpy as np
 from weft.contract.pages import PageCopy
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import PolicyName
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.page_table import PageTable
-from weft.engine.memory.tree import PrefixTree
-from weft.engine.memory.window_index import WindowIndex
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
@@ -29,6 +25,10 @@ from weft.engine.scheduler.prompt_budget import PromptTokens
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.scheduler.window_pages import WindowPages
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.page_table import PageTable
+from weft.pages.memory.tree import PrefixTree
+from weft.pages.memory.window_index import WindowIndex
 from weft.testing.scheduling.adapter_bench import AdapterBench
 from weft.testing.scheduling.bare_request import bare_request
 

@@ -27,11 +27,6 @@ from weft.engine.base.drafts import DraftShape
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
-from weft.engine.memory.eviction import lru
-from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
-from weft.engine.memory.page_table import PageTable
-from weft.engine.memory.state_index import StateIndex
-from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.model.state_step import FewRows, StateStep
 from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.events import SchedulerEvents
@@ -46,14 +41,19 @@ from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.blocks import BlockAccess
 from weft.engine.sources.tiers.build import TierComponents
-from weft.engine.sources.tiers.disk import PageFiles, disk_tier
 from weft.engine.sources.tiers.fills import TieredFills
-from weft.engine.sources.tiers.host import host_tier
-from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
-from weft.engine.transfer.page_pool import HostPool
 from weft.kernels.sequences import Sequences
+from weft.pages.memory.eviction import lru
+from weft.pages.memory.page_memory import NULL_PAGE, PageMemory
+from weft.pages.memory.page_table import PageTable
+from weft.pages.memory.state_index import StateIndex
+from weft.pages.memory.tree import Node, PrefixTree
+from weft.pages.tiers.disk import PageFiles, disk_tier
+from weft.pages.tiers.host import host_tier
+from weft.pages.tiers.policy import TierPolicy
+from weft.pages.transfer.page_pool import HostPool
 from weft.testing.scheduling.bare_request import bare_request
 
 PAGE = 4

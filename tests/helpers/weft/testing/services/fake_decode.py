@@ -24,7 +24,7 @@ from google.protobuf.duration_pb2 import Duration
 from weft.common.worker.kv_feed import KvFeed
 from weft.contract.keys import ROOT_KEY, PageKeys, namespace_digest
 from weft.contract.layout import CacheLayout, PagedPlane
-from weft.engine.memory.events import KvEvents
+from weft.pages.memory.events import KvEvents
 from weft.testing.services.fake_adapters import FakeAdapters
 from weft.v1 import (
     common_pb2,

@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from numpy.typing import NDArray
 from weft.common.rpc.channel import CHANNEL_OPTIONS
 from weft.contract.keys import PageKeys
-from weft.engine.transfer.digest import digest_pages_numpy
+from weft.pages.transfer.digest import digest_pages_numpy
 from weft.v1 import common_pb2, kv_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 PAGE_SIZE = 4

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.handle import NixlTargetInfo
-from weft.engine.transfer.nixl_binding import Binding, is_destroyed
-from weft.engine.transfer.nixl_wire import (
+from weft.pages.transfer.nixl_binding import Binding, is_destroyed
+from weft.pages.transfer.nixl_wire import (
     NoOneSidedLane,
     PoolRegion,
     TransferError,

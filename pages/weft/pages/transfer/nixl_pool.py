@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.contract.clock import Clock, monotonic
 from weft.contract.handle import NixlTargetInfo
-from weft.engine.transfer.nixl_binding import load_binding
-from weft.engine.transfer.nixl_peer import Operation, Peer, PeerKey, TransferHandle
-from weft.engine.transfer.nixl_wire import PoolRegion, TransferError, check_target
+from weft.pages.transfer.nixl_binding import load_binding
+from weft.pages.transfer.nixl_peer import Operation, Peer, PeerKey, TransferHandle
+from weft.pages.transfer.nixl_wire import PoolRegion, TransferError, check_target
 
 
 class PeerPool:

@@ -21,8 +21,8 @@ from heapq import heapify, heappop, heappush, heappushpop
 from typing import NamedTuple
 
 from weft.contract.keys import ROOT_KEY, TOKEN_BYTES, PageKeys
-from weft.engine.memory.eviction import EvictionPolicy, Key, lru
-from weft.engine.memory.prefix_cache import Evicted
+from weft.pages.memory.eviction import EvictionPolicy, Key, lru
+from weft.pages.memory.prefix_cache import Evicted
 
 _MIN_HEAP = 64
 """Heap size up to which stale entries are not removed."""

@@ -18,9 +18,9 @@ from typing import Literal, Protocol
 
 from weft.contract.errors import InjectedFault
 from weft.contract.pages import Page
-from weft.engine.memory.page_memory import PageCounts
-from weft.engine.sources.tiers.keyed import KeyedPages, PageName, PagePlace
-from weft.engine.transfer.digest import digest_pages
+from weft.pages.memory.page_memory import PageCounts
+from weft.pages.tiers.keyed import KeyedPages, PageName, PagePlace
+from weft.pages.transfer.digest import digest_pages
 
 logger = logging.getLogger(__name__)
 

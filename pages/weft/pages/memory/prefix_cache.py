@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
-from weft.engine.memory.eviction import EvictionPolicy, Key, lru
+from weft.pages.memory.eviction import EvictionPolicy, Key, lru
 
 _MIN_HEAP = 64
 """Heap size up to which stale entries are not removed."""

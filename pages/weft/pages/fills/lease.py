@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from weft.contract.handle import FillTimings, KvHandle
-from weft.engine.transfer.chunks import LeaseTerm, ShipChunk
+from weft.pages.transfer.chunks import LeaseTerm, ShipChunk
 
 
 class LeaseState(Enum):

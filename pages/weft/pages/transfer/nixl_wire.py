@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.contract.errors import WeftError
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, NixlTargetInfo
-from weft.engine.transfer.digest import WORD_BYTES
+from weft.pages.transfer.digest import WORD_BYTES
 
 MAX_METADATA_BYTES = 64 << 10
 MAX_AGENT_NAME_CHARS = 256

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from weft.contract import faults
 from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
-from weft.engine.base.marks import MAX_WAITING, WorkMark
-from weft.engine.transfer.chunks import RAN_OUT, ChunkPosted, ShipChunk, ShipResult
-from weft.engine.transfer.nixl import (
+from weft.pages.marks import MAX_WAITING, WorkMark
+from weft.pages.transfer.chunks import RAN_OUT, ChunkPosted, ShipChunk, ShipResult
+from weft.pages.transfer.nixl import (
     PeerKey,
     SendAgents,
     TransferError,
     TransferHandle,
     encode_notification,
 )
-from weft.engine.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
-from weft.engine.transfer.source import PageSource, Reading
+from weft.pages.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
+from weft.pages.transfer.source import PageSource, Reading
 
 logger = logging.getLogger(__name__)
 

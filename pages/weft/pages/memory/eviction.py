@@ -7,9 +7,10 @@ page follows. The pages of a prompt are therefore always evicted from its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
-from weft.engine.base.config import EvictionName
+EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+"""Names of the policies."""
 
 
 class PageUse(Protocol):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from weft.contract.clock import monotonic
 from weft.contract.pages import StagingPages
-from weft.engine.base.marks import WorkMark
-from weft.engine.transfer.digest import digest_pages
+from weft.pages.marks import WorkMark
+from weft.pages.transfer.digest import digest_pages
 
 
 class Reading:

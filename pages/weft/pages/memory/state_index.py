@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from weft.engine.memory.prefix_cache import Evicted
-from weft.engine.memory.tree import Node, PrefixTree
+from weft.pages.memory.prefix_cache import Evicted
+from weft.pages.memory.tree import Node, PrefixTree
 
 BLOCKS_OF_REQUEST = 3
 """Most blocks that a running request needs itself: the one that is certain, and one for each of the
@@ -38,7 +38,7 @@ class _Kept:
 
 
 class StateIndex:
-    """Implements `weft.engine.memory.prefix_cache.PageIndex` for blocks.
+    """Implements `weft.pages.memory.prefix_cache.PageIndex` for blocks.
 
     All blocks are of one size, so eviction takes the block with the smallest product of its uses
     and the pages that it saves, counted from the nearest block before it. A block that is not used

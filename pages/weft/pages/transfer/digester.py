@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract import faults
 from weft.contract.pages import StagingPages
-from weft.engine.transfer.digest import digest_pages
+from weft.pages.transfer.digest import digest_pages
 
 MAX_PUT_PAGES = 64
 MAX_QUEUED_PAGES = 512

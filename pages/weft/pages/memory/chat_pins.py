@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.engine.memory.tree import Node, PrefixTree
+from weft.pages.memory.tree import Node, PrefixTree
 
 MAX_SESSIONS = 1 << 16
 

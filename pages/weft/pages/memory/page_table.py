@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from weft.contract.arrays import Int32Array, Int64Array
-from weft.engine.memory.page_memory import NULL_PAGE
+from weft.pages.memory.page_memory import NULL_PAGE
 
 
 class PageChanges(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from weft.contract.clock import Clock
 from weft.contract.handle import FillEvent, NixlTargetInfo
-from weft.engine.base.marks import WorkMark
+from weft.pages.marks import WorkMark
 
 RAN_OUT = "the lease ran out"
 
@@ -108,7 +108,7 @@ class EarlyReader(Protocol):
 
 
 class Shipper(Protocol):
-    """Ships chunks outside the steps (`weft.engine.transfer.ship`)."""
+    """Ships chunks outside the steps (`weft.pages.transfer.ship`)."""
 
     def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
         """Connects to an owner (id, epoch) ahead of the first write."""

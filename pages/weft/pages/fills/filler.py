@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from weft.contract.clock import Clock
 from weft.contract.fills import FillReply, FillStart, LeaseQuery
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
-from weft.engine.base.marks import WorkMark
-from weft.engine.memory.page_memory import PageMemory
-from weft.engine.sources.data_budget import DataBudget
-from weft.engine.sources.lease import BlockSource, FillJob, Jobs, Lease, LeaseState
-from weft.engine.transfer.chunks import (
+from weft.pages.fills.data_budget import DataBudget
+from weft.pages.fills.lease import BlockSource, FillJob, Jobs, Lease, LeaseState
+from weft.pages.marks import WorkMark
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.transfer.chunks import (
     RAN_OUT,
     ChunkPosted,
     EarlyReader,

@@ -28,9 +28,9 @@ import numpy as np
 from weft.contract import faults
 from weft.contract.errors import ConfigError
 from weft.contract.pages import Page
-from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.sources.tiers.keyed import KeyedPages, PageName, PagePlace
-from weft.engine.sources.tiers.tier import Tier
+from weft.pages.memory.eviction import EvictionPolicy
+from weft.pages.tiers.keyed import KeyedPages, PageName, PagePlace
+from weft.pages.tiers.tier import Tier
 
 _NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64}|-)\.([0-9a-f]{16})\.((?:[0-9a-f]{2})+|-)")
 _FOLDER = re.compile(r"[0-9a-f]{2}")

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from weft.contract import faults
 from weft.contract.pages import Page
-from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.sources.tiers.keyed import KeyedPages, PagePlace
-from weft.engine.sources.tiers.tier import Tier
+from weft.pages.memory.eviction import EvictionPolicy
+from weft.pages.tiers.keyed import KeyedPages, PagePlace
+from weft.pages.tiers.tier import Tier
 
 
 class Pinned(Protocol):

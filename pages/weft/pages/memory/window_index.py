@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from weft.engine.memory.prefix_cache import Evicted
-from weft.engine.memory.tree import Node, PrefixTree
+from weft.pages.memory.prefix_cache import Evicted
+from weft.pages.memory.tree import Node, PrefixTree
 
 _MAX_PASSED_OVER = 64
 """Most pages of pinned nodes that one eviction skips."""
 
 
 class WindowIndex:
-    """Implements `weft.engine.memory.prefix_cache.PageIndex` for the pages of a window group.
+    """Implements `weft.pages.memory.prefix_cache.PageIndex` for the pages of a window group.
 
     Eviction first takes unused pages that a request released because its window had passed them,
     and with which no other request has begun, the oldest first. Then it takes the least recently

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.contract.handle import NixlTargetInfo
-from weft.engine.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
-from weft.engine.transfer.nixl_peer import PeerKey, TransferHandle, new_agent_name
-from weft.engine.transfer.nixl_pool import PeerPool
-from weft.engine.transfer.nixl_wire import (
+from weft.pages.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
+from weft.pages.transfer.nixl_peer import PeerKey, TransferHandle, new_agent_name
+from weft.pages.transfer.nixl_pool import PeerPool
+from weft.pages.transfer.nixl_wire import (
     MAX_NOTIFIED_DIGESTS,
     NoOneSidedLane,
     Notification,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from weft.engine.memory.prefix_cache import Evicted, PageIndex
+from weft.pages.memory.prefix_cache import Evicted, PageIndex
 
 NULL_PAGE = 0
 

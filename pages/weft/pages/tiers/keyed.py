@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.memory.page_memory import PageCounts, PageMemory
-from weft.engine.memory.prefix_cache import Evicted, PageKeyCache
+from weft.pages.memory.eviction import EvictionPolicy
+from weft.pages.memory.page_memory import PageCounts, PageMemory
+from weft.pages.memory.prefix_cache import Evicted, PageKeyCache
 
 
 class PageName(NamedTuple):

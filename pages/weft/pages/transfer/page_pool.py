@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.pages import Page
-from weft.engine.transfer.digest import digest_pages
+from weft.pages.transfer.digest import digest_pages
 
 
 class PagePool(Protocol):

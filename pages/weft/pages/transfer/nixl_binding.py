@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.engine.transfer.nixl_wire import TransferError, TransportMismatch
+from weft.pages.transfer.nixl_wire import TransferError, TransportMismatch
 
 logger = logging.getLogger(__name__)
 

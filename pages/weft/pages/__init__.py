@@ -1,0 +1,1 @@
+"""KV pages without requests, models or torch: what engines and KV stores share."""

@@ -1,0 +1,1 @@
+"""Fills of pages for others: a filler's leases, chunks and budget, and quarantine."""

@@ -1,0 +1,1 @@
+"""Bytes of pages on their way: chunks, digests, NIXL, shipping."""
