@@ -69,15 +69,15 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
         slots = np.array(random.sample(range(SLOTS), count))
         room = page_size * PAGES_EACH - drafts
         counts = np.array([random.randint(1, 1 + drafts) for _ in slots])
-        bounds = np.array([random.randrange(max(1, room)) for _ in slots])
-        counts = np.minimum(counts, page_size * PAGES_EACH - bounds)
-        starts = np.where(np.random.rand(count) < 0.5, -1, bounds)
+        max_starts = np.array([random.randrange(max(1, room)) for _ in slots])
+        counts = np.minimum(counts, page_size * PAGES_EACH - max_starts)
+        starts = np.where(np.random.rand(count) < 0.5, -1, max_starts)
         num_rows, has_trees = int(counts.sum()), drafts == 31
         limits = np.random.randint(1, page_size * PAGES_EACH, count)
         requests = StepInput(
             slots=slots,
             starts=starts,
-            bounds=bounds,
+            max_starts=max_starts,
             counts=counts,
             limits=limits,
             has_trees=has_trees,
