@@ -79,7 +79,7 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
             starts=starts,
             max_starts=max_starts,
             counts=counts,
-            limits=limits,
+            draft_limits=limits,
             has_trees=has_trees,
         )
         table = np.random.permutation(np.arange(1, 1 + SLOTS * PAGES_EACH)).astype(np.int32)
