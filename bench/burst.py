@@ -27,13 +27,13 @@ from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.timeline import Timeline
 from weft.engine.base.config import PolicyName
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.cost import MIN_MEASURED_TOKENS, FillCosts
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import PrefixTree

@@ -51,9 +51,9 @@ from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.features.constraints.vocabulary import load_vocabulary, tokenizer_of
 from weft.engine.loop.llm import LLM
+from weft.engine.requests.request import RequestKey, State
 from weft.engine.sampling.draws import Drawer
 from weft.engine.sampling.sampler import Sampler, SamplerRow
-from weft.engine.scheduler.state import RequestKey, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from weft.testing.engine.random_schemas import Schema, varied_schemas

@@ -46,10 +46,10 @@ from weft.engine.executor.drafts.tree_graphs import TreeArrays
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import Plan, VerifyItem
 from weft.engine.scheduler.plan import Run as VerifiedRun
 from weft.engine.scheduler.ports import Drafter
-from weft.engine.scheduler.state import Request
 
 HEADS = {"smollm2-135m": DRAFT}
 """Published draft heads by model; other models get heads of random weights."""

@@ -16,7 +16,7 @@ CONTRACT = "contract/weft/contract"
 PAGES = "pages/weft/pages"
 NUMBERS = (
     CONTRACT,
-    *(f"{ENGINE}/{name}" for name in ("loop", "scheduler", "sources")),
+    *(f"{ENGINE}/{name}" for name in ("loop", "requests", "scheduler", "sources")),
     *(f"{PAGES}/{name}" for name in ("memory", "tiers", "fills")),
 )
 
@@ -39,7 +39,7 @@ RULES = (
         (*NUMBERS, f"{ENGINE}/transfer", f"{PAGES}/transfer"),
         "page; a block is of recurrent layers",
         except_in=(
-            *(f"{PAGES}/memory/state_index.py", f"{ENGINE}/scheduler/state_blocks.py"),
+            *(f"{PAGES}/memory/state_index.py", f"{ENGINE}/requests/state_blocks.py"),
             *(f"{ENGINE}/loop/{name}.py" for name in ("build", "pools", "recurrent")),
             *(f"{ENGINE}/sources/store.py", f"{ENGINE}/sources/tiers/blocks.py"),
             *(f"{ENGINE}/sources/tiers/loads.py", f"{ENGINE}/sources/tiers/tiers.py"),
@@ -56,7 +56,13 @@ RULES = (
     ),
     Rule(
         r"_?sessions?",
-        (f"{ENGINE}/scheduler", CONTRACT, f"{ENGINE}/sampling", f"{ENGINE}/sources"),
+        (
+            f"{ENGINE}/requests",
+            f"{ENGINE}/scheduler",
+            CONTRACT,
+            f"{ENGINE}/sampling",
+            f"{ENGINE}/sources",
+        ),
         "`gateway` for the stream that a request came on; a session is a chat's",
         except_in=(f"{CONTRACT}/reports.py",),
     ),
@@ -68,7 +74,14 @@ RULES = (
     ),
     Rule(
         r"_?window",
-        (f"{ENGINE}/loop", f"{ENGINE}/transfer", PAGES, f"{ENGINE}/sources", f"{ENGINE}/scheduler"),
+        (
+            f"{ENGINE}/loop",
+            f"{ENGINE}/transfer",
+            PAGES,
+            f"{ENGINE}/sources",
+            f"{ENGINE}/requests",
+            f"{ENGINE}/scheduler",
+        ),
         "`exchange` for the memory that peers reach; a window is a sliding one",
     ),
     Rule(r"(?i)_?(swap(_out|_in)?|offload\w*)", (ENGINE, PAGES), "preempt, write back, load"),
@@ -81,7 +94,7 @@ RULES = (
         r"(?i)\w*drafts?(_\w*)?",
         (
             *(f"{PAGES}/memory", f"{ENGINE}/features/constraints"),
-            *(f"{ENGINE}/scheduler/{name}.py" for name in ("window_pages", "state_blocks")),
+            *(f"{ENGINE}/requests/{name}.py" for name in ("window_pages", "state_blocks")),
         ),
         "rows, which a step verifies, or tokens ahead; drafts are the guest's",
         except_in=(f"{CONTRACT}/layout.py",),  # a head's digest is part of the layout

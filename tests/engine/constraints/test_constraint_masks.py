@@ -26,8 +26,8 @@ from weft.engine.features.constraints.masks import (
     MaskMaker,
 )
 from weft.engine.features.constraints.vocabulary import tokenizer_of
+from weft.engine.requests.request import State
 from weft.engine.scheduler.ports import Mask, MaskRows, Masks
-from weft.engine.scheduler.state import State
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 END = 256

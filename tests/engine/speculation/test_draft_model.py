@@ -23,7 +23,7 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.features.speculative.gate import DECAY, MeasuredGate
 from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 from weft.engine.loop.llm import LLM
-from weft.engine.scheduler.acceptance import Acceptance
+from weft.engine.requests.acceptance import Acceptance
 from weft.engine.scheduler.plan import VerifyItem
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of
 from weft.testing.engine.engine_pair import ManualClock, make_engine

@@ -21,11 +21,11 @@ from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.requests.request import Request
 from weft.engine.sampling.draws import PendingTokens
 from weft.engine.sampling.sampler import RowsUnderWay, SamplerRow
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
-from weft.engine.scheduler.state import Request
 from weft.kernels import cpu
 from weft.testing.engine.captured_drafts import capture_chains
 from weft.testing.engine.captured_steps import RecordedSteps

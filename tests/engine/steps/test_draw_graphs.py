@@ -22,10 +22,10 @@ from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.executor.step_input import StepInput
+from weft.engine.requests.request import Request
 from weft.engine.sampling.encode import step_input
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
-from weft.engine.scheduler.state import Request
 from weft.kernels.device_sampling import Field
 from weft.kernels.step_rows import SlotTokens, keep_tokens
 from weft.pages.memory.page_table import PageTable

@@ -14,7 +14,7 @@ from weft.contract.faults import FaultSpec
 from weft.contract.submits import Cancel
 from weft.engine.base.background import BackgroundThread
 from weft.engine.base.config import EngineConfig
-from weft.engine.scheduler.state import State
+from weft.engine.requests.request import State
 from weft.engine.sources.tiers import tiers
 from weft.engine.sources.tiers.build import load_tiers
 from weft.engine.sources.tiers.loads import LoadChunk

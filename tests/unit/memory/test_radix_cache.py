@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.contract.keys import ROOT_KEY, PageKeys, page_key, token_bytes
 from weft.contract.pages import PageCopy
 from weft.engine.base.config import EvictionName
-from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request
 from weft.pages.memory.eviction import EVICTION_POLICIES
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import PrefixTree

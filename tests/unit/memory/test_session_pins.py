@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from weft.engine.base.config import EvictionName
-from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request
 from weft.pages.memory.chat_pins import SessionKey, SessionPins
 from weft.pages.memory.eviction import EVICTION_POLICIES
 from weft.pages.memory.page_memory import PageMemory

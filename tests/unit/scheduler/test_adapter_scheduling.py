@@ -18,8 +18,8 @@ from weft.contract.errors import AdapterError, PeerUnavailable, WeftError
 from weft.engine.base.config import PolicyName
 from weft.engine.features.lora import manager as manager_module
 from weft.engine.features.lora.manager import AdapterManager
+from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.state import Request, State
 from weft.testing.scheduling.adapter_bench import ROW_BYTES, AdapterBench, FakeWeights
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
 

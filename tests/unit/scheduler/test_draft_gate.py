@@ -12,9 +12,9 @@ from weft.engine.base.config import MAX_TREE_REQUESTS
 from weft.engine.base.drafts import DraftShape, depths_up_to, tree_shapes
 from weft.engine.features.speculative.gate import PROBE_EVERY, MeasuredGate
 from weft.engine.features.speculative.step_times import StepTaken, StepTimes
-from weft.engine.scheduler.acceptance import Acceptance
+from weft.engine.requests.acceptance import Acceptance
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, PlanItem, Run, VerifyItem
-from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.scheduling.draft_machine import DraftMachine, FixedGate, Outcome
 from weft.testing.scheduling.overlap_machine import OverlapMachine

@@ -12,8 +12,8 @@ from weft.contract.errors import DeadlineExceeded
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.base.config import PolicyName
 from weft.engine.features.speculative.fixed_gate import FixedGate
+from weft.engine.requests.request import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
-from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)

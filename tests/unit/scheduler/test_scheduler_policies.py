@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 from weft.engine.base.config import PolicyName
+from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.estimate import DECAY, MAX_EXPECTED_TOKENS
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies.fair import MAX_IDLE_TENANTS, FairQueue
 from weft.engine.scheduler.policies.longest_prefix import MAX_LOOK_UPS, WINDOW
-from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
 

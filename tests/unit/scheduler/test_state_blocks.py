@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.state import Request, State
 from weft.pages.memory.state_index import BLOCKS_OF_REQUEST
 from weft.testing.scheduling.late_state_bench import LateStateBench
 from weft.testing.scheduling.scheduler_bench import Bench

@@ -13,12 +13,12 @@ from weft.contract.keys import PageKeys
 from weft.contract.layout import CacheLayout, PagedPlane, PageGroup
 from weft.engine.base.config import PolicyName
 from weft.engine.executor.memory_plan import divide_pages
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import State
+from weft.engine.requests.window_pages import WindowPages
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import State
-from weft.engine.scheduler.window_pages import WindowPages
 from weft.pages.memory.page_memory import PageMemory, step_reserve, window_reserve
 from weft.pages.memory.tree import PrefixTree
 from weft.pages.memory.window_index import WindowIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from weft.engine.scheduler.state import State
+from weft.engine.requests.request import State
 from weft.engine.sources.fill_queue import FillQueue
 
 PATIENCE_S = 5.0

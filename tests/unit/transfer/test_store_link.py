@@ -15,8 +15,8 @@ from weft.contract.store import (
     StorePutResult,
     StoreSegment,
 )
-from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request
 from weft.engine.sources.store import (
     GATHER_S,
     HELD_SHARE,

@@ -65,11 +65,11 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.requests.request import Request
+from weft.engine.requests.window_pages import WindowPages
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
-from weft.engine.scheduler.state import Request
-from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.store import StoredBlocks, StoreLink
 from weft.engine.sources.tiers.build import load_tiers
 from weft.engine.transfer.build import staged_exchange, staging_memory

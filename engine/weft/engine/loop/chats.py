@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.contract.clock import Clock
 from weft.engine.base.config import EngineConfig
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 from weft.pages.memory.chat_pins import SessionKey, SessionPins
 from weft.pages.memory.tree import PrefixTree
 

@@ -36,17 +36,17 @@ from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.tiers import make_tiers
 from weft.engine.loop.windows import StoredWindows, WindowPacker
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.sampling.draws import Drawer, SampledTokens
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import LaterVectors, Plan, Run
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.owner import OwnerFills

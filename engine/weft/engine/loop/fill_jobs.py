@@ -9,8 +9,8 @@ from weft.contract.handle import KvHandle
 from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.intake import Intake
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request
 from weft.pages.fills.lease import FillJob
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 from weft.contract.clock import Clock, monotonic
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import Plan
-from weft.engine.scheduler.state import Request
 
 MAX_ITEMS = 64
 """Most items recorded of a plan. Of a longer one, the rest shows only in its counts."""

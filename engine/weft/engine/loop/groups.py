@@ -6,9 +6,9 @@ from weft.contract.clock import Clock
 from weft.contract.errors import Draining, WeftError
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing
+from weft.engine.requests.request import Request, RequestKey, State, end_of
 from weft.engine.scheduler.ports import MaskSource
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request, RequestKey, State, end_of
 
 
 class RequestGroups:

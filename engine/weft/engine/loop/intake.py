@@ -18,8 +18,8 @@ from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, PoolingParams, Task
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
+from weft.engine.requests.request import Request, RequestKey
 from weft.engine.sampling.sampler import derive_seed
-from weft.engine.scheduler.state import Request, RequestKey
 
 NO_SAMPLING = SamplingParams(temperature=0.0)
 NO_STOP = StopCriteria()

@@ -21,7 +21,7 @@ from weft.contract.submits import (
 )
 from weft.contract.tasks import PooledVectors
 from weft.contract.timeline import Timeline
-from weft.engine.scheduler.state import Request, RequestKey
+from weft.engine.requests.request import Request, RequestKey
 
 
 def failure_of(error: WeftError) -> Failure:

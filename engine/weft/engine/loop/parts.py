@@ -10,11 +10,11 @@ from weft.contract.reports import EngineInfo
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
+from weft.engine.requests.state_blocks import StateBlocks
+from weft.engine.requests.window_pages import WindowPages
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
-from weft.engine.scheduler.state_blocks import StateBlocks
-from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.transfer.transport import Transport
 from weft.pages.memory.page_memory import PageMemory

@@ -29,12 +29,12 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor, Logits
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
+from weft.engine.requests.request import Request
 from weft.engine.sampling.draws import Drawer, PendingTokens, SampledTokens
 from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class StepPipeline:
                     window.enter(table)
             made = step_input(plan, self._executor.page_table, self._executor.page_size)
             if self._scheduler.pages.states is not None:
-                made.states = self._scheduler.pages.states.begin(plan)
+                made.states = plan.begin_states(self._scheduler.pages.states)
             launched = self._executor.launch(made)
             step.drawable, plan.scores, plan.vectors = launched
         except Exception as error:

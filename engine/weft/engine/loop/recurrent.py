@@ -11,9 +11,9 @@ from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.state import Request
-from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request
+from weft.engine.requests.state_blocks import StateBlocks
 from weft.engine.sources.tiers.blocks import BlockAccess
 from weft.pages.fills.lease import FillJob
 from weft.pages.memory.page_memory import PageMemory

@@ -8,8 +8,8 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from weft.contract.adapters import AdapterState
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request
 from weft.engine.sources.fill import Fill
 from weft.pages.fills.lease import Lease
 

@@ -10,7 +10,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.recurrent import block_access
 from weft.engine.loop.windows import window_access
-from weft.engine.scheduler.pages import RequestPages
+from weft.engine.requests.pages import RequestPages
 from weft.engine.scheduler.ports import Fills
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink

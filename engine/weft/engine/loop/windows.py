@@ -9,9 +9,9 @@ from weft.contract.layout import CacheLayout
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.state import Request
-from weft.engine.scheduler.window_pages import WindowPages
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request
+from weft.engine.requests.window_pages import WindowPages
 from weft.engine.sources.tiers.blocks import WindowAccess
 from weft.pages.fills.lease import FillJob
 from weft.pages.memory.page_memory import PageMemory

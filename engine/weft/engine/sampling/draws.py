@@ -17,10 +17,10 @@ from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.port import Logits
+from weft.engine.requests.request import Request, end_of
 from weft.engine.sampling.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource
-from weft.engine.scheduler.state import Request, end_of
 
 Rows = Callable[[], Int64Array]
 """Waits for the tokens and the ancestor masks of a step's rows, [2, T]."""

@@ -9,8 +9,8 @@ from typing import Protocol
 from weft.contract.adapters import AdapterOrder, AdapterState
 from weft.contract.errors import AdapterNotFound, ConfigError, WeftError
 from weft.contract.submits import Submit
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.policies.base import AdmissionQueue
-from weft.engine.scheduler.state import Request
 
 
 class AdapterResidency(Protocol):

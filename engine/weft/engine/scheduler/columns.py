@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from weft.contract.arrays import BoolArray, Int64Array
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 
 _MANY_END_TOKENS = 4096
 """Size of `end_token_ids` from which on the tokens of requests that have left are dropped."""

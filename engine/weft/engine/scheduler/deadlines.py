@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from weft.contract.errors import DeadlineExceeded
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 
 
 class Deadlines:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 
 MAX_EXPECTED_TOKENS = 4096
 """Most tokens expected of one request: requests ask for more than they generate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 
 OnPages = Callable[[Request, int, int], None]
 """Takes a request, and the range [first, end) of its full pages."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from weft.contract.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
 from weft.contract.request import TokenLogprob
 from weft.contract.tasks import PoolingParams
 from weft.engine.base.drafts import DraftShape, LaterDrafts
+from weft.engine.base.state_rows import StateRows
+from weft.engine.requests.request import Request
+from weft.engine.requests.state_blocks import DecodeRows, StateBlocks
 from weft.engine.scheduler.columns import RequestColumns
-from weft.engine.scheduler.state import Request
 
 
 class PlanItem(NamedTuple):
@@ -214,3 +217,13 @@ class Plan:
     def drawing_chunks(self) -> list[PlanItem]:
         """Chunks whose last row yields a token."""
         return [item for item in self.chunks if item.draws]
+
+    def begin_states(self, states: StateBlocks) -> StateRows:
+        """Has the step's requests given the blocks that it writes; it is about to begin."""
+        verifies = [(item.request, item.start + 1, item.starts_late) for item in self.verifies]
+        chunks = [(item.request, item.start, item.num_tokens) for item in self.chunks]
+        of_items = [request.slot for request, *_ in (*verifies, *chunks)]
+        slots = np.concatenate([self.slots, np.array(of_items, np.int64)])
+        return states.begin(
+            slots, DecodeRows(self.decodes, self.starts, self.is_late), verifies, chunks
+        )

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from weft.contract.errors import WeftError
 from weft.engine.base.drafts import DraftShape
+from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
-from weft.engine.scheduler.state import Request, RequestKey, State
 
 Mask = npt.NDArray[np.uint32]
 """[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from weft.contract.arrays import BoolArray
 from weft.engine.base.drafts import DraftShape
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.columns import RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
-from weft.engine.scheduler.state import Request, State
 from weft.pages.memory.page_memory import OutOfPages, PageMemory
 
 MAX_DRAFTED_BESIDE = 8

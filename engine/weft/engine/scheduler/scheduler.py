@@ -21,19 +21,19 @@ from itertools import chain, islice
 
 import numpy as np
 from weft.contract.errors import WeftError
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
 from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.prompt_budget import PromptTokens
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
-from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.victims import Victims
 
 LAST_PIECES = 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.scheduler.state import Request, State
+from weft.engine.requests.request import Request, State
 from weft.pages.memory.tree import Match
 
 _MAKES_PAGES = (State.LOADING, State.FILLING, State.PREFILLING)

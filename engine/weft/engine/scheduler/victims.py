@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 from weft.pages.memory.page_memory import PageMemory
 
 

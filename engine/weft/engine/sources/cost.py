@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from weft.contract.timeline import FillRecord, Timeline
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.contract.timeline import FillCandidate, FillRecord
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 from weft.engine.transfer.page_port import PagePort
 from weft.engine.transfer.staging import StagingArea
 from weft.pages.marks import WorkMark

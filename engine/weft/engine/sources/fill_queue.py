@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.contract.clock import Clock
-from weft.engine.scheduler.state import Request, State
+from weft.engine.requests.request import Request, State
 
 
 class FillQueue:

@@ -32,7 +32,7 @@ from weft.contract.keys import blocks_keys
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
-from weft.engine.scheduler.state import Request, State
+from weft.engine.requests.request import Request, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
 from weft.engine.sources.fill import (

@@ -20,7 +20,7 @@ from weft.contract.reports import TierReport
 from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 from weft.contract.timeline import FillCandidate
 from weft.engine.base.shards import shard_start
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 from weft.engine.sources.fill import OwnerTransport
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import Node

@@ -12,8 +12,8 @@ from weft.contract.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.base.config import EngineConfig
 from weft.engine.features.constraints.compiling import VocabularyConfig
 from weft.engine.features.constraints.grammars import Grammars
+from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.ports import Made, MaskRows
-from weft.engine.scheduler.state import Request, RequestKey, State
 
 if TYPE_CHECKING:
     from weft.engine.features.constraints.after_reasoning import AfterReasoning

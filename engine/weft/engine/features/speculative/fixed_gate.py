@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from weft.engine.base.config import MAX_TREE_REQUESTS
 from weft.engine.base.drafts import DraftShape, tree_shapes
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.ports import DraftGate
-from weft.engine.scheduler.state import Request
 
 
 class FixedGate(DraftGate):

@@ -15,10 +15,10 @@ from weft.engine.features.speculative.step_times import (
     StepTimes,
     size_class,
 )
-from weft.engine.scheduler.acceptance import Acceptance
+from weft.engine.requests.acceptance import Acceptance
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
-from weft.engine.scheduler.state import Request
 
 TREE_GAINS = (1.1, 1.3, 1.4)
 """Assumed ratio of the accepted drafts of each tree to those of a chain of equal depth, until trees

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
-from weft.engine.scheduler.state import Request
 
 MAX_TEXT_TOKENS = 8192
 """Number of a request's newest tokens that the drafter searches."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.engine.base.config import PolicyName
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.policies.fair import FairQueue
 from weft.engine.scheduler.policies.fcfs import FcfsQueue
 from weft.engine.scheduler.policies.longest_prefix import LongestPrefixQueue
 from weft.engine.scheduler.policies.priority import PriorityQueue
 from weft.engine.scheduler.policies.shortest_remaining import ShortestRemainingQueue
-from weft.engine.scheduler.state import Request
 
 
 def make_queue(

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 
 Key = tuple[float, int]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.policies.base import SortedQueue
-from weft.engine.scheduler.state import Request
 
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2

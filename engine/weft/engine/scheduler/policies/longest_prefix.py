@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.policies.base import SortedQueue
-from weft.engine.scheduler.state import Request
 
 WINDOW = 64
 """Number of oldest requests among which one is chosen."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.contract.request import MAX_PRIORITY
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.policies.base import Key, SortedQueue
-from weft.engine.scheduler.state import Request
 
 
 class PriorityQueue(SortedQueue):

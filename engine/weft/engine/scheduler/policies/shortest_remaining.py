@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.policies.base import Key, SortedQueue
-from weft.engine.scheduler.state import Request
 
 
 class ShortestRemainingQueue(SortedQueue):

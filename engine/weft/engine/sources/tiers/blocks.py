@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.contract.keys import block_keys
-from weft.engine.scheduler.state import Request
-from weft.engine.scheduler.state_blocks import StateBlocks
-from weft.engine.scheduler.window_pages import WindowPages
+from weft.engine.requests.request import Request
+from weft.engine.requests.state_blocks import StateBlocks
+from weft.engine.requests.window_pages import WindowPages
 from weft.engine.sources.tiers.loads import TierRun
 from weft.pages.memory.prefix_cache import Evicted
 from weft.pages.memory.tree import Node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.contract.timeline import FillRecord
-from weft.engine.scheduler.state import Request, State
+from weft.engine.requests.request import Request, State
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.pages.tiers.policy import LoadCost, TierPolicy

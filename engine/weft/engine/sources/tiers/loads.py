@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weft.contract.pages import Page
 from weft.contract.timeline import FillRecord
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 from weft.pages.tiers.tier import PageLoad, PageSave, Tier
 from weft.pages.transfer.page_pool import PagePool
 

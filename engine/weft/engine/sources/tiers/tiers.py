@@ -22,7 +22,7 @@ from weft.contract.clock import Clock
 from weft.contract.reports import TierReport
 from weft.contract.timeline import FillRecord
 from weft.engine.base.background import BackgroundThread
-from weft.engine.scheduler.state import Request, State
+from weft.engine.requests.request import Request, State
 from weft.engine.sources.fill import FillListener
 from weft.engine.sources.tiers.blocks import Companion, FoundBlock, names_of, pages_of
 from weft.engine.sources.tiers.build import TierComponents

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.events import SchedulerEvents
-from weft.engine.scheduler.state import Request
 from weft.pages.tiers.policy import TierPolicy
 
 

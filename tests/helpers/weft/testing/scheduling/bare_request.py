@@ -8,7 +8,7 @@ from typing import Any
 from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.timeline import Timeline
-from weft.engine.scheduler.state import Request, RequestKey
+from weft.engine.requests.request import Request, RequestKey
 
 
 def bare_request(tokens: list[int], page_size: int, namespace: bytes, **fields: Any) -> Request:

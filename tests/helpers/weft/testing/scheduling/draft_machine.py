@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from weft.engine.base.drafts import DraftShape
 from weft.engine.base.token_trees import TokenTree
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
-from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request
 
 StepTime = Callable[[int, int], float]

@@ -17,8 +17,8 @@ from weft.engine.base.drafts import LaterDrafts
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import DeviceStates
 from weft.engine.model.state_step import StateStep
+from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.plan import Plan
-from weft.engine.scheduler.state import Request, State
 from weft.kernels.slot_states import LayerMemory, SlotRows
 from weft.testing.scheduling.state_bench import (
     PAGE,

@@ -31,13 +31,13 @@ from weft.contract.store import (
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import EvictionName
 from weft.engine.loop.chats import Sessions
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.fills import TieredFills

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.engine.base.drafts import DraftShape
+from weft.engine.requests.request import Request
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.running import MAX_DRAFTED_BESIDE
-from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.scheduling.draft_machine import Outcome
 

@@ -17,14 +17,14 @@ import numpy as np
 from weft.contract.pages import PageCopy
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import PolicyName
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request, RequestKey, State
+from weft.engine.requests.window_pages import WindowPages
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.prompt_budget import PromptTokens
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request, RequestKey, State
-from weft.engine.scheduler.window_pages import WindowPages
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.page_table import PageTable
 from weft.pages.memory.tree import PrefixTree

@@ -28,16 +28,16 @@ from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
 from weft.engine.model.state_step import FewRows, StateStep
+from weft.engine.requests.pages import RequestPages
+from weft.engine.requests.request import Request, RequestKey, State
+from weft.engine.requests.state_blocks import StateBlocks
 from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import Request, RequestKey, State
-from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.blocks import BlockAccess
 from weft.engine.sources.tiers.build import TierComponents
@@ -389,7 +389,7 @@ class StateBench:
         assert not copies, "there are no copies of parts of pages"
         plan.drafts = self._drafts(plan)
         made = step_input(plan, self.table, PAGE)
-        made.states = self.states.begin(plan)
+        made.states = plan.begin_states(self.states)
         arrays = StepArrays.of_step(made, self.table, PAGE)
         self.num_computed += len(arrays.positions)
         self.num_rerun += int((arrays.places < PAGE).sum())

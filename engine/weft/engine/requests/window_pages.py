@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 from weft.pages.memory.page_memory import PageMemory, step_reserve, window_reserve
 from weft.pages.memory.page_table import PageTable
 from weft.pages.memory.prefix_cache import Evicted

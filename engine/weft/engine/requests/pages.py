@@ -15,10 +15,10 @@ may get them.
 
 All this is about the first page group. A request's pages in window groups follow it: the pages that
 its rows read after a match, and one more with each page of the first group
-(`weft.engine.scheduler.window_pages`).
+(`weft.engine.requests.window_pages`).
 
 Recurrent layers can continue only where there is a block of states
-(`weft.engine.scheduler.state_blocks`). A request also takes the cached pages after that border, and
+(`weft.engine.requests.state_blocks`). A request also takes the cached pages after that border, and
 computes their tokens again for the states alone: rows in published pages write no KV.
 """
 
@@ -30,9 +30,9 @@ from itertools import takewhile
 
 from weft.contract.keys import token_bytes
 from weft.contract.pages import PageCopy
-from weft.engine.scheduler.state import Request
-from weft.engine.scheduler.state_blocks import StateBlocks
-from weft.engine.scheduler.window_pages import WindowPages
+from weft.engine.requests.request import Request
+from weft.engine.requests.state_blocks import StateBlocks
+from weft.engine.requests.window_pages import WindowPages
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import NO_MATCH, Match, Node, PrefixTree
 

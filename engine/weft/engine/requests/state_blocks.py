@@ -26,14 +26,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from weft.contract.arrays import BoolArray, Int64Array
 from weft.contract.reports import StateCounts
 from weft.engine.base.state_rows import StateRows
-from weft.engine.scheduler.plan import Plan
-from weft.engine.scheduler.state import Request
+from weft.engine.requests.request import Request
 from weft.pages.memory.page_memory import NULL_PAGE, PageMemory
 from weft.pages.memory.prefix_cache import Evicted
 from weft.pages.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
 from weft.pages.memory.tree import Match, Node
+
+
+class DecodeRows(NamedTuple):
+    """Requests of a step that have one row each."""
+
+    requests: Sequence[Request]
+    starts: Int64Array
+    """[len(requests)]: positions of the rows; the largest possible ones of those that are late."""
+    are_late: BoolArray | None = None
+    """[len(requests)]: whether only the device knows the position; None: it is known of all."""
 
 
 class _Block(NamedTuple):
@@ -289,31 +299,39 @@ class StateBlocks:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan) -> StateRows:
-        """Gives the requests of a step, which is about to begin, the blocks that it writes."""
+    def begin(
+        self,
+        slots: Int64Array,
+        decodes: DecodeRows,
+        verifies: Sequence[tuple[Request, int, bool]],
+        chunks: Sequence[tuple[Request, int, int]],
+    ) -> StateRows:
+        """Gives the requests of a step, which is about to begin, the blocks that it writes.
+
+        Args:
+            slots: [R], of all requests in the step's order: decodes, verifies, chunks.
+            decodes: Requests with one row each.
+            verifies: Requests with drafts: position after their first row, and whether only the
+                device knows it, of which this is then the largest possible one.
+            chunks: Pieces of prompts: their first positions and numbers of tokens.
+        """
         size, writes = self._page_size, list[tuple[int, int, int]]()
-        of_items = [item.request.slot for item in plan.verifies]
-        of_items += [item.request.slot for item in plan.chunks]
-        slots = np.concatenate([plan.slots, np.array(of_items, np.int64)])
+        requests, starts, are_late = decodes
         known = self._newest[:, slots]
-        crossed = (plan.starts + 1) // size * size > known[0, : len(plan.slots)]
+        crossed = (starts + 1) // size * size > known[0, : len(requests)]
         for number in np.flatnonzero(crossed).tolist():
-            end, request = int(plan.starts[number]) + 1, plan.decodes[number]
-            is_late = plan.is_late is not None and bool(plan.is_late[number])
+            is_late = are_late is not None and bool(are_late[number])
+            self._write(requests[number], number, int(starts[number]) + 1, writes, is_late=is_late)
+        num_few = len(requests) + len(verifies)
+        for number, (request, end, is_late) in enumerate(verifies, len(requests)):
             self._write(request, number, end, writes, is_late=is_late)
-        number = num_few = len(plan.decodes)
-        for item in plan.verifies:
-            self._write(item.request, number, item.start + 1, writes, is_late=item.starts_late)
-            number += 1
-            num_few += 1
-        for request, start, num_tokens, *_ in plan.chunks:
+        for number, (request, start, num_tokens) in enumerate(chunks, num_few):
             # The slot may have been another request's.
             held = self._held[request]
             known[:, number] = held.newest * size, held.blocks[held.newest].number
             self._table[request.slot, held.newest % 3] = known[1, number]
             self._newest[:, request.slot] = known[:, number]
             self._write(request, number, start + num_tokens, writes)
-            number += 1
         made = np.array(writes, np.int64).reshape(-1, 3).T
         return StateRows(known[0], known[1], made, num_few, self._table[slots])
 

@@ -11,7 +11,7 @@ from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
-from weft.engine.scheduler.acceptance import Acceptance
+from weft.engine.requests.acceptance import Acceptance
 from weft.pages.memory.tree import Node
 
 

@@ -1,0 +1,1 @@
+"""Requests and what they hold: pages, windows, states, statistics of drafts."""
