@@ -10,17 +10,15 @@ from weft.kvstore.store import KvStore
 
 
 class StoreAdmin(AdminBackend):
-    """Implements `AdminBackend` over a store."""
+    """`AdminBackend` over a store. A store keeps no lists, so `max_entries` bounds nothing."""
 
     def __init__(self, store: KvStore) -> None:
         self._store = store
 
     async def flush_cache(self) -> int:
-        """See `AdminBackend`."""
         return await self._store.flush()
 
     async def dump_state(self, max_entries: int) -> Mapping[str, object]:
-        """See `AdminBackend`; a store keeps no lists."""
         store = self._store
         return {
             "epoch": f"{store.epoch:016x}",

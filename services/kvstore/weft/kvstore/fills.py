@@ -26,15 +26,13 @@ class StoreFills:
     """Leases and their streams; used by the event loop.
 
     Args:
-        pages: the held pages.
-        transport: moves bytes.
-        epoch: this incarnation.
-        reply: hands an event to its stream.
-        max_fills: most fills at a time.
-        chunk_bytes: most bytes of a fill that are written at a time. The owner checks one chunk
+        epoch: Incarnation of the store.
+        reply: Hands an event to its stream.
+        max_fills: Most fills at a time.
+        chunk_bytes: Most bytes of a fill that are written at a time. The owner checks one chunk
             while the next one travels.
-        clock: monotonic seconds.
-        backend: copies of the pages outside the arena; None: there are none.
+        clock: Monotonic seconds.
+        backend: Copies of the pages outside the arena; None: there are none.
     """
 
     def __init__(
@@ -78,7 +76,9 @@ class StoreFills:
                 self.filler.on_data(*item)
 
     async def start(self, start: FillStart) -> None:
-        """See `FillPort.start`; all else that owners say is the filler's."""
+        """Starts a fill. It needs keys, which are hashed in a thread if the prompt is long; the
+        filler handles all other messages of owners.
+        """
         handle = start.handle
         num_pages = len(handle.tokens) // max(1, handle.page_size)
         keys: list[bytes] | None = None

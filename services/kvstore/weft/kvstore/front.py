@@ -37,7 +37,6 @@ class FillFront:
         return "unknown"
 
     async def start(self, start: FillStart) -> None:
-        """See `FillPort.start`."""
         if self._fills is not None:
             await self._fills.start(start)
             return
@@ -45,21 +44,17 @@ class FillFront:
         self.streams.deliver(FillReply(stream=start.stream, event=event))
 
     def renew(self, lease_id: bytes) -> None:
-        """See `FillPort.renew`."""
         if self._fills is not None:
             self._fills.filler.on_renew(lease_id)
 
     def stop(self, lease_id: bytes) -> None:
-        """See `FillPort.stop`."""
         if self._fills is not None:
             self._fills.filler.on_stop(lease_id)
 
     def ended(self, stream: int) -> None:
-        """See `FillPort.ended`."""
         if self._fills is not None:
             self._fills.filler.on_stream_broken(stream)
 
     def taken(self, stream: int, num_events: int) -> None:
-        """See `FillPort.taken`."""
         if self._fills is not None:
             self._fills.filler.on_taken(stream, num_events)

@@ -29,22 +29,18 @@ class StoreJob:
     """Positions released for shipping."""
     num_cached_tokens: int
     pinned: list[int]
-    """Pages of the chain, from its beginning as far as held, and of the block behind them, pinned
-    until the lease has ended.
+    """Pages of the chain, from its beginning as far as held, and of the block after them. They stay
+    pinned until the lease has ended.
     """
     block: list[int]
-    """Pages that carry blocks of recurrent layers or window pages behind the last page."""
+    """Pages that carry blocks of recurrent layers or window pages after the last page."""
 
 
 class StoreJobs:
     """Implements `Jobs` over the held pages, and wraps the `Shipper` that moves the bytes.
 
-    Pages are pinned from the acceptance of a lease to its end, of which the shipper learns.
-
-    Args:
-        pages: the held pages.
-        shipper: moves chunks.
-        max_fills: most fills at a time.
+    Pages are pinned from the acceptance of a lease until the shipper forgets it. A job's end does
+    not unpin them, since chunks may still be on their way.
     """
 
     def __init__(self, pages: PageStore, shipper: Shipper, max_fills: int) -> None:
@@ -62,7 +58,6 @@ class StoreJobs:
     # -- Jobs ------------------------------------------------------------------------------------
 
     def why_not(self, handle: KvHandle) -> tuple[str, str]:
-        """See `Jobs.why_not`."""
         keys = self.expected_keys
         if keys is None:
             return "too_long", f"{len(handle.tokens)} tokens are over {MAX_FILL_PAGES} pages"
@@ -85,7 +80,7 @@ class StoreJobs:
         return "", ""
 
     def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> StoreJob:
-        """See `Jobs.begin`. Pins what is held of the range, and the way to it if that is."""
+        """Pins the held pages of the range, and those before it if they are all held."""
         keys = self.expected_keys
         assert keys is not None
         first = handle.start_token // handle.page_size
@@ -112,17 +107,16 @@ class StoreJobs:
         return job
 
     def waits_s(self, job: FillJob) -> tuple[float, float]:
-        """See `Jobs.waits_s`. What is held is there at once."""
         return 0.0, 0.0
 
     def end(self, job: FillJob) -> None:
-        """See `Jobs.end`. The pins stay: see `forget`."""
+        """Unpins nothing: `forget` does."""
 
     # -- BlockSource -----------------------------------------------------------------------------
 
     def num_pages_of(self, handle: KvHandle) -> int:
-        """See `BlockSource.num_pages_of`: what is asked for beside the pages of the range; 0 for a
-        malformed range or number, which the filler declines.
+        """Pages requested in addition to those of the range; 0 for a malformed range or number,
+        which the filler declines.
         """
         start, end = handle.start_token, handle.end_token
         if handle.page_size < 1 or not 0 <= start < end == len(handle.tokens):
@@ -133,7 +127,6 @@ class StoreJobs:
         return num_more
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
-        """See `BlockSource.pack`: the block is in pages already."""
         assert isinstance(job, StoreJob)
         self._pages.memory.retain(job.block)
         return job.block.copy()
@@ -141,19 +134,16 @@ class StoreJobs:
     # -- Shipper ---------------------------------------------------------------------------------
 
     def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
-        """See `Shipper.prepare`."""
         self._shipper.prepare(owner, target)
 
     def ship(self, chunk: ShipChunk) -> None:
-        """See `Shipper.ship`."""
         self._shipper.ship(chunk)
 
     def stop(self, lease_id: bytes) -> None:
-        """See `Shipper.stop`."""
         self._shipper.stop(lease_id)
 
     def forget(self, lease_id: bytes) -> None:
-        """See `Shipper.forget`. The lease has ended: so do its pins."""
+        """Ends the lease, and with it the pins on its pages."""
         self._shipper.forget(lease_id)
         job = self._jobs.pop(lease_id)
         self._pages.unpin(job.pinned)

@@ -31,10 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run_store(settings: KvStoreSettings) -> int:
-    """Runs the store until a signal, or the loss of its arena to quarantine.
-
-    Returns:
-        The exit status.
+    """Runs the store until a signal, or until quarantine has taken its arena; returns the exit
+    status.
     """
     configure_logging("kvstore", settings.log_level, settings.log_format)
     store_id = settings.store_id or default_id("kvstore", settings.port)
@@ -85,7 +83,7 @@ async def _serve(settings: KvStoreSettings, store: KvStore) -> int:
 async def _end_by_quarantine(
     server: ServiceServer, store: KvStore, settings: KvStoreSettings
 ) -> None:
-    """Drains and ends the store if its arena is lost to quarantine: the last fence."""
+    """Only the end of the process frees an arena that quarantine has taken."""
     await store.pool_lost.wait()
     counts = store.counts()
     logger.error(

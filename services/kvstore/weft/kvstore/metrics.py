@@ -49,17 +49,14 @@ BACKEND_COUNTERS = {
 
 
 class StoreCollector(Collector):
-    """Converts the store's state to metrics.
-
-    Args:
-        store: read from the scraping thread; single numbers only.
+    """Converts the store's state to metrics. The scraping thread reads the store, so only single
+    numbers are read.
     """
 
     def __init__(self, store: KvStore) -> None:
         self._store = store
 
     def collect(self) -> Iterator[Metric]:
-        """Collects the current values."""
         counts = self._store.counts()
         pages = GaugeMetricFamily("weft_kv_pages", "KV pages by state", labels=["state"])
         pages.add_metric(["free"], counts.free)

@@ -34,20 +34,14 @@ class PageArena:
     """Pages, transport, puts and fills over the arena. Used by the event loop.
 
     Args:
-        settings: bounds.
-        name: name of the store, for logs.
-        epoch: this incarnation.
+        epoch: Incarnation of the store.
         arena: uint8 `[memory_bytes]`; outlives this object.
-        page_bytes: size of every page.
-        transport: the transports that may be used.
-        counters: counters of the store.
-        threads: threads that move bytes.
-        reply: hands a fill's event to its stream.
-        wake: called from the shipping thread when `take_shipped` has something to take.
-        source: opens the back end; None: pages are in the arena alone.
+        reply: Hands a fill's event to its stream.
+        wake: Called from the shipping thread when `take_shipped` has something to take.
+        source: Opens the back end; None: pages are in the arena alone.
 
     Raises:
-        InvalidRequest: The arena does not hold a few pages of that size.
+        InvalidRequest: The arena is too small for a few pages of that size.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Pure bookkeeping over a pool, for one thread (the event loop). A page of the arena is in one state:
 
-    free         means nothing
+    free         has no content
     cached       held under its key, evictable
     pinned       reserved for a put (not yet held), or held and being read by a fill
     quarantined  a read that was to write it has not ended
@@ -47,12 +47,8 @@ def group_of(namespace: bytes) -> bytes:
 
 
 class PageStore:
-    """Pages by key over one pool.
-
-    Args:
-        pool: uint8 `[num_pages, page_bytes]`; page 0 is not used.
-        policy: chooses the page that is evicted next.
-        namespace_quota: share of the pages that one namespace may have; 1: all.
+    """Pages by key over one pool, uint8 `[num_pages, page_bytes]`, whose page 0 is not used.
+    `namespace_quota` is the share of the pages that one namespace may have; 1: all.
     """
 
     def __init__(
@@ -156,8 +152,8 @@ class PageStore:
         )
 
     def _make_room(self, group: bytes, num_wanted: int) -> int:
-        """Evicts pages of a namespace that would exceed its quota; returns how many more it may
-        have.
+        """Evicts pages of a namespace that would exceed its quota; returns how many pages it may
+        add.
         """
         limit = self._max_group_pages
         if limit is None:
@@ -173,14 +169,9 @@ class PageStore:
         return max(0, limit - num_held)
 
     def publish(self, incoming: Incoming, digests: Sequence[int]) -> list[tuple[Offer, int]]:
-        """Ends a put whose bytes are in their pages; pages with the right digest are published.
-
-        Args:
-            incoming: From `begin`.
-            digests: Digests of the bytes in `incoming.pages`.
-
-        Returns:
-            Offers whose pages have a wrong digest, with that digest; their pages are free again.
+        """Ends a put whose bytes are in their pages, and publishes the pages with the right digest.
+        `digests` are those of the bytes in `incoming.pages`. Returns the offers whose pages have a
+        wrong digest, with that digest; their pages are free again.
         """
         bad: list[tuple[Offer, int]] = []
         for offer, page, digest in zip(incoming.offers, incoming.pages, digests, strict=True):

@@ -50,13 +50,11 @@ class Puts:
     """All puts in progress.
 
     Args:
-        pages: the held pages.
-        transport: its agents read the pages.
-        counters: counters of the store.
-        threads: threads that read and digest pages.
-        max_puts: most puts at a time.
-        timeout_s: seconds in which a put's pages must have been read.
-        data_timeout_s: seconds in which a put's data must have arrived.
+        transport: Its agents read the pages.
+        threads: Threads that read and digest pages.
+        max_puts: Most puts at a time.
+        timeout_s: Seconds in which a put's pages must have been read.
+        data_timeout_s: Seconds in which a put's data must have arrived.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Puts:
 
         Raises:
             InvalidRequest: There is no source.
-            Overloaded: Too many puts are in work.
+            Overloaded: Too many puts are in progress.
             TransferError: The source cannot be read, or not in time.
         """
         source = order.source
@@ -110,7 +108,7 @@ class Puts:
 
         Raises:
             InvalidRequest: A message does not fit, or bytes are missing at the end.
-            Overloaded: Too many puts are in work.
+            Overloaded: Too many puts are in progress.
             DeadlineExceeded: The data did not arrive in time.
         """
         incoming = self._begin(order)
@@ -185,11 +183,11 @@ class Puts:
         incoming: Incoming,
         deadline: float,
     ) -> list[int]:
-        """Reads, in a thread, into the reserved pages; returns their digests.
+        """Runs in a thread; returns the digests.
 
         Raises:
             TransferError: The read failed; `may_still_arrive` says whether a posted read has not
-            ended.
+                ended.
         """
         if not incoming.pages:
             return []
@@ -238,7 +236,6 @@ class Puts:
         incoming: Incoming,
         parts: AsyncIterator[kvstore_pb2.PutDataRequest],
     ) -> None:
-        """Copies incoming parts into the reserved pages; unwanted ones are discarded."""
         page_of = {
             offer.key: page for offer, page in zip(incoming.offers, incoming.pages, strict=True)
         }
@@ -258,7 +255,6 @@ class Puts:
             )
 
     async def _check(self, order: PutOrder, incoming: Incoming) -> PutOutcome:
-        """Checks the digests of received pages."""
         try:
             digests = await self._loop.run_in_executor(self._threads, self._digests, incoming)
         except BaseException:
@@ -293,12 +289,7 @@ class Puts:
 
 
 def check_part(part: kvstore_pb2.PutDataRequest, order: PutOrder, num_bytes: Sequence[int]) -> None:
-    """Checks that a part continues its page.
-
-    Args:
-        part: The message.
-        order: The put's header.
-        num_bytes: Bytes received of each page so far.
+    """Checks that a part continues its page, of which `num_bytes` bytes have arrived so far.
 
     Raises:
         InvalidRequest: The part does not continue its page.

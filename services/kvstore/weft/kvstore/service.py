@@ -26,11 +26,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Implements weft.v1.KvStoreService.
-
-    Args:
-        store: The store.
-        admin_port: Returns the number of its operators' port; 0: it has none.
+    """Implements weft.v1.KvStoreService. `admin_port` returns the operators' port; 0: there is
+    none.
     """
 
     name = "weft.v1.KvStoreService"

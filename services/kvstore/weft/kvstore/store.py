@@ -40,21 +40,17 @@ NUM_THREADS = 4
 """Most puts read, and pages digested, in parallel."""
 CLOSE_TIMEOUT_S = 2.0
 CONTINUABLE_KEYS = 256
-"""Pages of a prompt behind which blocks are looked for at a time."""
+"""Pages of a prompt after which blocks are looked for at a time."""
 
 
 class KvStore:
     """Owns the arena and all records of it. Used by the event loop.
 
-    Holds nothing until the first put fixes the size of a page.
-
-    Args:
-        settings: sizes and bounds.
-        store_id: stable over restarts.
+    Holds nothing until the first put fixes the size of a page. `store_id` is the same after a
+    restart.
 
     Raises:
-        ConfigError: The transport that is wanted does not work here, or the back end cannot be
-            used.
+        ConfigError: The requested transport does not work here, or the back end cannot be used.
     """
 
     def __init__(self, settings: KvStoreSettings, store_id: str) -> None:
@@ -84,9 +80,7 @@ class KvStore:
         ]
 
     async def warm_up(self) -> str | None:
-        """Compiles native code ahead of its first use; returns why digests are slow, if
-        they are.
-        """
+        """Compiles native code before its first use; returns why digests are slow, if they are."""
         native = await self._loop.run_in_executor(self._threads, native_digest)
         return native.reason
 
@@ -131,8 +125,11 @@ class KvStore:
         return found
 
     async def look_up(self, keys: list[bytes], block_pages: int = 0, window_pages: int = 0) -> int:
-        """Number of leading keys that are held; with `block_pages`, up to the last page where
-        blocks of so many pages are held, of it and of those before it, `window_pages` in all.
+        """Number of leading keys that are held.
+
+        With `block_pages`, the number ends at a page from which a request can go on: it and the
+        pages before it, `window_pages` but at least one in all, each have their block of
+        `block_pages` pages.
         """
         num_blocks = max(1, window_pages)
         if self._arena_pages is None and self._source is not None and keys:
@@ -160,8 +157,8 @@ class KvStore:
     async def _continuable(
         self, arena: PageArena, keys: list[bytes], block_pages: int, num_blocks: int
     ) -> int:
-        """The most leading keys of which the last `num_blocks`, if there are so many, have whole
-        blocks.
+        """The most leading keys of which the last `num_blocks`, or all if there are fewer, have
+        whole blocks.
         """
         border = len(keys)
         for end in range(len(keys), 0, -CONTINUABLE_KEYS):
@@ -182,13 +179,12 @@ class KvStore:
         return border
 
     async def _whole(self, arena: PageArena, keys: list[bytes], block_pages: int) -> set[bytes]:
-        """The keys among these behind which the store holds all pages of the block."""
         blocks = {key: block_keys(key, block_pages) for key in keys}
         held = await self._held_of(arena, [name for names in blocks.values() for name in names])
         return {key for key, names in blocks.items() if held.issuperset(names)}
 
     async def _held_of(self, arena: PageArena, keys: list[bytes]) -> set[bytes]:
-        """The keys among these that the arena or its back end holds; fetches none."""
+        """Fetches none."""
         held = set(arena.pages.held_of(keys))
         lacking = [key for key in keys if key not in held]
         if lacking and arena.backend is not None:
@@ -244,23 +240,23 @@ class KvStore:
     # -- puts ------------------------------------------------------------------------------------
 
     async def put(self, order: PutOrder) -> PutOutcome:
-        """Reads pages. See `Puts.put`, and `_arena_for`."""
-        return await self._arena_for(order.page_bytes).puts.put(order)
-
-    async def put_data(
-        self, order: PutOrder, parts: AsyncIterator[kvstore_pb2.PutDataRequest]
-    ) -> PutOutcome:
-        """Receives pages. See `Puts.put_data`, and `_arena_for`."""
-        return await self._arena_for(order.page_bytes).puts.put_data(order, parts)
-
-    def _arena_for(self, page_bytes: int) -> PageArena:
-        """The arena, divided into pages of the first size requested.
+        """Reads pages, as `Puts.put` does.
 
         Raises:
             Draining: This process is ending.
             PageSizeMismatch: The arena's pages have another size.
             InvalidRequest: The arena cannot have pages of this size.
         """
+        return await self._arena_for(order.page_bytes).puts.put(order)
+
+    async def put_data(
+        self, order: PutOrder, parts: AsyncIterator[kvstore_pb2.PutDataRequest]
+    ) -> PutOutcome:
+        """Receives pages, as `Puts.put_data` does. Raises what `put` raises."""
+        return await self._arena_for(order.page_bytes).puts.put_data(order, parts)
+
+    def _arena_for(self, page_bytes: int) -> PageArena:
+        """The first call fixes the size of a page."""
         if self._is_draining:
             raise Draining("the KV store is shutting down", stage="put")
         arena_pages = self._arena_pages or self._make_arena_pages(page_bytes)
@@ -274,11 +270,6 @@ class KvStore:
         return arena_pages
 
     def _make_arena_pages(self, page_bytes: int) -> PageArena:
-        """Divides the arena into pages of a size.
-
-        Raises:
-            InvalidRequest: The arena cannot have pages of this size.
-        """
         self._arena_pages = PageArena(
             self._settings,
             self.store_id,
@@ -334,7 +325,6 @@ class KvStore:
         return backend.sizes() if backend is not None else {}
 
     def _wake(self) -> None:
-        """Wakes the event loop from the shipping thread."""
         with contextlib.suppress(RuntimeError):  # The event loop has ended.
             self._loop.call_soon_threadsafe(self._take_shipped)
 
@@ -363,7 +353,7 @@ class KvStore:
 
 
 def _map_memory(num_bytes: int) -> mmap.mmap:
-    """Maps memory that is allocated when written to, in huge pages where available."""
+    """The kernel allocates the memory when it is written to, in huge pages where it has some."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # The kernel has no huge pages.

@@ -23,11 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class TransportChoice:
-    """The transports that this process can use, determined once.
-
-    Args:
-        wanted: auto, nixl or data. `auto` takes NIXL where it works, and logs why where it does
-            not.
+    """The transports that this process can use, determined once. `wanted` is auto, nixl or data;
+    `auto` takes NIXL where it works, and otherwise logs why it does not.
 
     Raises:
         ConfigError: `nixl` is wanted and cannot be used on this machine.
@@ -58,13 +55,8 @@ class TransportChoice:
 
 
 class StoreTransport:
-    """Agents and threads around the pool.
-
-    Args:
-        transport: the transports that may be used.
-        name: name of the store, for logs.
-        pool: uint8 `[num_pages, page_bytes]`; outlives this object.
-        wake: called from the shipping thread when there is something to take.
+    """Agents and threads around the pool, uint8 `[num_pages, page_bytes]`, which outlives this
+    object. The shipping thread calls `wake` when there is something to take.
     """
 
     def __init__(

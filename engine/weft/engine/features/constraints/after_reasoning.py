@@ -79,7 +79,6 @@ class AfterReasoning:
 
     @property
     def charged(self) -> ChargedTime:
-        """See `ConstraintState.charged`."""
         return self._state.charged
 
     @property
@@ -89,12 +88,11 @@ class AfterReasoning:
 
     @property
     def in_group(self) -> ConstraintState | None:
-        """See `ConstraintState.in_group`; None before the constrained text."""
+        """None before the constrained text."""
         return self._state.in_group if self._place.phase is Phase.CONSTRAINED else None
 
     @property
     def is_lost(self) -> bool:
-        """See `ConstraintState`."""
         return self._state.is_lost
 
     @is_lost.setter
@@ -102,7 +100,6 @@ class AfterReasoning:
         self._state.is_lost = is_lost
 
     def next_masks(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> Masks:
-        """See `ConstraintState.next_masks`."""
         num_before = 0
         for token in tokens:
             place = self._step(self._place, token)

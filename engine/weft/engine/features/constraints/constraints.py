@@ -70,7 +70,6 @@ class Constraints:
         """Constraints whose masks took too long; the oldest first."""
 
     def admit(self, request: Request) -> bool:
-        """See `MaskSource.admit`."""
         constraint = request.params.constraint
         if constraint is None:
             return True
@@ -104,7 +103,6 @@ class Constraints:
         return ""
 
     def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
-        """See `MaskSource.take_compiled`."""
         ready: list[tuple[RequestKey, WeftError | None]] = []
         for constraint, outcome in self._compiled.take():
             keys, error = self._waiting.pop(constraint, ()), None
@@ -117,7 +115,6 @@ class Constraints:
         return ready
 
     def end(self, request: Request, *, is_last: bool) -> None:
-        """See `MaskSource.end`."""
         constraint = request.params.constraint
         if constraint is None:
             return
@@ -139,7 +136,6 @@ class Constraints:
         rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
     ) -> None:
-        """See `MaskSource.begin_masks`."""
         self._masked = []
         if not self.grammars:
             return
@@ -182,7 +178,6 @@ class Constraints:
         return state
 
     def take_masks(self) -> list[tuple[Request, Made]]:
-        """See `MaskSource.take_masks`."""
         if not self._masked:
             return []
         assert self._maker is not None

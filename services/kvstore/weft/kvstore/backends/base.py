@@ -50,11 +50,7 @@ class Backend(Protocol):
         ...
 
     async def close(self, timeout_s: float) -> None:
-        """Stops tasks and threads; pages not saved by then are lost.
-
-        Args:
-            timeout_s: Seconds for pages on their way.
-        """
+        """Stops tasks and threads. Pages not saved within `timeout_s` are lost."""
         ...
 
 
@@ -62,19 +58,15 @@ class BackendSource(Protocol):
     """A factory of a back end, for the time until the size of a page is known."""
 
     async def page_bytes_of(self, key: bytes) -> int:
-        """Size of a page left by an earlier or another store; 0: none."""
+        """Bytes of a page that an earlier or another store left; 0: none."""
         ...
 
     def open(
         self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
     ) -> Backend | None:
         """Creates a back end for pages of one size; None: not possible, as logged.
-
-        Args:
-            pages: Pages of the arena.
-            namespace_quota: Share of the back end that one namespace may have, if the back end
-                knows namespaces.
-            threads: Threads that move bytes.
+        `namespace_quota` is the share of the back end that one namespace may have; a back end
+        without namespaces ignores it.
         """
         ...
 

@@ -38,12 +38,8 @@ CLOSE_POLL_S = 0.01
 
 
 class DiskBackend:
-    """Implements `Backend` with a disk below an arena. Used by the event loop.
-
-    Args:
-        pages: Pages of the arena.
-        disk: Pages on disk, of the same size.
-        namespace_quota: Share of the disk that one namespace may have.
+    """Implements `Backend` with a disk below an arena. Used by the event loop. `disk` holds pages
+    of the arena's size; `namespace_quota` is the share of it that one namespace may have.
     """
 
     def __init__(self, pages: PageStore, disk: Tier, namespace_quota: float) -> None:
@@ -68,7 +64,6 @@ class DiskBackend:
     # -- down ------------------------------------------------------------------------------------
 
     def _published(self, offers: Sequence[Offer], group: bytes) -> None:
-        """Copies pages that have entered the arena."""
         for offer in offers:
             page = self._pages.page_of(offer.key)
             if page is None or self.disk.pages.knows(offer.key):
@@ -87,7 +82,6 @@ class DiskBackend:
             work.add_done_callback(partial(self._saved, save, page))
 
     def _may_save(self) -> bool:
-        """Whether the disk accepts pages now; otherwise they stay in the arena only."""
         now, num_open = time.monotonic(), self._saving.total()
         if not num_open:
             self._saved_at = now
@@ -119,7 +113,6 @@ class DiskBackend:
     # -- up --------------------------------------------------------------------------------------
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.look_up`."""
         num_arena = self._pages.num_held(keys)
         num_held, num_disk = num_arena, 0
         for key in keys[num_arena:] if not self._num_late else ():
@@ -134,18 +127,16 @@ class DiskBackend:
         return num_held
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.prefetch`."""
         if not self._num_late and self._pages.num_held(keys) < len(keys):
             self._fetching.begin(keys)
 
     async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
-        """See `Backend.held_of`."""
         return set() if self._num_late else {key for key in keys if self.disk.pages.has(key)}
 
     def _keep_on_disk(self, keys: Sequence[bytes]) -> None:
-        """Notes on disk that pages are used, also those read from the arena, since the most wanted
-        ones would otherwise leave the disk first. It notes only the last one, because earlier pages
-        stay as long as later ones.
+        """Pages read from the arena count as used on disk too, since the most wanted ones would
+        otherwise leave the disk first. Only the last page is noted, because earlier pages stay as
+        long as later ones.
         """
         held = self.disk.pages
         place = next((found for key in reversed(keys) if (found := held.pin(key))), None)
@@ -153,12 +144,10 @@ class DiskBackend:
             held.unpin(place)
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.fetch`."""
         if not self._num_late:
             await self._fetching.fetch(keys)
 
     async def _bring(self, keys: Sequence[bytes]) -> int:
-        """Reads consecutive pages into the arena; returns how many are valid."""
         loads: list[PageLoad] = []
         for key in keys:
             load = None if self._pages.page_of(key) is not None else self.disk.load(key)
@@ -227,13 +216,11 @@ class DiskBackend:
     # -- for operators ---------------------------------------------------------------------------
 
     async def flush(self) -> int:
-        """See `Backend.flush`."""
         places = self.disk.flush()
         self.disk.remove(places)
         return len(places)
 
     def report(self) -> TierReport:
-        """See `Backend.report`."""
         counts = self.disk.counts()
         return TierReport(
             name="disk",
@@ -246,11 +233,9 @@ class DiskBackend:
         )
 
     def sizes(self) -> dict[str, int]:
-        """See `Backend.sizes`."""
         return {}
 
     async def close(self, timeout_s: float) -> None:
-        """See `Backend.close`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._saving:
@@ -262,11 +247,11 @@ class DiskBackend:
 
 class DiskSource:
     """Implements `BackendSource` with a folder and the pages that an earlier store left in it.
+    Pages of another size than the arena's are dropped when the back end opens.
 
     Args:
         folder: Folder of this store alone.
         num_bytes: Most bytes of pages.
-        policy: Chooses the page that is evicted next.
 
     Raises:
         ConfigError: The folder cannot be used, or another process has it.
@@ -283,7 +268,6 @@ class DiskSource:
             self._disk = self._open(page_bytes)
 
     async def page_bytes_of(self, key: bytes) -> int:
-        """See `BackendSource.page_bytes_of`."""
         # If pages were found, they are of the model that is served, so their size will be the page
         # size.
         return self._disk.page_bytes if self._disk is not None and self._disk.match([key]) else 0
@@ -291,7 +275,6 @@ class DiskSource:
     def open(
         self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
     ) -> DiskBackend | None:
-        """See `BackendSource.open`. Pages of other sizes leave the disk."""
         was_sure, self._is_sure = self._is_sure, True
         if self._disk is None or self._disk.page_bytes != pages.page_bytes:
             self._disk = self._open(pages.page_bytes)
@@ -300,7 +283,6 @@ class DiskSource:
         return None if self._disk is None else DiskBackend(pages, self._disk, namespace_quota)
 
     async def flush(self) -> int:
-        """See `BackendSource.flush`."""
         if self._disk is None:
             return 0
         places = self._disk.flush()
@@ -308,11 +290,9 @@ class DiskSource:
         return len(places)
 
     def describe(self) -> str:
-        """See `BackendSource.describe`."""
         return ""
 
     async def close(self) -> None:
-        """See `BackendSource.close`."""
         self._files.close()
 
     def _open(self, page_bytes: int) -> Tier | None:

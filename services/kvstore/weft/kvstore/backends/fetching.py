@@ -18,11 +18,8 @@ FETCH_TIMEOUT_S = 2.0
 
 
 class Fetching:
-    """Fetches consecutive pages of prompts into an arena. Used by the event loop.
-
-    Args:
-        pages: Pages of the arena.
-        bring: Fetches the leading pages of a few keys that the arena lacks; returns their number.
+    """Fetches consecutive pages of prompts into an arena. Used by the event loop. `bring` fetches
+    the leading pages of a few keys that the arena lacks, and returns their number.
     """
 
     def __init__(
@@ -55,9 +52,7 @@ class Fetching:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _fetch(self, keys: Sequence[bytes]) -> int:
-        """Fetches pages; returns how many arrived.
-
-        Pages that are in the arena are pinned meanwhile, so that the fetched ones do not evict
+        """Pages that are in the arena are pinned meanwhile, so that the fetched ones do not evict
         earlier pages of the prompt.
         """
         async with self._lock:

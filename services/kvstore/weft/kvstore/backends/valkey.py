@@ -61,13 +61,11 @@ class _Waiting(NamedTuple):
 
 
 class ValkeySource:
-    """Implements `BackendSource`: the servers, which exist before the page size is known.
-
-    Args:
-        settings: The `valkey_*` ones.
+    """Implements `BackendSource`: the servers, which exist before the page size is known. They know
+    no namespace quotas.
 
     Raises:
-        ConfigError: The settings contradict each other.
+        ConfigError: The `valkey_*` settings contradict each other.
     """
 
     def __init__(self, settings: KvStoreSettings) -> None:
@@ -79,7 +77,6 @@ class ValkeySource:
         self._greeting = start_logged(self._servers.greet())
 
     async def page_bytes_of(self, key: bytes) -> int:
-        """See `BackendSource.page_bytes_of`."""
         settings = self._settings
         command = ("STRLEN", value_name(settings.valkey_prefix, key))
         (size,) = await self._servers.call([command], settings.valkey_lookup_timeout_s)
@@ -88,31 +85,22 @@ class ValkeySource:
     def open(
         self, pages: PageStore, namespace_quota: float, threads: ThreadPoolExecutor
     ) -> ValkeyBackend:
-        """See `BackendSource.open`. The server knows no quotas."""
         return ValkeyBackend(self._servers, pages, threads, self._settings)
 
     async def flush(self) -> int:
-        """See `BackendSource.flush`."""
         return await remove_all(self._servers, self._settings.valkey_prefix)
 
     def describe(self) -> str:
-        """See `BackendSource.describe`."""
         return self._servers.describe()
 
     async def close(self) -> None:
-        """See `BackendSource.close`."""
         self._greeting.cancel()
         await self._servers.close()
 
 
 class ValkeyBackend:
-    """Implements `Backend`. Used by the event loop.
-
-    Args:
-        servers: The servers that keep the pages.
-        pages: Pages of the arena.
-        threads: Threads that copy and digest pages.
-        settings: The `valkey_*` ones.
+    """Implements `Backend`. Used by the event loop. Other stores share the servers: `flush` drops
+    their pages too, and only the servers know how many pages they hold.
     """
 
     def __init__(
@@ -146,7 +134,6 @@ class ValkeyBackend:
     # -- down ------------------------------------------------------------------------------------
 
     def _published(self, offers: Sequence[Offer], group: bytes) -> None:
-        """Queues pages that have entered the arena."""
         most = min(
             MAX_WAITING_BYTES // self._pages.page_bytes, self._pages.memory.num_usable_pages // 2
         )
@@ -163,7 +150,6 @@ class ValkeyBackend:
             self._has_waiting.set()
 
     async def _save_all(self) -> None:
-        """Sends queued pages, batch after batch, until cancelled."""
         most = max(1, SAVE_BYTES // self._pages.page_bytes)
         while True:
             if not self._waiting:
@@ -199,7 +185,7 @@ class ValkeyBackend:
             self._rest()
 
     def _packed(self, batch: Sequence[_Waiting]) -> list[Command]:
-        """Builds, in a thread, the commands that store pages, which are held."""
+        """Runs in a thread; the caller holds the pages."""
         commands: list[Command] = []
         for offer, group, page in batch:
             value = pack(offer.key, offer.digest, offer.parent, group, self._pages.pool[page])
@@ -220,7 +206,6 @@ class ValkeyBackend:
     # -- up --------------------------------------------------------------------------------------
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.look_up`."""
         deadline = monotonic() + self._lookup_timeout_s
         num_arena = num_held = self._pages.num_held(keys)
         num_kept = 0
@@ -242,12 +227,10 @@ class ValkeyBackend:
         return num_held
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.prefetch`."""
         if self._pages.num_held(keys) < len(keys):
             self._fetching.begin(keys)
 
     async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
-        """See `Backend.held_of`."""
         deadline = monotonic() + self._lookup_timeout_s
         held: set[bytes] = set()
         for first in range(0, len(keys), LOOKUP_KEYS):
@@ -261,11 +244,10 @@ class ValkeyBackend:
         return held
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.fetch`."""
         await self._fetching.fetch(keys)
 
     async def _bring(self, keys: Sequence[bytes]) -> int:
-        """Fetches the leading keys that the arena lacks; continues even if its caller goes away."""
+        """Continues even if its caller goes away."""
         lacking = keys[: _num_leading([self._pages.page_of(key) is None for key in keys])]
         if not lacking:
             return 0
@@ -321,14 +303,13 @@ class ValkeyBackend:
         return num_good
 
     def _copy_in(self, incoming: Incoming, stored: dict[bytes, StoredPage]) -> list[int]:
-        """Copies, in a thread, pages to their places; returns the copies' digests."""
+        """Runs in a thread; returns the digests of the copies."""
         for offer, page in zip(incoming.offers, incoming.pages, strict=True):
             self._pages.pool[page] = np.frombuffer(stored[offer.key].content, np.uint8)
         digests: list[int] = digest_pages(self._pages.pool, incoming.pages).tolist()
         return digests
 
     async def _drop(self, bad: Sequence[bytes]) -> None:
-        """Deletes pages whose content is wrong."""
         if not bad:
             return
         for key in bad:
@@ -339,11 +320,9 @@ class ValkeyBackend:
     # -- for operators ---------------------------------------------------------------------------
 
     async def flush(self) -> int:
-        """See `Backend.flush`. Other stores lose these pages too."""
         return await remove_all(self._servers, self._prefix)
 
     def report(self) -> TierReport:
-        """See `Backend.report`. How many pages the server has it alone knows."""
         counters = asdict(self.counters) | {
             f"backend_{name}": count for name, count in asdict(self._servers.counters).items()
         }
@@ -358,12 +337,10 @@ class ValkeyBackend:
         )
 
     def sizes(self) -> dict[str, int]:
-        """See `Backend.sizes`."""
         servers = self._servers
         return {"backend_nodes": servers.num_nodes, "backend_nodes_resting": servers.num_resting}
 
     async def close(self, timeout_s: float) -> None:
-        """See `Backend.close`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._waiting or self._num_saving or self._brings:
@@ -388,5 +365,4 @@ def _is_number(reply: Reply, number: int) -> bool:
 
 
 def _num_leading(are_true: Sequence[bool]) -> int:
-    """Number of leading true values."""
     return next((index for index, is_true in enumerate(are_true) if not is_true), len(are_true))

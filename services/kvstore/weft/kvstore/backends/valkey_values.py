@@ -5,8 +5,8 @@
             magic  4 s   "WKV1"
             size   u64   bytes of the page
             digest u64   of the page's bytes
-            parent 32 s  key of the page before it in its prompt; zeros: not told
-            group  8 s   what pages of its namespace are counted by
+            parent 32 s  key of the page before it in its prompt; zeros: unknown
+            group  8 s   group in which pages of its namespace are counted
             check  u64   BLAKE2b-64 of the page's key and of the header up to here
 
 Numbers are little-endian. The digest identifies the bytes, and the check binds them to their key: a
@@ -51,9 +51,8 @@ def pack(key: bytes, digest: int, parent: bytes, group: bytes, content: NDArray[
     """Packs a page into its value.
 
     Args:
-        key: Key of the page, 32 bytes.
-        digest: Digest of its bytes.
-        parent: Key of the page before it; empty: not told.
+        key: 32 bytes.
+        parent: Key of the page before it in its prompt; empty: unknown.
         group: At most 8 bytes.
         content: uint8 `[page_bytes]`, contiguous.
     """
