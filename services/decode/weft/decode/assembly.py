@@ -19,7 +19,7 @@ class Assembly:
     """One Submit and the tokens received for it, never more than it announced."""
 
     def __init__(self, message: decode_pb2.Submit) -> None:
-        """Takes the first message; `is_complete` tells whether all parts have arrived.
+        """Takes the first message; `is_complete` says whether all parts have arrived.
 
         Raises:
             InvalidRequest: The submit announces too much, or brings more than it announces.

@@ -29,8 +29,6 @@ _ENTRY_BYTES = 8
 
 
 class _Events:
-    """Events under construction."""
-
     def __init__(self) -> None:
         self._last = decode_pb2.SessionEvent()
         self._full: list[decode_pb2.SessionEvent] = []
@@ -45,12 +43,11 @@ class _Events:
         return self._last
 
     def take_full(self) -> list[decode_pb2.SessionEvent]:
-        """Finished messages."""
         full, self._full = self._full, []
         return full
 
     def take(self) -> list[decode_pb2.SessionEvent]:
-        """All messages, the unfinished one included."""
+        """Takes all messages, the unfinished one included."""
         return [*self.take_full(), self._last]
 
 
@@ -82,9 +79,7 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
 
 
 def _follows(tokens: Tokens, known: Tokens) -> bool:
-    """Whether one entry can hold both, since all of its tokens have log-probabilities or
-    none has.
-    """
+    """Either all tokens of an entry have log-probabilities or none has."""
     is_next = tokens.first_index == known.first_index + len(known.ids)
     return is_next and bool(tokens.logprobs) == bool(known.logprobs)
 
@@ -125,7 +120,6 @@ def batch_to_proto(
 
 
 def _add_tokens(events: _Events, tokens: Tokens) -> None:
-    """Adds one entry, or as many as its size requires."""
     request_id, attempt, sample, first_index, ids, logprobs = tokens
     token_bytes = _TOKEN_BYTES
     if logprobs:
@@ -151,7 +145,7 @@ def _add_tokens(events: _Events, tokens: Tokens) -> None:
 
 
 def _add_prompt_logprobs(events: _Events, scores: PromptLogprobs) -> Iterator[None]:
-    """Adds as many entries as the size requires; yields behind each."""
+    """Yields after each entry."""
     request_id, attempt, position, logprobs = scores
     most = max(len(logprob.top) for logprob in logprobs)
     each = _TOKEN_BYTES + _LOGPROB_BYTES + _ALTERNATIVE_BYTES * most
@@ -167,7 +161,7 @@ def _add_prompt_logprobs(events: _Events, scores: PromptLogprobs) -> Iterator[No
 
 
 def _add_vectors(events: _Events, vectors: PooledVectors) -> Iterator[None]:
-    """Adds as many entries as the size requires; yields behind each."""
+    """Yields after each entry."""
     request_id, attempt, first_row, width, values = vectors
     row_bytes = _NUMBER_BYTES * width
     count = max(1, (MAX_EVENT_BYTES - _KEY_BYTES) // row_bytes)
@@ -184,7 +178,7 @@ def _add_vectors(events: _Events, vectors: PooledVectors) -> Iterator[None]:
 
 
 def _add_columns(events: _Events, columns: TokenColumns) -> None:
-    """Adds an entry for each token without an intermediate object, since a step has hundreds."""
+    """Makes no intermediate object for a token, since a step has hundreds."""
     logprobs = columns.logprobs
     for row, (request_id, attempt, sample, index, token) in enumerate(columns.rows()):
         num_bytes, logprob = _KEY_BYTES + _TOKEN_BYTES, logprobs.get(row)
@@ -207,7 +201,6 @@ def _add_logprob(
 
 
 def _add_pongs(events: _Events, pongs: Sequence[Pong], loop_age_s: float) -> None:
-    """Adds the last pong, with the unknown attempts of all of them."""
     unknown = [
         decode_pb2.Attempt(request_id=request_id, attempt=attempt)
         for pong in pongs

@@ -23,11 +23,8 @@ class _Open(NamedTuple):
 
 
 class Ledger:
-    """Submits whose end has not been reported, as lines of a request log.
-
-    Args:
-        has_tokens: Whether to keep the prompts' tokens, constraints and stop strings; without them
-            a request cannot be replayed.
+    """Submits whose end has not been reported, as lines of a request log. Without `has_tokens`, the
+    prompts' tokens, constraints and stop strings are not kept, and a request cannot be replayed.
     """
 
     def __init__(self, has_tokens: bool) -> None:
@@ -35,13 +32,7 @@ class Ledger:
         self._open: dict[_Key, _Open] = {}
 
     def on_submit(self, message: decode_pb2.Submit, session: int, prompt: TokenIds) -> None:
-        """Records a submit on its way to the engine.
-
-        Args:
-            message: The submit as received.
-            session: The Session that it came on.
-            prompt: All tokens of the prompt.
-        """
+        """Records a submit on its way to the engine. `prompt` holds all of the prompt's tokens."""
         # Copies, since the parts of a message keep all of it in memory.
         sampling, stop = common_pb2.SamplingParams(), common_pb2.StopCriteria()
         sampling.CopyFrom(message.sampling)

@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
-    """Implements weft.v1.DecodeService.
-
-    Args:
-        context: Parts of the worker.
-    """
+    """Implements weft.v1.DecodeService."""
 
     name = "weft.v1.DecodeService"
 
@@ -46,7 +42,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._numbers = itertools.count(1)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the servicer."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
 
     async def Session(  # type: ignore[override]
@@ -54,7 +49,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         request_iterator: AsyncIterator[decode_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[Any, decode_pb2.SessionEvent],
     ) -> None:
-        """See decode.proto."""
         first = await first_message(request_iterator)
         if first is None or first.WhichOneof("request") != "hello":
             raise InvalidRequest("the first message of a Session is `hello`", param="request")
@@ -91,13 +85,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             logger.info("session closed", extra={"session": number})
 
     def _on_submit(self, message: decode_pb2.Submit, submit: Submit) -> None:
-        """Passes a Session's submit on to the engine."""
         if self._ledger is not None:
             self._ledger.on_submit(message, submit.gateway, submit.prompt)
         self._spans.on_submit(submit)
 
     def on_outbox(self, outbox: Outbox) -> None:
-        """Hands a step's results to their sessions."""
         for batch in outbox.gateways:
             self._spans.on_batch(batch)
             if self._ledger is not None:
@@ -116,10 +108,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         }
 
     def open_requests(self) -> list[LoggedPrompt]:
-        """The open requests, if dumps are kept."""
         return [] if self._ledger is None else self._ledger.prompts()
 
     def on_engine_gone(self, reason: str) -> None:
-        """Ends every Session with a typed error."""
         for session in self._sessions.values():
             session.end(PeerUnavailable(f"the engine died: {reason}", stage="decode"))

@@ -36,7 +36,9 @@ MAX_ASKED = 2000
 DRAIN_TIMEOUT_S = 5.0
 """A gateway that takes nothing for this long loses its Session."""
 SILENCE_TIMEOUT_S = 5.0
-"""The same for a gateway that sends nothing, not even pings, or misses this many in a row:"""
+"""A gateway that sends nothing for this long, not even pings, or misses `MISSED_PINGS` of them in a
+row, loses its Session.
+"""
 MISSED_PINGS = 4
 
 
@@ -51,14 +53,9 @@ class Session:
         on_submit: Callable[[decode_pb2.Submit, Submit], None],
         ping_interval_s: float,
     ) -> None:
-        """Creates the session; nothing is read or written yet.
-
-        Args:
-            number: Number of the Session on this worker.
-            engine: Receives the requests.
-            worker_id: Id of this worker.
-            on_submit: Called with each request that goes to the engine, which it may change.
-            ping_interval_s: Interval of the gateway's pings.
+        """Creates the session; nothing is read or written yet. `on_submit` is called with each
+        request that goes to the engine, and may change it. `ping_interval_s` is the interval of the
+        gateway's pings.
         """
         self._number = number
         self._engine = engine
@@ -210,9 +207,7 @@ class Session:
             self._start(assembly)
 
     def _give_up_late(self) -> None:
-        """Refuses submits whose parts have not arrived in time. Checked at every message, pings
-        included.
-        """
+        """Called at every message, pings included."""
         now = asyncio.get_running_loop().time()
         while self._partial:
             key, (assembly, deadline) = next(iter(self._partial.items()))
@@ -233,9 +228,7 @@ class Session:
             self._engine.send(Inbox(submits=[submit]))
 
     def _refuse(self, message: decode_pb2.Submit, error: WeftError) -> None:
-        """Fails one request; or the whole Session, if the request's id cannot be repeated in an
-        event.
-        """
+        """Fails the whole Session if an event cannot repeat the request's id."""
         if len(message.request_id.encode()) > MAX_ID_BYTES:
             raise error
         failed = Failed(

@@ -22,8 +22,6 @@ _Key = tuple[int, str, int]
 
 @dataclass(slots=True)
 class _Open:
-    """A submit whose end has not been reported."""
-
     span: Span
     unfinished: set[int]
     """Samples that have not ended."""
@@ -48,10 +46,8 @@ class RequestSpans:
         return len(self._open)
 
     def on_submit(self, submit: Submit) -> None:
-        """Records a submit on its way to the engine, and makes its span the parent of later spans.
-
-        Args:
-            submit: Its `traceparent` is changed to name the new span.
+        """Records a submit on its way to the engine. Changes its `traceparent` to name the new
+        span, which becomes the parent of later spans.
         """
         key = (submit.gateway, submit.request_id, submit.attempt)
         if not self._tracer.is_on or not submit.traceparent or key in self._open:
@@ -115,7 +111,6 @@ class RequestSpans:
         self._tracer.end(opened.span, error)
 
     def _record_prompt(self, opened: _Open, request_id: str, timeline: Timeline) -> None:
-        """Records the spans of the prompt: waiting, fills, local computation."""
         zero_s, admitted_s = timeline.submitted_at, timeline.admitted_s
         if admitted_s is not None:
             self._tracer.record("queue", opened.span, request_id, zero_s, zero_s + admitted_s)
@@ -150,7 +145,6 @@ class RequestSpans:
             )
 
     def _record_decode(self, opened: _Open, finished: Finished) -> None:
-        """Records the span from a sample's first token to its last."""
         timeline = finished.timeline
         if timeline.first_token_s is None or timeline.finish_s is None:
             return
@@ -177,7 +171,7 @@ def _began(timeline: Timeline) -> tuple[float, float]:
 
 
 def _arrival_stages(fill: FillRecord) -> list[tuple[str, float, float]]:
-    """What the owner does with the last chunk of a fill: names, begins and ends."""
+    """What the owner does with the last chunk of a fill: names, begins and ends in seconds."""
     if not (fill.arrived_s and fill.announced_s):
         return []
     first_s, both_s = sorted((fill.arrived_s, fill.announced_s))

@@ -31,7 +31,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._streams = FillStreams(_EnginePort(context.engine), context.tracer)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the servicer."""
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
 
     def Fill(
@@ -39,7 +38,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         request_iterator: AsyncIterator[kv_pb2.FillControl],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[kv_pb2.FillEvent]:
-        """See prefill.proto."""
         return self._streams.serve(request_iterator)
 
     async def FillStatus(
@@ -47,7 +45,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         request: kv_pb2.FillStatusRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> kv_pb2.FillStatusResponse:
-        """See prefill.proto."""
         if len(request.lease_id) != LEASE_ID_BYTES:
             raise InvalidRequest(f"lease_id has {len(request.lease_id)} bytes", param="lease_id")
         state = await self._queries.lease_state(request.lease_id)
@@ -56,20 +53,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         )
 
     def on_outbox(self, outbox: Outbox) -> None:
-        """Sends events on their streams."""
         for reply in outbox.fill_replies:
             self._streams.deliver(reply)
 
     def sizes(self) -> dict[str, int]:
-        """Number of owners' streams."""
         return {"fill_streams": self._streams.num_open}
 
     def open_requests(self) -> list[LoggedPrompt]:
-        """None: fills belong to their owners."""
+        """Empty: fills belong to their owners."""
         return []
 
     def on_engine_gone(self, reason: str) -> None:
-        """Breaks every stream."""
         self._streams.break_all(f"the engine died: {reason}")
 
 
@@ -80,23 +74,18 @@ class _EnginePort:
         self._engine = engine
 
     async def start(self, start: FillStart) -> None:
-        """See `FillPort.start`."""
         self._engine.send(Inbox(fill_starts=[start]))
 
     def renew(self, lease_id: bytes) -> None:
-        """See `FillPort.renew`."""
         self._engine.send(Inbox(fill_renewals=[lease_id]))
 
     def stop(self, lease_id: bytes) -> None:
-        """See `FillPort.stop`."""
         self._engine.send(Inbox(fill_stops=[lease_id]))
 
     def ended(self, stream: int) -> None:
-        """See `FillPort.ended`."""
         with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(broken_fill_streams=[stream]))
 
     def taken(self, stream: int, num_events: int) -> None:
-        """See `FillPort.taken`."""
         with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(taken_fill_events=[(stream, num_events)]))
