@@ -1,7 +1,7 @@
 """Pydantic AI: text, a stream, typed answers by schema and by tool."""
 
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai import Agent, NativeOutput, ToolOutput, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from settings import MODEL, QUESTION
 
@@ -12,6 +12,7 @@ class City(BaseModel):
     name: str = Field(max_length=20)
 
 
+asked: list[str] = []
 for kind in (OpenAIChatModel, OpenAIResponsesModel):
     model = kind(MODEL)
     short = {"max_tokens": 48, "temperature": 0.0}
@@ -25,6 +26,13 @@ for kind in (OpenAIChatModel, OpenAIResponsesModel):
     @weather.tool_plain
     def get_weather(city: str) -> str:
         """Tells the weather of a city."""
+        asked.append(city)
         return f"It is sunny in {city}."
 
-    assert isinstance(weather.run_sync("Name a city.").output, City)
+    # In each turn the model calls or answers.
+    asked.clear()
+    try:
+        run = weather.run_sync("Name a city.", usage_limits=UsageLimits(request_limit=4))
+        assert isinstance(run.output, City)
+    except UsageLimitExceeded:
+        assert len(asked) >= 4

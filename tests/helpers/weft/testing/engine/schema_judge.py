@@ -1,9 +1,12 @@
-"""Whether answers are valid under schemas, by jsonschema and with patterns as ECMA-262 has them."""
+"""Whether answers are valid under schemas, by jsonschema, with patterns as ECMA-262 has them and
+multiples of decimals as they are written: for jsonschema itself 610.91 is no multiple of 0.01.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 from typing import Any
 
 import regex
@@ -30,7 +33,7 @@ def pattern_of_ecma(pattern: str) -> str:
 def problem(schema: Any, text: str) -> str:
     """Why an answer is invalid; empty: it is not, or jsonschema cannot tell."""
 
-    def check(validator: Any, pattern: str, instance: Any, schema: Any) -> Any:
+    def check_pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Any:
         # The flag would make properties of characters those of ASCII too.
         flags = 0 if r"\p" in pattern else regex.ASCII
         if isinstance(instance, str) and not regex.search(
@@ -38,11 +41,17 @@ def problem(schema: Any, text: str) -> str:
         ):
             yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
+    def check_multiple(validator: Any, step: Any, instance: Any, schema: Any) -> Any:
+        if validator.is_type(instance, "number"):
+            quotient = Fraction(repr(instance)) / Fraction(repr(step))
+            if quotient.denominator != 1:
+                yield ValidationError(f"{instance!r} is not a multiple of {step}")
+
+    checks = {"pattern": check_pattern, "multipleOf": check_multiple}
     kind = validators.validator_for(schema, default=validators.Draft202012Validator)
     try:
-        found = next(
-            validators.extend(kind, {"pattern": check})(schema).iter_errors(json.loads(text)), None
-        )
+        judge = validators.extend(kind, checks)(schema)
+        found = next(judge.iter_errors(json.loads(text)), None)
     except Exception:  # whatever a strange schema makes a validator raise
         return ""
     return "" if found is None else f"{found.message[:200]}: {text[:300]}"
