@@ -53,24 +53,17 @@ class AdminBackend(Protocol):
         ...
 
     async def dump_state(self, max_entries: int) -> Mapping[str, object]:
-        """Current state of the service as JSON values: ids and numbers, no texts, no tokens.
-
-        Args:
-            max_entries: Most entries of each list.
+        """Current state of the service as JSON values: ids and numbers, no texts, no tokens. Each
+        list has at most `max_entries` entries.
         """
         ...
 
     async def order_faults(
         self, *, add: FaultSpec | None = None, clear: str | None = None
     ) -> list[FaultState]:
-        """Arms or disarms faults in the service's other processes.
-
-        Args:
-            add: Faults to arm.
-            clear: Point whose faults are disarmed; empty: all points; None: no point.
-
-        Returns:
-            The faults that are armed there afterwards.
+        """Arms or disarms faults in the service's other processes; returns those armed there
+        afterwards. `clear` is the point whose faults are disarmed; empty: all points; None: no
+        point.
         """
         return []
 
@@ -132,8 +125,6 @@ class AdminServer:
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Implements weft.v1.AdminService over a backend."""
-
     def __init__(self, backend: AdminBackend) -> None:
         self._backend = backend
 
@@ -142,7 +133,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.FlushCacheRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> admin_pb2.FlushCacheResponse:
-        """See admin.proto."""
         flushed = await self._backend.flush_cache()
         _log.info("cache flushed", extra={"pages": flushed})
         return admin_pb2.FlushCacheResponse(flushed_pages=flushed)
@@ -152,7 +142,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.DumpStateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> admin_pb2.DumpStateResponse:
-        """See admin.proto."""
         max_entries = request.max_entries if request.HasField("max_entries") else DEFAULT_ENTRIES
         if not 1 <= max_entries <= MAX_ENTRIES:
             message = f"max_entries is {max_entries}; give 1 to {MAX_ENTRIES:,}"
@@ -168,7 +157,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.InjectFaultRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> admin_pb2.InjectFaultResponse:
-        """See admin.proto."""
         BOARD.check_enabled()
         spec = FAULT.decode(request.fault)
         # Every process arms the fault; the one that has the point in its code will pass it.
@@ -182,7 +170,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.ListFaultsRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> admin_pb2.ListFaultsResponse:
-        """See admin.proto."""
         BOARD.check_enabled()
         return faults_to_proto(BOARD.states(), await self._backend.order_faults())
 
@@ -191,7 +178,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.ClearFaultsRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> admin_pb2.ClearFaultsResponse:
-        """See admin.proto."""
         BOARD.check_enabled()
         cleared = BOARD.clear(request.point)
         await self._backend.order_faults(clear=request.point)
@@ -203,7 +189,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.SetLogLevelRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> admin_pb2.SetLogLevelResponse:
-        """See admin.proto."""
         level = _LEVELS.get(request.level)
         if level is None:
             raise InvalidRequest("level: give one of LogLevel", stage="validate", param="level")
@@ -232,7 +217,6 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Checks the call before its method is looked up."""
         given = ""
         for key, value in handler_call_details.invocation_metadata or ():
             if key == "authorization" and isinstance(value, str):

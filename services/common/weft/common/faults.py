@@ -12,14 +12,16 @@ from weft.v1 import admin_pb2
 
 
 def allow_sabotage(part: Literal["gateway", "worker"]) -> None:
-    """Lets `weft chaos --sabotage` break guarantees of this process. Each can be broken only once
-    its fault is armed. Product code imports nothing of `weft.chaos` otherwise.
+    """Lets `weft chaos --sabotage` break guarantees of this process. Each guarantee holds until its
+    fault is armed. Product code imports nothing else of `weft.chaos`.
     """
     importlib.import_module(f"weft.chaos.sabotage.{part}").install()
 
 
 def faults_to_proto(*processes: Sequence[FaultState]) -> admin_pb2.ListFaultsResponse:
-    """The faults armed in the processes of one service, each in the same order, as one list."""
+    """The faults armed in the processes of one service, as one list. All processes list their
+    faults in the same order.
+    """
     response = admin_pb2.ListFaultsResponse()
     # Each process has every fault; only the one whose code has the point passes it.
     for states in zip(*(states for states in processes if states), strict=False):

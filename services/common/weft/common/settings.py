@@ -258,11 +258,7 @@ class PageSettings(ServiceSettings):
         return not self.has_tls and not is_loopback(self.host)
 
     def tell_of_pages(self, has_nixl: bool) -> None:
-        """Logs at the start how pages in transit are protected.
-
-        Args:
-            has_nixl: Whether NIXL is used.
-        """
+        """Logs at the start how pages in transit are protected."""
         if has_nixl and self._is_open:
             _log.warning(
                 "insecure: without --tls-cert NIXL takes metadata, that is where to write and "
@@ -289,15 +285,8 @@ def is_loopback(host: str) -> bool:
 
 
 def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> S:
-    """Reads settings from all sources and validates them as a whole.
-
-    Args:
-        cls: The settings class.
-        argv: Flags without the program name; `--config FILE` names a TOML file.
-        environ: Environment, default the process's.
-
-    Returns:
-        The validated settings.
+    """Reads settings from all sources and validates them as a whole. `argv` has the flags without
+    the program name; `--config FILE` names a TOML file. `environ` is by default the process's.
 
     Raises:
         SystemExit: With status 2 and a readable message on the first set of problems, or with
@@ -325,7 +314,7 @@ def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str] 
 
 
 def require_paths(settings: Settings) -> None:
-    """Ends the program if a path that it was given is not there. Not a part of `load_settings`,
+    """Ends the program if a path in its settings does not exist. Not a part of `load_settings`,
     which also reads settings for other machines.
 
     Raises:
@@ -357,7 +346,7 @@ def _refuse(cls: type[Settings], problems: Sequence[str]) -> NoReturn:
 
 
 def flag_problems(cls: type[Settings], argv: Sequence[str]) -> list[str]:
-    """What is wrong with some of a program's flags, whatever the others are: flags that do not
+    """What is wrong with some of a program's flags, whatever its other flags are: flags that do not
     exist, and values that no other flag makes right. Empty: nothing.
 
     Raises:
@@ -390,7 +379,7 @@ class _FlagParser(argparse.ArgumentParser):
 
 
 def _parse_flags(cls: type[Settings], argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Flags of the command line by field name; values are not yet validated."""
+    """Values are not yet validated."""
     parser = _FlagParser(
         prog=f"{cls.command} {cls.program}",
         description=(cls.__doc__ or "").split("\n\n")[0],
@@ -437,7 +426,9 @@ def _parse_flags(cls: type[Settings], argv: Sequence[str], problems: list[str]) 
 
 
 def _join_flags(cls: type[Settings], argv: Sequence[str]) -> list[str]:
-    """Joins `--x-args TEXT` to `--x-args=TEXT`: argparse takes a TEXT like `--one` for a flag."""
+    """Joins `--x-args TEXT` to `--x-args=TEXT`, since argparse takes a TEXT such as `--one` for a
+    flag.
+    """
     takers = {_flag(name) for name in cls.model_fields if name.endswith("_args")}
     joined: list[str] = []
     rest = iter(argv)
@@ -490,7 +481,6 @@ def _from_file(
 
 
 def _plain_type(field: FieldInfo) -> object:
-    """The field's type without `None`."""
     annotation = field.annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [m for m in typing.get_args(annotation) if m is not type(None)]
@@ -499,7 +489,6 @@ def _plain_type(field: FieldInfo) -> object:
 
 
 def _parse_text(field: FieldInfo, text: str) -> Any:
-    """Converts the text of a flag or variable to a form that pydantic can validate."""
     plain = _plain_type(field)
     if plain is not field.annotation and text.lower() == "none":
         return None
@@ -551,8 +540,8 @@ def _explain(
     origin: dict[str, str],
     only: Container[str] | None = None,
 ) -> list[str]:
-    """Explains an error, one line per problem: where the value came from, the value, what is wrong,
-    what to give instead. With `only`, just the problems of these fields.
+    """One line per problem: where the value came from, the value, what is wrong, and what to set
+    instead. With `only`, just the problems of these fields.
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):

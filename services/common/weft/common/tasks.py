@@ -30,7 +30,7 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Runs coroutines until the first ends or fails, cancels the others, and raises its error.
 
     Raises:
-        ConnectionError: A call was cancelled with its connection; see `is_ending`.
+        ConnectionError: A call was cancelled because its connection was closed.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
@@ -56,7 +56,7 @@ def start_logged(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 async def tell_standstills() -> None:
     """Logs when this process's event loop stood still, since peers then seem silent without being
-    so. The thread's CPU time in between tells whether this process was busy or the machine was.
+    so. The CPU time of the thread shows whether this process or the machine was busy.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -70,7 +70,7 @@ async def tell_standstills() -> None:
 
 
 def tasks_now() -> dict[str, object]:
-    """Number of the event loop's tasks, and of those of each kind: what a dump shows of a leak."""
+    """Number of the event loop's tasks, in all and of each kind, so that a dump shows a leak."""
     kinds = Counter(
         getattr(task.get_coro(), "__qualname__", "other") for task in asyncio.all_tasks()
     )

@@ -29,7 +29,7 @@ MAX_FAILURES = 3
 """Consecutive failures after which a node gets no calls for a while."""
 MAX_OPEN_S = 15.0
 MAX_CALLS = 16
-"""Most calls to one node at once."""
+"""Most concurrent calls to one node."""
 MAP_REST_S = 1.0
 """Seconds between two attempts to read the map of a cluster."""
 SCAN_COUNT = 1000
@@ -41,11 +41,7 @@ Command = tuple[bytes | str | int, ...]
 
 
 def read_password(file: Path, param: str) -> str:
-    """Reads the password of servers.
-
-    Args:
-        file: File with the password.
-        param: Name of the setting, for the error.
+    """Reads the password of servers. `param` is the name of the setting, for the error.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -74,13 +70,11 @@ class ServerCounters:
     failed_calls: int = 0
     """Calls that broke or came too late."""
     skipped_commands: int = 0
-    """Commands not sent because their node rests after failures."""
+    """Commands not sent because their node is resting after failures."""
     redirections: int = 0
 
 
 class _Node:
-    """One server."""
-
     def __init__(self, name: str, pool: ConnectionPool) -> None:
         self.name = name
         self.client = Valkey.from_pool(pool)
@@ -95,9 +89,9 @@ class _Node:
 
 
 def _check_names(pool: ConnectionPool) -> None:
-    """Checks that servers' certificates name their hosts, unless the URL disables it.
+    """Makes the pool check that servers' certificates name their hosts, unless the URL disables it.
 
-    By default the library accepts any certificate of the authority, so that each of its holders
+    By default the library accepts any certificate of the authority, so that each holder of one
     could pose as the server.
     """
     about = pool.connection_kwargs
@@ -109,7 +103,7 @@ def _check_names(pool: ConnectionPool) -> None:
 
 
 class ValkeyServers:
-    """All servers behind some URLs. Belongs to the event loop.
+    """All servers of one or several URLs. Belongs to the event loop.
 
     Args:
         urls: URL of one server, or of some nodes of one cluster.
@@ -169,14 +163,8 @@ class ValkeyServers:
     # -- commands --------------------------------------------------------------------------------
 
     async def call(self, commands: Sequence[Command], timeout_s: float) -> list[Reply]:
-        """Sends commands, batched by node; never raises for failures of servers.
-
-        Args:
-            commands: The commands, each with its key.
-            timeout_s: Seconds for all of them.
-
-        Returns:
-            Replies in the order of the commands.
+        """Sends commands, batched by node, and returns the replies in their order. Never raises for
+        failures of servers. `timeout_s` is the time for all of them.
         """
         replies: list[Reply] = [NO_ANSWER] * len(commands)
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -206,7 +194,6 @@ class ValkeyServers:
         replies: list[Reply],
         deadline: float,
     ) -> None:
-        """Inserts one node's replies at their commands' positions."""
         async with self._calling(node, len(commands), deadline) as is_allowed:
             if not is_allowed:
                 return
@@ -225,7 +212,7 @@ class ValkeyServers:
     async def _calling(
         self, node: _Node, num_commands: int, deadline: float
     ) -> AsyncIterator[bool]:
-        """Context of a call to a node: yields whether it may be made, and absorbs its failures."""
+        """Yields whether the call may be made, and absorbs its failures."""
         if node.breaker.problem(self._clock()):
             self.counters.skipped_commands += num_commands
             yield False
@@ -253,8 +240,8 @@ class ValkeyServers:
             node.breaker.succeeded()
 
     async def greet(self) -> None:
-        """Asks the servers until one answers, so that the log tells at the start of servers that do
-        not, and later that they do.
+        """Asks the servers until one answers, so that the log tells at the start which servers do
+        not answer, and later that they do.
         """
         while self._is_cluster is None:
             await self._read_map()
@@ -295,7 +282,7 @@ class ValkeyServers:
             self._map_task = None
 
     async def _read_map_of(self, node: _Node) -> bool:
-        """Reads the cluster's map from a node; returns whether it answered."""
+        """Returns whether the node answered."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         async with self._calling(node, 1, deadline) as is_allowed:
             if not is_allowed:
@@ -312,7 +299,6 @@ class ValkeyServers:
         return False
 
     async def _take_map(self, teller: _Node, told: Sequence[Sequence[Any]]) -> None:
-        """Takes a node's map: ranges of slots and their nodes, the owner first."""
         slots: list[_Node | None] = [None] * VALKEY_CLUSTER_HASH_SLOTS
         nodes: dict[str, _Node] = {}
         about = teller.client.connection_pool.connection_kwargs
@@ -372,7 +358,7 @@ class ValkeyServers:
 
     @property
     def num_resting(self) -> int:
-        """Number of nodes that rest after failures."""
+        """Number of nodes that get no calls after failures."""
         now = self._clock()
         return sum(
             node.breaker.state(now) is not BreakerState.CLOSED for node in self._nodes.values()

@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def identity(self) -> tuple[str, int, State]:
-        """Identity of one entry in one state, renewed or not."""
+        """Name, generation and state, which a renewal does not change."""
         return (self.name, self.generation, self.state)
 
     def is_same(self, other: Entry) -> bool:
@@ -63,12 +63,12 @@ class Entry:
         return self.identity == other.identity
 
     def means_as(self, other: Entry) -> bool:
-        """Whether both are the same content for the same model."""
+        """Whether both have the same content for the same model."""
         return (self.digest, self.model) == (other.digest, other.model)
 
     def covers(self, other: Entry) -> bool:
-        """Whether this entry already does what another one asks for: it has the same content, and
-        is pinned if the other one is.
+        """Whether this entry already does what `other` asks for: it has the same content, and is
+        pinned if `other` is.
         """
         return self.means_as(other) and (self.is_pinned or not other.is_pinned)
 
@@ -85,7 +85,7 @@ class AdapterExists(InvalidRequest):
 
 
 class AdaptersOff(InvalidRequest):
-    """Adapters are disabled: the services run without an adapter root."""
+    """The services run without an adapter root."""
 
     reason = "ADAPTERS_OFF"
     grpc_code = "FAILED_PRECONDITION"
@@ -126,11 +126,11 @@ class Manifest:
 
         Args:
             entry: Entry in state `loading`; its generation is set here.
-            replaces: Whether the name may refer to other content now.
-            now: Unix time, in seconds.
+            replaces: Whether the name may change its content.
+            now: Unix time, seconds.
 
         Raises:
-            AdapterExists: The name means other content, and `replaces` is not set.
+            AdapterExists: The name has other content, and `replaces` is not set.
             LoadUnderWay: Another load of the name is under way.
             Overloaded: There are too many entries.
         """
@@ -155,11 +155,8 @@ class Manifest:
         return self._with([*kept, replace(entry, generation=self.generation + 1)])
 
     def commit(self, entry: Entry, now: float) -> Manifest:
-        """Makes a name refer to this entry; its previous entry retires.
-
-        Args:
-            entry: As `begin` added it.
-            now: Unix time, in seconds.
+        """Makes a name refer to this entry, as `begin` added it; its previous entry retires. `now`
+        is Unix time, seconds.
 
         Raises:
             Overloaded: The entry is gone, because another gateway took the load for abandoned.
@@ -186,7 +183,7 @@ class Manifest:
         return self._with(changed)
 
     def retire(self, name: str) -> Manifest:
-        """Removes a name; cancels a load of it that is under way."""
+        """Removes a name; cancels a load of it."""
         kept = [one for one in self.entries if (one.name, one.state) != (name, "loading")]
         return self._with(
             replace(one, state="retired") if (one.name, one.state) == (name, "serving") else one
@@ -194,32 +191,27 @@ class Manifest:
         )
 
     def drop(self, gone: Iterable[Entry]) -> Manifest:
-        """Returns a manifest without these entries, as far as they are in the given state."""
+        """Returns a manifest without these entries. An entry whose state has changed meanwhile
+        stays.
+        """
         away = {one.identity for one in gone}
         return self._with(one for one in self.entries if one.identity not in away)
 
     def drop_given_up(self, own: Iterable[Entry], now: float) -> Manifest:
-        """Returns a manifest without loads that were not renewed in time, except the caller's own.
-
-        Args:
-            own: Loads of the caller, which are kept.
-            now: Unix time, in seconds.
+        """Returns a manifest without loads that were not renewed in time, except the caller's
+        `own`. `now` is Unix time, seconds.
         """
         kept = {one.identity for one in own}
         late = (one for one in self.in_state("loading") if one.until <= now)
         return self.drop(one for one in late if one.identity not in kept)
 
     def has(self, entry: Entry) -> bool:
-        """Whether the entry is there, in the given state."""
+        """Whether the entry is there and in the same state."""
         return any(one.is_same(entry) for one in self.entries)
 
     def renew(self, entry: Entry, until: float) -> Manifest:
-        """Returns a manifest in which a loading entry is renewed because its gateway still waits
-        for it. Workers see no change.
-
-        Args:
-            entry: As `begin` added it.
-            until: Unix time, in seconds.
+        """Returns a manifest in which a loading entry, as `begin` added it, counts as abandoned
+        only from `until` on (Unix time, seconds). Workers see no change.
         """
         entries = (replace(one, until=until) if one.is_same(entry) else one for one in self.entries)
         return replace(self, entries=tuple(entries))
@@ -235,11 +227,7 @@ _decoder = msgspec.json.Decoder(Manifest)
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """Parses the bytes of a manifest file.
-
-    Args:
-        data: The file.
-        where: The file's name, for errors.
+    """Parses the bytes of a manifest file, which errors call `where`.
 
     Raises:
         ConfigError: The file is no manifest, or is of another version of Weft.
@@ -253,12 +241,15 @@ def parse(data: bytes, where: str) -> Manifest:
 
 
 def serialise(manifest: Manifest) -> bytes:
-    """Serialises a manifest to the content of its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 
 def check_name(name: str) -> str:
-    """Returns a name if it is valid for an adapter; raises InvalidRequest otherwise."""
+    """Returns a name if it is valid for an adapter.
+
+    Raises:
+        InvalidRequest: It is not valid.
+    """
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             "name: 1 to 128 letters, digits and ._-/ are needed, a letter or digit first",

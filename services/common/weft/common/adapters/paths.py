@@ -26,8 +26,8 @@ from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import InvalidRequest, Overloaded, WeftError
 
 FILES = {CONFIG_FILE: 2 << 20, WEIGHTS_FILE: 1 << 40}
-"""Files of an adapter, and the largest size of each in bytes. Besides, only its own tokenizer is
-copied, and the folder of a draft adapter, which has the same files.
+"""Files of an adapter, and the largest size of each in bytes. In addition only its own tokenizer
+and the folder of a draft adapter are copied. That folder has the same files.
 """
 _LIMITS = {**FILES, **TEXT_FILES}
 COPIES = ".weft"
@@ -66,19 +66,15 @@ def components(path: str) -> list[str]:
 def copy_adapter(
     root: Path, path: str, digest_of: Callable[[Path], bytes], max_bytes: int
 ) -> bytes:
-    """Copies an adapter to its immutable place, unless it is already there.
+    """Copies an adapter to its immutable place, unless it is already there; returns its digest.
 
     Args:
-        root: Adapter root.
         path: Path of the adapter's folder, relative to the root.
         digest_of: Checks a folder and gives the digest of its content, 32 bytes.
         max_bytes: A larger adapter is refused.
 
-    Returns:
-        The digest.
-
     Raises:
-        InvalidRequest: The path leads elsewhere, there is no adapter, or it is too large.
+        InvalidRequest: The path leads out of the root, there is no adapter, or it is too large.
         Overloaded: The copy cannot be written.
         WeftError: Raised by `digest_of`: the files are not an adapter.
     """
@@ -103,7 +99,7 @@ def copy_adapter(
 
 
 def remove_copies(root: Path, kept: set[str]) -> None:
-    """Removes copies that no entry names; the registry must be locked."""
+    """Removes copies that no entry names. The caller holds the registry's lock."""
     try:
         found = list((root / COPIES).iterdir())
     except OSError:
@@ -125,7 +121,7 @@ def remove_copies(root: Path, kept: set[str]) -> None:
 
 @contextlib.contextmanager
 def _opened_folder(root: Path, parts: list[str]) -> Iterator[int]:
-    """Opens a folder below the root without following links; returns its descriptor."""
+    """Follows no links; yields the folder's descriptor."""
     descriptor = -1
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -147,14 +143,14 @@ def _opened_folder(root: Path, parts: list[str]) -> Iterator[int]:
 
 
 def _copy_files(folder: int, path: str, target: Path, left: int, max_bytes: int) -> int:
-    """Copies the files of an adapter; returns `left` less their bytes."""
+    """Returns `left` less the bytes copied."""
     for name, limit in FILES.items():
         left -= _copy_file(folder, path, name, target, min(limit, left), max_bytes)
     return left
 
 
 def _copy_texts(folder: int, path: str, target: Path, left: int, max_bytes: int) -> int:
-    """Copies an adapter's own tokenizer if it has one; returns the bytes that are left."""
+    """Copies an adapter's own tokenizer, if it has one; returns `left` less the bytes copied."""
     there = set(os.listdir(folder))
     for name, limit in TEXT_FILES.items() if TOKENIZER_FILE in there else ():
         if name in there:
@@ -163,7 +159,6 @@ def _copy_texts(folder: int, path: str, target: Path, left: int, max_bytes: int)
 
 
 def _copy_draft(folder: int, path: str, target: Path, left: int, max_bytes: int) -> None:
-    """Copies the draft adapter, if there is one."""
     try:
         inner = os.open(DRAFT_FOLDER, _DIRECTORY, dir_fd=folder)
     except FileNotFoundError:
@@ -178,7 +173,7 @@ def _copy_draft(folder: int, path: str, target: Path, left: int, max_bytes: int)
 
 
 def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_bytes: int) -> int:
-    """Copies one file of an adapter; returns its size in bytes."""
+    """Returns the file's size in bytes."""
     try:
         source = os.open(name, _FILE, dir_fd=folder)
     except OSError as error:
@@ -210,7 +205,7 @@ def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_
 
 
 def _digest(digest_of: Callable[[Path], bytes], folder: Path, path: str) -> bytes:
-    """Computes the digest of a copy; errors name the caller's path, not that of the copy."""
+    """Errors name the caller's path, not that of the copy."""
     try:
         return digest_of(folder)
     except WeftError as error:

@@ -1,7 +1,7 @@
 """The registry's folder: one manifest file, changed by compare-and-swap, and the copies.
 
     <root>/adapters.json           the manifest
-    <root>/.weft/<digest>/         what entries mean: copies that do not change
+    <root>/.weft/<digest>/         the entries' contents: copies that do not change
     <root>/.weft/lock              held while the manifest changes
     <root>/<anything else>         where adapters are loaded from
 
@@ -28,11 +28,8 @@ Stamp = tuple[int, int, int]
 
 
 class Registry:
-    """One adapter root. All methods wait for disks: call them in threads.
-
-    Args:
-        root: The folder; must exist.
-        lock_timeout_s: Seconds that other processes have to finish their changes.
+    """One adapter root. All methods wait for disks: call them in threads. Other processes have
+    `lock_timeout_s` to finish their changes.
 
     Raises:
         ConfigError: There is no such folder.
@@ -45,11 +42,12 @@ class Registry:
         self._lock_timeout_s = lock_timeout_s
         self._path = root / MANIFEST
         self._was_there = False
-        """Whether there was a manifest. Weft never removes it: if it disappears, so did its volume.
+        """Whether there was a manifest. Weft never removes it, so a missing one shows that the
+        volume is gone.
         """
 
     def directory(self, digest: bytes) -> Path:
-        """Directory of the files with a content digest."""
+        """Folder of the files with a content digest."""
         return self.root / COPIES / digest.hex()
 
     def stamp(self) -> Stamp:
@@ -84,13 +82,8 @@ class Registry:
         return manifest
 
     def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
-        """Replaces the manifest by the result of `change`, under a lock.
-
-        Args:
-            change: A pure function. If it raises, the error is passed on and nothing changes.
-
-        Returns:
-            The new manifest.
+        """Replaces the manifest by the result of `change`, under a lock; returns the new one.
+        `change` is a pure function. If it raises, the error is passed on and nothing changes.
 
         Raises:
             ConfigError: The manifest cannot be read or written.
@@ -104,7 +97,6 @@ class Registry:
             return new
 
     def add_copy(self, path: str, digest_of: Callable[[Path], bytes], max_bytes: int) -> bytes:
-        """See `copy_adapter`."""
         return copy_adapter(self.root, path, digest_of, max_bytes)
 
     def clean(self) -> None:
@@ -112,7 +104,7 @@ class Registry:
 
         Raises:
             ConfigError: The manifest cannot be read.
-            Overloaded: Somebody else keeps the lock.
+            Overloaded: Another process keeps the lock.
         """
         with self._lock():
             remove_copies(self.root, self.read().digests())

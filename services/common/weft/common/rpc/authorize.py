@@ -152,8 +152,8 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
     """Accepts a call if `CALLERS` lists a service that the caller's certificate names.
 
     Args:
-        among: Callers that are accepted at all, whatever is listed; None: any.
-        relayed: Methods that gateways may call too, whatever is listed.
+        among: Callers that are accepted at all, whatever `CALLERS` lists; None: any.
+        relayed: Methods that gateways may call too, whatever `CALLERS` lists.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wraps the method's handler, because only there the caller is known."""
+        """Wraps the method's handler, because only the handler knows the caller."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:  # no such method

@@ -31,13 +31,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def open_channel(
     address: str, service: str, identity: Identity | None, options: Options = CHANNEL_OPTIONS
 ) -> ServiceChannel:
-    """Opens a channel to a service.
-
-    Args:
-        address: host:port.
-        service: Service that must answer there, such as "decode"; checked with TLS.
-        identity: Identity of this process; None: no TLS.
-        options: Options of gRPC.
+    """Opens a channel to a service at host:port. `service`, such as "decode", is the one that must
+    answer there; TLS checks it. Without `identity` there is no TLS.
     """
     return ServiceChannel(address, service, identity, options)
 
@@ -57,14 +52,14 @@ def _credentials(material: Material) -> grpc.ChannelCredentials:
 
 
 def _named(options: Options, service: str) -> Options:
-    """Checks the peer by its service's name, since addresses change and are often bare IP
+    """The peer is checked by its service's name, since addresses change and are often bare IP
     addresses.
     """
     return (*options, ("grpc.ssl_target_name_override", service_name(service)))
 
 
 class ServiceChannel(grpc.aio.Channel):
-    """A channel that can be dialled anew, and whose new calls use the current certificate.
+    """A channel that can connect anew, and whose new calls use the current certificate.
 
     gRPC fixes a channel's certificate when it is made. So a change of the files makes a new inner
     channel, with a connection of its own, for the calls that begin from then on; the old one is
@@ -100,14 +95,12 @@ class ServiceChannel(grpc.aio.Channel):
         return self._inner
 
     def renew(self, *, keeps_calls: bool = False) -> None:
-        """Dials anew for the next calls.
+        """Connects anew for the next calls.
 
         A connection whose packets are not answered any more, because a firewall has forgotten it or
-        a proxy hangs, stays open for a quarter of an hour although a new one would work.
-
-        Args:
-            keeps_calls: Whether calls on the old connection may end by themselves, since the peer
-                may just be slow; else they end now.
+        a proxy hangs, stays open for a quarter of an hour although a new one would work. With
+        `keeps_calls`, calls on the old connection may end by themselves, since the peer may just be
+        slow; otherwise they end now.
         """
         old, self._inner = self._inner, self._connect()
         self._open_calls[self._inner] = 0
@@ -150,36 +143,28 @@ class ServiceChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """See `grpc.aio.Channel.close`."""
         await asyncio.gather(*(inner.close(grace) for inner in list(self._open_calls)))
         await asyncio.gather(*self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See `grpc.aio.Channel.get_state`."""
         return self.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See `grpc.aio.Channel.wait_for_state_change`."""
         await self.current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """See `grpc.aio.Channel.channel_ready`."""
         await self.current().channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel.unary_unary`."""
         return self._method(lambda inner: inner.unary_unary(*args, **kwargs))
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel.unary_stream`."""
         return self._method(lambda inner: inner.unary_stream(*args, **kwargs))
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel.stream_unary`."""
         return self._method(lambda inner: inner.stream_unary(*args, **kwargs))
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel.stream_stream`."""
         return self._method(lambda inner: inner.stream_stream(*args, **kwargs))
 
     def _method(self, make: Callable[[grpc.aio.Channel], Any]) -> Callable[..., Any]:

@@ -122,7 +122,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) -
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> WeftError:
-    """The typed error behind a failed call, from its details when the peer is Weft's."""
+    """The typed error of a failed call, from its details if the peer is a Weft service."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             found = _from_status(value)

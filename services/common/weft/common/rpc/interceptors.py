@@ -27,7 +27,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wraps the method's handler."""
         handler: grpc.RpcMethodHandler[Any, Any] | None = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -54,9 +53,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(slots=True)
 class TakenBody:
-    """The content of an HttpBody. A handler holds its request until it has answered, and a protobuf
-    message holds all memory that it was parsed into. From this object the handler can remove the
-    data once it has parsed them.
+    """The content of an HttpBody, whose data a handler can remove once it has parsed them. A
+    handler holds its request until it has answered, and a protobuf message holds all memory that it
+    was parsed into.
     """
 
     content_type: str
@@ -125,10 +124,8 @@ def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: s
 
 
 async def _only(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-    """Reads the one request of a call.
-
-    Raises:
-        InvalidRequest: There is none.
+    """Raises:
+    InvalidRequest: The call has no request.
     """
     data: object = await context.read()
     if not isinstance(data, bytes):
@@ -143,20 +140,13 @@ async def _abort(
     *,
     parses_itself: bool,
 ) -> grpc.aio.AbortError | None:
-    """Ends a call that raised.
+    """Ends a call that raised; returns what the guard has to raise; None: there is nobody to
+    answer.
 
     gRPC keeps the exception that it raises for that in the context, and thus in a cycle, which only
     the garbage collector ends. It runs by the number of objects: hundreds of bodies of megabytes
     could wait for it in the frames of failed calls. Therefore the exception has no frames here.
-
-    Args:
-        context: Of the call.
-        error: What it raised.
-        method: Its name, for the log.
-        parses_itself: Whether gRPC parses messages while the handler reads.
-
-    Returns:
-        What the guard has to raise; None: there is nobody to answer.
+    `parses_itself` says that gRPC parses messages while the handler reads.
     """
     try:
         await _answer(context, error, method, parses_itself=parses_itself)

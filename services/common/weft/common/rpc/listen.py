@@ -21,17 +21,12 @@ def add_port(
     flags: tuple[str, str],
     credentials: grpc.ServerCredentials | None = None,
 ) -> str:
-    """Binds a port on a server that has not been started.
+    """Binds a port on a server that has not been started; returns host:port as bound.
 
     Args:
-        server: The server that listens on the port.
-        host: Address of this machine.
         port: 0 = any free one.
         flags: Names of the settings of port and host, for the error.
         credentials: For TLS; None: without.
-
-    Returns:
-        host:port as bound.
 
     Raises:
         ConfigError: The port is taken or the address cannot be bound.

@@ -64,19 +64,19 @@ class ServiceServer:
         """Creates the server; nothing listens yet.
 
         Args:
-            settings: Addresses, limits and grace.
             registry: Metrics that the HTTP port shows.
             interceptors: Interceptors outside the error interceptor, in this order.
             admin: Calls for operators, served if the settings give them a port.
+            identity: For TLS; default: the one that the settings name.
             tracer: Keeps this service's spans; default: one of its own.
-            spans: Finds them, and those of the services behind this one; default: this one's alone.
-            identity: Identity for TLS; default: the one that the settings name.
+            spans: Finds this service's spans and those of the services that it calls; default: its
+                own only.
             requires_client: Whether callers need a certificate, with TLS.
             options: Further options of gRPC, for its port.
 
         Raises:
-            ConfigError: The operators' token or the certificate cannot be used, or there is nothing
-                for operators here.
+            ConfigError: The operators' token or the certificate cannot be used, or the settings
+                give a port for operators and `admin` is None.
         """
         self._settings = settings
         self._identity = identity or load_identity(settings)
@@ -125,9 +125,7 @@ class ServiceServer:
 
     async def start(self, service_names: Sequence[str]) -> None:
         """Binds the ports and starts serving; health reports NOT_SERVING until `set_serving(True)`.
-
-        Args:
-            service_names: Full names of the services added, for health and reflection.
+        `service_names` are the full names of the services added, for health and reflection.
 
         Raises:
             ConfigError: A port is taken or an address cannot be bound; nothing listens then.
@@ -205,8 +203,8 @@ class ServiceServer:
 
     @property
     def admin_port(self) -> int:
-        """Port of that address, once started, for callers of the main port; 0 if disabled, or if it
-        listens on loopback and the main port does not.
+        """Port of `admin_address`, once started, for callers of the main port; 0 if disabled, or if
+        it listens on loopback and the main port does not.
         """
         settings = self._settings
         if is_loopback(settings.admin_host) and not is_loopback(settings.host):
@@ -214,11 +212,8 @@ class ServiceServer:
         return int(self.admin_address.rpartition(":")[2] or 0)
 
     async def set_serving(self, serving: bool, but: Collection[str] = ()) -> None:
-        """Sets the state that grpc.health.v1 reports. From `stop` on it stays NOT_SERVING.
-
-        Args:
-            serving: Whether it is SERVING.
-            but: Names of services whose state does not change.
+        """Sets the state that grpc.health.v1 reports for all services `but` these. From `stop` on
+        it stays NOT_SERVING.
         """
         if serving and self._is_stopping:
             return
@@ -227,8 +222,8 @@ class ServiceServer:
                 await self._health.set(name, _state(serving))
 
     async def set_alive(self, alive: bool) -> None:
-        """Sets the state that grpc.health.v1 reports for `LIVENESS`; no answer means not alive,
-        too.
+        """Sets the state that grpc.health.v1 reports for `LIVENESS`. A service that does not answer
+        counts as dead too.
         """
         await self._health.set(LIVENESS, _state(alive))
 
@@ -259,12 +254,12 @@ class ServiceServer:
         ready_grace_s: float = 0.0,
         but: Collection[str] = (),
     ) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and stops; a second one stops at once.
+        """Serves until SIGTERM or SIGINT, then drains and stops; a second signal stops at once.
 
         Args:
             drain: Lets running work finish; it gets `drain_grace_s` at most.
-            ready_grace_s: Time before that in which health reports NOT_SERVING and work is still
-                taken.
+            ready_grace_s: Seconds before the drain in which health reports NOT_SERVING and work is
+                still accepted.
             but: Names of services that are SERVING in this time.
 
         Raises:
@@ -338,7 +333,6 @@ class ServiceServer:
         await self._close(deadline)
 
     async def _close(self, deadline: float) -> None:
-        """Closes the ports and exports the remaining spans."""
         if self._telling is not None:
             self._telling.cancel()
         now = asyncio.get_running_loop().time()
@@ -366,7 +360,7 @@ class ServiceServer:
 
 
 async def _second(received: asyncio.Queue[signal.Signals]) -> signal.Signals:
-    """Waits for a signal that does not count as the first one again."""
+    """Waits for a signal that does not count as a repetition of the first one."""
     loop = asyncio.get_running_loop()
     first_at = loop.time()
     while True:

@@ -37,7 +37,7 @@ class StartProgress(NamedTuple):
 
 
 def progress_of(error: grpc.aio.AioRpcError) -> StartProgress | None:
-    """The progress that an error tells of; None: it does not come from a service that starts."""
+    """The progress that an error reports; None: it is not from a service that is starting."""
     known = from_rpc_error(error)
     if not isinstance(known, Starting):
         return None

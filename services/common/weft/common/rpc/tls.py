@@ -74,11 +74,7 @@ class Identity:
     """
 
     def __init__(self, files: TlsFiles, service: str | None = None) -> None:
-        """Reads the files.
-
-        Args:
-            files: Files of this identity.
-            service: Service that the certificate must name; None: any.
+        """Reads the files. `service` is the one that the certificate must name; None: any.
 
         Raises:
             ConfigError: The files cannot be used; the message does not quote them.
@@ -101,11 +97,9 @@ class Identity:
             return self._material
 
     def server_credentials(self, requires_client: bool) -> grpc.ServerCredentials:
-        """Credentials of a server; every handshake uses the current certificate.
-
-        Args:
-            requires_client: Whether callers without a trusted certificate are refused. If not,
-                callers are not asked for one.
+        """Credentials of a server; every handshake uses the current certificate. With
+        `requires_client`, callers without a trusted certificate are refused; otherwise callers are
+        not asked for one.
         """
 
         def fetch() -> grpc.ServerCertificateConfiguration:
@@ -136,7 +130,7 @@ class Identity:
         self._note()
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:
-        """A value that changes when a file is written or replaced, also through a link."""
+        """Changes when a file is written or replaced, also through a link."""
         found = []
         for path in (self._files.cert, self._files.key, self._files.ca):
             try:

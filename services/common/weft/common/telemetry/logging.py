@@ -23,13 +23,8 @@ _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 def configure_logging(
     service: str, level: LogLevel = "info", fmt: LogFormat = "auto", stream: TextIO | None = None
 ) -> None:
-    """Sends the process's logs to `stream` (default: standard error).
-
-    Args:
-        service: Name put in every record.
-        level: Least level that is logged.
-        fmt: `auto` is text on a terminal and JSON elsewhere.
-        stream: Where to write.
+    """Sends the process's logs to `stream` (default: standard error), with `service` in every
+    record. `fmt` `auto` is text on a terminal and JSON elsewhere.
     """
     target = sys.stderr if stream is None else stream
     text = fmt == "text" or (fmt == "auto" and target.isatty())
@@ -52,7 +47,6 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats one record."""
         entry: dict[str, object] = {
             "time": _timestamp(record.created),
             "level": record.levelname.lower(),
@@ -78,7 +72,6 @@ class TextFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats one record."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         parts = [
             f"{clock}.{int(record.msecs):03d}",

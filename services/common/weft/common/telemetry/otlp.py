@@ -21,13 +21,13 @@ _REPEAT_LOG_S = 60.0
 
 
 class OtlpExport:
-    """Sends a tracer's sampled spans to a collector, in batches, by a thread of its own.
+    """Sends a tracer's sampled spans to a collector, in batches, from its own thread.
 
     The queue is bounded (`OTEL_BSP_MAX_QUEUE_SIZE`); when it is full, spans are lost. Nothing ever
     waits for the collector.
 
     Raises:
-        ConfigError: The protocol that the environment asks for is not there.
+        ConfigError: The protocol that the environment names is not installed.
     """
 
     def __init__(self, tracer: Tracer, endpoint: str) -> None:
@@ -65,7 +65,6 @@ def start_export(tracer: Tracer, settings: ServiceSettings) -> OtlpExport | None
 
 
 def _wanted_endpoint(setting: str) -> str:
-    """Endpoint to which spans are exported; empty: none."""
     return setting or next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), "")
 
 

@@ -64,7 +64,7 @@ class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_ids: list[int] | None = None
     prompt_text: str | None = None
     outcome: str = ""
-    """ok, or the failure's reason in lower case; empty = it ran when the service ended."""
+    """ok, or the failure's reason in lower case; empty: it was running when the service ended."""
     duration_s: float = 0.0
     samples: list[LoggedSample] = []
 
@@ -72,8 +72,8 @@ class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
 def terms(
     sampling: common_pb2.SamplingParams, stop: common_pb2.StopCriteria, *, has_content: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sampling and stop criteria as a line has them. The client's constraint and stop strings are
-    included only with content.
+    """Sampling and stop criteria in the form of a log line. The client's constraint and stop
+    strings are included only with `has_content`.
     """
     found = tuple(MessageToDict(one, preserving_proto_field_name=True) for one in (sampling, stop))
     if not has_content:
@@ -96,7 +96,7 @@ def read_log(file: TextIO) -> Iterator[LoggedPrompt]:
     """Reads the prompts of a log.
 
     Raises:
-        ConfigError: A line is not of such a log; says which.
+        ConfigError: A line, which the message names, is not of such a log.
     """
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -111,10 +111,10 @@ _Finish = Callable[[LoggedPrompt], None]
 
 
 class RequestLog:
-    """Writes prompts to a file that rotates, in a thread of its own; callers never wait.
+    """Writes prompts to a file that rotates, in its own thread; callers never wait.
 
     Args:
-        path: Path of the newest file; older ones have `.1`, `.2`, ... behind it.
+        path: Path of the newest file; older ones end in `.1`, `.2`, ...
         max_bytes: Most bytes of each file.
         num_files: Number of files that are kept, the newest included.
 
@@ -135,12 +135,8 @@ class RequestLog:
         self._thread.start()
 
     def write(self, prompt: LoggedPrompt, finish: _Finish = lambda prompt: None) -> None:
-        """Queues a prompt; drops it when the file cannot keep up.
-
-        Args:
-            prompt: The prompt to write.
-            finish: Called in the writing thread before the line is written, to add fields that take
-                time.
+        """Queues a prompt; drops it when the file cannot keep up. `finish` is called in the writing
+        thread before the line is written, to add fields that take time.
         """
         num_tokens = _num_tokens(prompt)
         try:
@@ -192,17 +188,16 @@ class _PrivateFile(RotatingFileHandler):
         return open(self.baseFilename, "a", encoding="utf-8", opener=opener)
 
     def doRollover(self) -> None:
-        """If no older files are kept, the only file begins anew; the base class would go on writing
-        to it.
+        """The base class would go on writing to the only file if no older ones are kept; here it
+        begins anew.
         """
         if not self.backupCount and self.stream is not None:
             self.stream.truncate(0)
         super().doRollover()
 
     def write_line(self, line: str) -> None:
-        """Writes one line; starts a new file if it does not fit."""
         self.emit(logging.makeLogRecord({"msg": line}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Passes errors such as a full disk on to the caller."""
+        """Passes errors such as a full disk on to the caller, which the base class prints."""
         raise

@@ -39,7 +39,7 @@ from weft.common.version import version
 from weft.contract.errors import InvalidRequest
 
 REQUEST_ID_KEY = "x-weft-request-id"
-"""Metadata key of the request id in calls between services, beside `traceparent`."""
+"""Metadata key of the request id in calls between services, next to `traceparent`."""
 REQUEST_ID = "weft.request_id"
 """Attribute of a span with its request's id."""
 
@@ -118,12 +118,8 @@ class RecentSpans(SpanProcessor):
         )
 
     def find(self, wanted: str, limit: int) -> list[ReadableSpan]:
-        """The newest spans of a request or trace, oldest first.
-
-        Args:
-            wanted: A request id, with the spans of each of its prompts, or 32 hex digits of a
-                trace id.
-            limit: Most spans returned.
+        """The newest spans of a request or trace, oldest first. `wanted` is a request id, which
+        finds the spans of each of its prompts, or a trace id of 32 hex digits.
         """
         if _TRACE_ID.fullmatch(wanted):
             trace_id = int(wanted, 16)
@@ -139,8 +135,8 @@ class RecentSpans(SpanProcessor):
 
 
 class _RecordAll(Sampler):
-    """Records each span, and samples (for export) those of sampled callers and a share of the
-    traces that begin here.
+    """Records each span. It samples (for export) those of sampled callers and a share of the traces
+    that begin here.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -171,7 +167,7 @@ class _RecordAll(Sampler):
 
 
 class _SpanIds(RandomIdGenerator):
-    """Random ids, and for the next span a given one."""
+    """Random ids. The next span gets the id in `given` if it is not 0."""
 
     given = 0
 
@@ -269,9 +265,9 @@ class Tracer:
         return span
 
     def _wall_ns(self, monotonic_s: float | None) -> int:
-        """A moment (now, if none is given) as Unix time, nanoseconds. The offset between the two
-        clocks changes only where they part by more than a millisecond, so that spans of one
-        process keep their order.
+        """A moment as Unix time, nanoseconds; None: now. The offset between the two clocks is
+        corrected only when it is wrong by more than a millisecond, so that spans of one process
+        keep their order.
         """
         before_s, wall_s, now_s = time.monotonic(), time.time(), time.monotonic()
         is_exact = now_s - before_s < _CLOCK_STEP_S / 10

@@ -17,7 +17,7 @@ DEFAULT_SPANS, MAX_SPANS = 1000, 10_000
 MAX_ID_BYTES = 128
 
 FanOut = Callable[[trace_pb2.ListSpansRequest], Awaitable[trace_pb2.ListSpansResponse]]
-"""Collects spans from the services behind this one."""
+"""Collects spans from the services that this one calls."""
 
 
 def make_tracer(settings: ServiceSettings, instance: str) -> Tracer:
@@ -32,11 +32,8 @@ def make_tracer(settings: ServiceSettings, instance: str) -> Tracer:
 
 
 class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
-    """Implements weft.v1.TraceService over a tracer.
-
-    Args:
-        tracer: Tracer of this service.
-        fan_out: Asks the services behind this one, if there are any.
+    """Implements weft.v1.TraceService over a tracer. `fan_out` asks the services that this one
+    calls, if there are any.
     """
 
     def __init__(self, tracer: Tracer, fan_out: FanOut | None = None) -> None:

@@ -27,14 +27,11 @@ def with_adapter_needs(
     """The engine's settings, in which a worker without `lora_projections` can hold the adapters
     that are registered for its model and those in `expected_adapters`.
 
-    Args:
-        settings: The worker's.
-        config: The engine's settings that follow from them.
-        is_strict: Whether an expected adapter that cannot be read is an error; else it is logged,
-            and its load will fail.
+    An adapter that cannot be read is logged, and its load will fail. With `is_strict`, an expected
+    one raises.
 
     Raises:
-        WeftError: The registry cannot be read, or see `is_strict`.
+        WeftError: The registry, or with `is_strict` an expected adapter, cannot be read.
     """
     root = settings.adapter_root
     if root is None or settings.lora_projections:

@@ -38,12 +38,13 @@ class WantedAdapters(NamedTuple):
     is_pinned: bool
     is_lenient: bool
     generation: int
-    """Generation of that entry: a content that is registered again is tried again."""
+    """Generation of that entry. A content that is registered again is loaded again after a failure.
+    """
 
 
 @dataclass(slots=True)
 class _Ordered:
-    """An order to the engine about a content, and its answer."""
+    """An order to the engine about a content, and the answer to it."""
 
     wanted: WantedAdapters
     query: int
@@ -72,7 +73,6 @@ class AdapterFollower:
     """Follows a registry and sends orders to the engine.
 
     Args:
-        registry: The registry to follow.
         model: Served name: adapters of other models are not for this worker.
         send: Sends the engine an inbox; raises PeerUnavailable once the engine is gone.
         poll_s: Seconds between two looks at the registry.
@@ -134,7 +134,6 @@ class AdapterFollower:
         self.generation, self._is_broken = generation, False
 
     def _order(self, now: float) -> None:
-        """Orders the changes from the engine's adapters to the wanted ones."""
         for digest in [one for one in self._ordered if one not in self._wanted]:
             del self._ordered[digest]
             self._log.touch(digest)
@@ -177,7 +176,6 @@ class AdapterFollower:
             self._take_report(outbox.load)
 
     def _take_report(self, load: LoadReport) -> None:
-        """Adds reported changes to the known states."""
         for digest in load.gone_adapters:
             self._states.pop(digest, None)
             self._log.touch(digest)
@@ -205,7 +203,7 @@ class AdapterFollower:
             self._failed(digest, ordered, failure.message)
 
     def _told(self, digest: bytes, message: str) -> str:
-        """An error's message without the paths of copies."""
+        """Removes the paths of copies from an error's message."""
         directory = str(self._registry.directory(digest))
         message = message.replace(f" ({directory})", "")
         message = message.replace(f"adapter {directory}", "its copy").replace(directory, "its copy")
@@ -235,10 +233,8 @@ class AdapterFollower:
         return [status for status in found if status is not None]
 
     def news(self, sequence: int | None) -> AdapterNews:
-        """Changes since a watcher's last report.
-
-        Args:
-            sequence: Sequence number of the last report to the watcher; None: there was none.
+        """Changes since a watcher's last report, whose sequence number is `sequence`; None: there
+        was none.
         """
         changed = None if sequence is None else self._log.since(sequence)
         if changed is None:
@@ -255,7 +251,6 @@ class AdapterFollower:
         return digest in self._ordered or digest in self._states
 
     def _status(self, digest: bytes) -> worker_pb2.AdapterStatus | None:
-        """State of one adapter; None: there is none."""
         ordered, engine = self._ordered.get(digest), self._states.get(digest)
         if ordered is not None:
             return _status(digest, ordered, engine)
@@ -278,15 +273,14 @@ def wanted_of(manifest: Manifest, model: str) -> dict[bytes, WantedAdapters]:
 
 
 def _is_due(ordered: _Ordered, now: float) -> bool:
-    """Whether a failed load is to be retried."""
     return not ordered.query and not ordered.is_held and now >= ordered.retry_at
 
 
 def open_registry(root: Path | None) -> Registry | None:
-    """Opens the registry given by a setting; None: there is none.
+    """Opens the registry in a folder; None: no folder is set.
 
     Raises:
-        ConfigError: The folder is not there.
+        ConfigError: The folder does not exist.
     """
     return None if root is None else Registry(root)
 
@@ -307,7 +301,7 @@ def _status(
 
 
 def _leaving(engine: AdapterState) -> worker_pb2.AdapterStatus:
-    """The state of an adapter that is no longer listed: it is unloaded with its last request."""
+    """An adapter that is no longer listed is unloaded with its last request."""
     status = ADAPTER.encode(engine)
     status.unloading = True
     return status

@@ -16,12 +16,8 @@ from weft.contract.messages import Inbox
 
 
 class WorkerAdmin:
-    """Implements `AdminBackend` over the engine.
-
-    Args:
-        engine: Engine of this worker.
-        queries: Ask it.
-        sizes: Returns the sizes of the server process's structures, by name.
+    """Implements `AdminBackend` over the engine. `sizes` returns the sizes of the server process's
+    structures, by name.
     """
 
     def __init__(
@@ -32,11 +28,9 @@ class WorkerAdmin:
         self._sizes = sizes
 
     async def flush_cache(self) -> int:
-        """See `AdminBackend`."""
         return await self._queries.flush_cache()
 
     async def dump_state(self, max_entries: int) -> Mapping[str, object]:
-        """See `AdminBackend`."""
         engine = json.loads(await self._queries.dump_state(max_entries))
         return {
             "engine": engine,
@@ -46,11 +40,9 @@ class WorkerAdmin:
     async def order_faults(
         self, *, add: FaultSpec | None = None, clear: str | None = None
     ) -> list[FaultState]:
-        """See `AdminBackend`."""
         return await self._queries.order_faults(add=add, clear=clear)
 
     def set_log_level(self, level: LogLevel) -> None:
-        """See `AdminBackend`."""
         # The engine is gone, and this process ends with it.
         with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(log_level=level))

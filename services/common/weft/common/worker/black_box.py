@@ -1,4 +1,4 @@
-"""Files that an engine process leaves behind to explain a stall or crash.
+"""Files that an engine process leaves to explain a stall or crash.
 
 faulthandler writes the stacks, without the interpreter lock. A thread writes the state, if the
 engine's thread lets others run. Each step's plan is written before the step, into memory that
@@ -40,10 +40,8 @@ class Watched(Protocol):
 
 
 class BlackBox:
-    """The engine's side: process-wide signal handlers, installed once.
-
-    Args:
-        folder: Existing folder for the files.
+    """The engine's side: process-wide signal handlers, installed once. The folder for the files
+    must exist.
     """
 
     def __init__(self, folder: Path) -> None:

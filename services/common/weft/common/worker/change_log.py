@@ -9,10 +9,8 @@ MAX_GONE = 1_000
 
 
 class ChangeLog:
-    """Numbers changes; the cost of a query is proportional to the number of changes.
-
-    Args:
-        exists: Whether the key exists now.
+    """Numbers changes; the cost of a query is proportional to the number of changes. `exists` says
+    whether a key exists now.
     """
 
     def __init__(self, exists: Callable[[bytes], bool]) -> None:
@@ -34,8 +32,8 @@ class ChangeLog:
             self._forget()
 
     def since(self, sequence: int) -> list[bytes] | None:
-        """Keys changed after a sequence number, newest first; None: it is too long ago, any may
-        have changed.
+        """Keys changed after a sequence number, newest first; None: it is too long ago, so any key
+        may have changed.
         """
         if sequence < self._forgotten:
             return None

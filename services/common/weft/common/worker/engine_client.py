@@ -33,20 +33,19 @@ SPIN_COUNT = "1000"
 """GOMP_SPINCOUNT: engines that share cores must not spin (docs/decisions)."""
 EXIT_GRACE_S = 3.0
 MAX_UNREAD_BYTES = 16 << 20
-"""Bytes that the engine has not read, from which on `room` waits."""
+"""`room` waits while the engine has more unread bytes than this."""
 
 
 class EngineClient:
     """One engine process, and the socket to it.
 
     Args:
-        config: configuration of the engine.
-        on_outbox: called on the loop for every outbox.
-        on_progress: called with (done, in all, what in words) while the engine loads; in all 0:
-            not known.
-        black_box: folder for the process's traces after a stall or crash; None: it leaves none.
-        log_level: least level that it logs.
-        log_format: format of its logs.
+        on_outbox: Called on the loop for every outbox.
+        on_progress: Called with (done, total, what in words) while the engine loads; a total of 0
+            is unknown.
+        black_box: Folder for the process's traces after a stall or crash; None: it leaves none.
+        log_level: Least level that it logs.
+        log_format: Format of its logs.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class EngineClient:
         """Spawns the engine and waits until it is ready.
 
         Raises:
-            WeftError: it could not start; the message says why.
+            WeftError: It could not start; the message says why.
         """
         await self.spawn()
         return await self.wait_ready()
@@ -128,7 +127,7 @@ class EngineClient:
         """Waits until the spawned engine is ready.
 
         Raises:
-            WeftError: it could not start; the message says why.
+            WeftError: It could not start; the message says why.
         """
         return await self._ready
 
@@ -144,10 +143,8 @@ class EngineClient:
         return time.monotonic() - self.last_turn_at
 
     def require(self) -> None:
-        """Raises PeerUnavailable unless the engine runs.
-
-        Raises:
-            PeerUnavailable: The engine is gone.
+        """Raises:
+        PeerUnavailable: The engine is gone.
         """
         if self.gone.done():
             raise PeerUnavailable(f"the engine is gone: {self.gone.result()}", stage="decode")
@@ -156,7 +153,7 @@ class EngineClient:
         """Sends an inbox together with everything else of this iteration of the event loop.
 
         Raises:
-            PeerUnavailable: the engine is gone.
+            PeerUnavailable: The engine is gone.
         """
         self.require()
         if self._pending is None:
@@ -166,8 +163,8 @@ class EngineClient:
             merge(self._pending, inbox)
 
     async def room(self) -> None:
-        """Waits while the engine has too many unread bytes, as when it stalls. For messages that a
-        peer would otherwise send without end, such as pages.
+        """Waits while the engine has too many unread bytes, as when it stalls. Callers use it for
+        messages of which a peer could send any number, such as pages.
         """
         if self._writer is not None:
             with contextlib.suppress(ConnectionError):  # `gone` reports the engine's end.
@@ -177,7 +174,7 @@ class EngineClient:
         """Sends fault orders, which are executed even while the engine's loop is stalled.
 
         Raises:
-            PeerUnavailable: the engine is gone.
+            PeerUnavailable: The engine is gone.
         """
         if self.gone.done() or self._orders is None:
             raise PeerUnavailable("the engine is gone", stage="faults")
@@ -236,7 +233,7 @@ class EngineClient:
                 self.gone.set_result(f"{reason}, {status}")
 
     async def _read_orders(self, reader: asyncio.StreamReader) -> None:
-        """Reads replies to fault orders, which do not show that the engine's loop turns."""
+        """Replies to fault orders do not show that the engine's loop turns."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while (message := await _message(reader)).outbox is not None:
                 self._on_outbox(message.outbox)

@@ -82,7 +82,7 @@ class ServerLink:
         """Returns the bodies of the frames that have arrived.
 
         Raises:
-            ServerGone: the other end is closed.
+            ServerGone: The other end is closed.
         """
         while True:
             try:

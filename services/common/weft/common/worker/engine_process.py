@@ -1,4 +1,6 @@
-"""Starts the engine process: `python -m weft.common.worker.engine_process`, see `engine_main`."""
+"""Starts the engine process: `python -m weft.common.worker.engine_process`. `engine_main` has its
+arguments.
+"""
 
 from __future__ import annotations
 

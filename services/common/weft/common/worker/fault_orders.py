@@ -21,11 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def obey_orders(sock: socket.socket) -> None:
-    """Starts the thread, which ends when the other end of the socket closes.
-
-    Args:
-        sock: Socket on which inboxes with only fault orders arrive and outboxes with the replies
-            leave.
+    """Starts the thread, which ends when the other end of the socket closes. Inboxes with fault
+    orders alone arrive on the socket, and outboxes with the replies leave on it.
     """
     sock.setblocking(True)
     threading.Thread(target=_obey_all, args=(sock,), name="fault-orders", daemon=True).start()
@@ -43,7 +40,7 @@ def _obey_all(sock: socket.socket) -> None:
 
 
 def _obey(order: FaultOrder) -> tuple[int, list[FaultState]]:
-    """Arms or disarms faults of this process; the server has validated the order."""
+    """The server has validated the order."""
     try:
         if order.clear is not None:
             faults.BOARD.clear(order.clear)

@@ -36,7 +36,7 @@ RENEWED_AFTER_S = 10.0
 """Least time between two new connections to one service."""
 MAX_CHANNELS = 256
 """Number of channels to prefill workers beyond which unused ones are closed, the longest unused
-first. Workers come and go, each with an address of its own.
+first. Workers come and go, and each has its own address.
 """
 T = TypeVar("T")
 
@@ -60,11 +60,8 @@ class _OpenFill:
 
 
 class FillClient:
-    """Streams to fillers, one per lease, over one channel per address.
-
-    Args:
-        engine: Receives the fillers' events.
-        identity: Identity of this worker; None: without TLS.
+    """Streams to fillers, one per lease, over one channel per address. `engine` receives the
+    fillers' events.
     """
 
     def __init__(self, engine: EngineClient, identity: Identity | None = None) -> None:
@@ -153,7 +150,6 @@ class FillClient:
         channel.renew(keeps_calls=True)
 
     async def _fill(self, command: FillCommand, open_fill: _OpenFill) -> None:
-        """Runs one lease's stream, from `start` to its last event."""
         assert command.handle is not None
         told = FillStart(
             stream=0,
@@ -198,7 +194,7 @@ class FillClient:
             self._tell(command.lease_id, last)
 
     async def _query(self, command: FillCommand) -> None:
-        """Asks what became of a lease; without an answer the engine asks again."""
+        """Without an answer the engine asks again."""
         request = kv_pb2.FillStatusRequest(lease_id=command.lease_id)
         try:
             status = await self._stub(command).FillStatus(request, timeout=QUERY_TIMEOUT_S)
@@ -217,7 +213,7 @@ class FillClient:
             self._engine.send(Inbox(lease_answers=[answer]))
 
     async def _report(self, command: FillCommand) -> None:
-        """Reports a corrupt page to a store; if this is lost, the store will find out by itself."""
+        """A lost report is not repeated, since the store will find the corrupt page by itself."""
         assert command.corrupt is not None
         key, digest = command.corrupt
         request = kvstore_pb2.ReportCorruptRequest(key=key, digest=digest)
@@ -234,7 +230,6 @@ async def _forward(
     controls: asyncio.Queue[kv_pb2.FillControl],
     call: grpc.aio.StreamStreamCall[kv_pb2.FillControl, kv_pb2.FillEvent],
 ) -> None:
-    """Forwards renewals and stops until the stream ends."""
     with contextlib.suppress(grpc.aio.AioRpcError, *WRITE_AFTER_END, InjectedFault):
         while True:
             control = await controls.get()

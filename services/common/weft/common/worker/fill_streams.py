@@ -45,12 +45,7 @@ class FillPort(Protocol):
 
 
 class FillStreams:
-    """All open Fill streams of a service.
-
-    Args:
-        port: the filler.
-        tracer: keeps spans of the fills.
-    """
+    """All open Fill streams of a service. `tracer` keeps the spans of the fills."""
 
     def __init__(self, port: FillPort, tracer: Tracer) -> None:
         self._port = port
@@ -127,7 +122,7 @@ class FillStreams:
     async def _controls(
         self, stream: int, lease_id: bytes, requests: AsyncIterator[kv_pb2.FillControl]
     ) -> None:
-        """Forwards renewals and stops; if the owner's side ends, the lease is broken."""
+        """If the owner's side ends, the lease is broken."""
         async for control in requests:
             kind = control.WhichOneof("control")
             if kind == "renew":

@@ -9,12 +9,9 @@ from weft.contract.handle import FillEvent, FillTimings
 
 
 class FillTrace:
-    """Trace of one lease, from its start to its last event.
-
-    Args:
-        tracer: Keeps the spans.
-        start: The owner's message. Without a trace context there are no spans. The context is
-            changed to name the new span, so that spans that the fill causes become its children.
+    """Trace of one lease, from its start to its last event. A start without a trace context has no
+    spans. Changes the context of `start` to name the new span, so that spans that the fill causes
+    become its children.
     """
 
     def __init__(self, tracer: Tracer, start: FillStart) -> None:
@@ -65,7 +62,7 @@ class FillTrace:
         def stage(
             name: str, begin_s: float, end_s: float, attributes: dict[str, Attribute] | None = None
         ) -> None:
-            """Records a part of the fill; times are seconds since the fill was accepted."""
+            """Times are seconds since the fill was accepted."""
             if end_s > 0.0:
                 begin_at, end_at = accepted_s + begin_s, accepted_s + max(begin_s, end_s)
                 self._tracer.record(name, fill, self._request_id, begin_at, end_at, attributes)

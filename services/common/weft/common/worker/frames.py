@@ -26,7 +26,7 @@ class EngineMessages:
     info: EngineInfo | None = None
     """Facts about the engine, sent once, when it is ready."""
     progress: tuple[int, int, str] | None = None
-    """(done, in all, what in words) while the engine loads."""
+    """(done, total, what in words) while the engine loads."""
     failure: Failure | None = None
     """Why the engine could not start."""
 

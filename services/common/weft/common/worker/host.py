@@ -99,12 +99,8 @@ class WorkerHost:
         role: Role,
         make_service: Callable[[WorkerContext], RoleService],
     ) -> None:
-        """Creates the parts that need no engine; nothing runs yet.
-
-        Args:
-            settings: Settings of the worker.
-            role: Its role.
-            make_service: Makes the role's own service, once the engine runs.
+        """Creates the parts that need no engine; nothing runs yet. `make_service` makes the role's
+        own service, once the engine runs.
 
         Raises:
             ConfigError: The settings are not valid.
@@ -181,10 +177,8 @@ class WorkerHost:
         return front
 
     async def serve(self, front: WorkerServer) -> int:
-        """Serves until a signal, the death of the engine, or the loss of the pool to quarantine.
-
-        Returns:
-            The exit status.
+        """Serves until a signal, the death of the engine, or until quarantine has taken the pool;
+        returns the exit status.
 
         Raises:
             Exception: What the drain raised.
@@ -226,15 +220,14 @@ class WorkerHost:
         await self._closing.aclose()
 
     def _on_progress(self, done: int, total: int, what: str) -> None:
-        """Tells callers and a supervisor how far the start is; the latter by a line `done total
-        what` in a file beside the ready file.
+        """Tells callers and a supervisor how far the start is. The supervisor reads a line `done
+        total what` in a file next to the ready file.
         """
         self._starting.take(done, total, what)
         if (ready_file := self._settings.ready_file) is not None:
             ready_file.with_suffix(".progress").write_text(f"{done} {total} {what}\n")
 
     def _on_outbox(self, outbox: Outbox) -> None:
-        """Dispatches the results of an engine turn."""
         self._queries.on_outbox(outbox)
         if self._adapters is not None:
             self._adapters.on_outbox(outbox)
@@ -276,7 +269,6 @@ class WorkerHost:
         return registry
 
     def _front(self, server: ServiceServer, info: EngineInfo, kv_feed: KvFeed) -> WorkerServer:
-        """Adds the services to the server."""
         settings = self._settings
         service = self._make_service(
             WorkerContext(
@@ -332,7 +324,7 @@ class WorkerHost:
         return Watchdog(self._settings, self._engine, self._dumps, requests, about)
 
     async def _say_last_words(self, front: WorkerServer, watchdog: Watchdog | None) -> None:
-        """Reports the end of the engine on every stream, before this process ends too."""
+        """Called before this process ends too."""
         why = self._engine.gone.result()
         logger.error("the engine died: %s", why)
         front.service.on_engine_gone(why)
@@ -346,10 +338,8 @@ async def run_worker(
     role: Role,
     make_service: Callable[[WorkerContext], RoleService],
 ) -> int:
-    """Runs a worker until a signal, the death of its engine, or the loss of its pool to quarantine.
-
-    Returns:
-        The exit status.
+    """Runs a worker until a signal, the death of its engine, or until quarantine has taken its
+    pool; returns the exit status.
 
     Raises:
         Exception: An unexpected error, once everything has ended.
@@ -399,7 +389,8 @@ async def _tell_liveness(server: ServiceServer, engine: EngineClient) -> None:
 async def _end_by_quarantine(
     server: ServiceServer, engine: EngineClient, config: EngineConfig
 ) -> None:
-    """Drains and ends the worker if its pool is lost to quarantine: the last fence.
+    """Drains and ends the worker if quarantine has taken its pool, which only the end of the
+    process frees.
 
     It first waits for the life of a lease, in which the proof of an ordinary death comes.
     """

@@ -2,7 +2,7 @@
 
 The feed mirrors the cache from the engine's changes, so a snapshot never waits for a step, and it
 keeps the latest changes in one log for all watchers. A watcher is a position in that log and has no
-queue: one that has fallen behind its end is given a snapshot, and goes on from there.
+queue: one whose position is no longer in the log gets a snapshot, and goes on from there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,8 @@ _RUN_PAGES = 16
 
 
 class KvFeed:
-    """Mirror and log of one engine's prefix cache. Used by the server's event loop.
-
-    Args:
-        worker_id: Id of the worker.
-        epoch: Epoch of the engine.
-        max_log_pages: Bound of the log.
-        min_interval_s: Least seconds between two messages to one watcher.
+    """Mirror and log of one engine's prefix cache. Used by the server's event loop. `max_log_pages`
+    bounds the log, and two messages to one watcher are `min_interval_s` apart or more.
     """
 
     def __init__(
@@ -114,7 +109,7 @@ class KvFeed:
         return oldest - 1 <= position <= self.sequence
 
     def _since(self, position: int) -> list[KvChange]:
-        """The next changes, at most one full message."""
+        """At most one full message."""
         found: list[KvChange] = []
         num_pages = 0
         start = position + 1 - self._log[0].sequence
@@ -133,7 +128,7 @@ class KvFeed:
         )
 
     def _snapshot(self) -> Iterable[worker_pb2.WatchKvResponse]:
-        """Parts of a snapshot of the present pages, however long sending them takes."""
+        """Sending the parts may take long; they are of the pages at the first one."""
         as_of, held = self.sequence, list(self._held.items())
         for start in range(0, max(1, len(held)), MAX_CHANGE_PAGES):
             end = start + MAX_CHANGE_PAGES

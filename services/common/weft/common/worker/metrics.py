@@ -84,9 +84,9 @@ class EngineCollector(Collector):
     """Converts load reports to metrics.
 
     Args:
-        load: the newest report, None before the first.
-        loop_age_s: age of the engine's last turn.
-        adapters: states of the engine's adapters.
+        load: The newest report, None before the first.
+        loop_age_s: Seconds since the engine's last turn.
+        adapters: States of the engine's adapters.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class EngineCollector(Collector):
         self._adapters = adapters
 
     def collect(self) -> Iterator[Metric]:
-        """Collects the current values."""
         load = self._load()
         if load is None:
             return
@@ -145,7 +144,7 @@ def tier_metrics(tiers: Sequence[TierReport]) -> Iterator[Metric]:
 
 
 def _adapter_metrics(adapters: Collection[AdapterState]) -> Iterator[Metric]:
-    """Numbers of adapters by state, without their names, of which there may be thousands."""
+    """Leaves out the adapters' names, of which there may be thousands."""
     count = GaugeMetricFamily(
         "weft_adapters",
         "LoRA adapters of this worker, by state: loading, disk, host, device, failed",
@@ -168,7 +167,6 @@ def _adapter_metrics(adapters: Collection[AdapterState]) -> Iterator[Metric]:
 
 
 def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    """A gauge of several values with one label."""
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)

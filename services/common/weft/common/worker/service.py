@@ -49,7 +49,7 @@ class Queries:
             self._resolve(query, states)
 
     async def lease_state(self, lease_id: bytes) -> str:
-        """State of a lease; stops it."""
+        """State of a lease, which this stops."""
         query = next(self._ids)
         lease = LeaseQuery(query=query, lease_id=lease_id)
         return str(await self._ask(query, Inbox(lease_queries=[lease])))
@@ -104,18 +104,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Implements weft.v1.WorkerService over an engine client.
 
     Args:
-        engine: the started engine.
-        info: the engine's facts about itself.
-        kv_feed: content of the engine's prefix cache.
-        role: role of this worker.
-        worker_id: stable id.
-        model_name: served name.
-        server_pid: pid of this process.
+        worker_id: Stable id.
+        server_pid: Pid of this process.
         kvstores: host:port of the KV stores in use.
         advertised: host:port at which other workers reach this one; empty: the address that
             gateways use.
-        adapters: the worker's adapters; None: it serves the base model alone.
-        admin_port: returns the number of its operators' port; 0: it has none.
+        adapters: The worker's adapters; None: it serves the base model alone.
+        admin_port: Returns the operators' port; 0: there is none.
     """
 
     def __init__(
@@ -154,7 +149,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.GetInfoRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.GetInfoResponse:
-        """See worker.proto."""
         info = self._info
         first = {"target": (info.layers, info.kv_heads, info.head_dim)}
         planes = [
@@ -193,7 +187,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.WatchLoadRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
-        """See worker.proto."""
         interval = DEFAULT_INTERVAL_S
         if request.HasField("interval"):
             interval = max(MIN_INTERVAL_S, request.interval.ToNanoseconds() / 1e9)
@@ -222,7 +215,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.WatchKvRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[worker_pb2.WatchKvResponse]:
-        """See worker.proto."""
         async for response in self._kv_feed.watch(request):
             yield response
         raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
@@ -232,7 +224,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.ListHeldAdaptersRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.ListHeldAdaptersResponse:
-        """See worker.proto."""
         response = worker_pb2.ListHeldAdaptersResponse(
             worker_id=self._worker_id, epoch=self._info.epoch
         )
@@ -246,7 +237,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.DrainResponse:
-        """See worker.proto."""
         timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else 60.0
         self._begin_drain()
         await self._reports_drain(True)
@@ -263,7 +253,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.UndrainRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.UndrainResponse:
-        """See worker.proto."""
         if self._is_ending:
             raise Draining("this worker is shutting down", stage="undrain")
         self._engine.send(Inbox(drains=[False]))
@@ -276,19 +265,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.ReportExitRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.ReportExitResponse:
-        """See worker.proto."""
         released = await self._queries.report_exit(request.worker_id, request.epoch)
         return worker_pb2.ReportExitResponse(released_pages=released)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accepts no new work as long as this process lives, and hands back waiting requests;
-        running ones may finish.
-
-        Args:
-            timeout_s: Seconds until running requests are handed back too, and leases are stopped.
-
-        Returns:
-            Whether no request and no lease is left.
+        """Accepts no new work as long as this process lives, and hands waiting requests back.
+        Running ones may finish for `timeout_s`; then they are handed back too, and leases are
+        stopped. Returns whether no request and no lease is left.
         """
         self._is_ending = True
         if self._engine.gone.done():
@@ -309,7 +292,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return await self._becomes_idle(HAND_BACK_S)
 
     async def _becomes_idle(self, timeout_s: float) -> bool:
-        """Waits until the draining engine is idle, for as long as it is to drain."""
+        """False: the drain was ended, the engine is gone, or `timeout_s` has passed."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while self._is_draining and not self._engine.gone.done():
@@ -322,10 +305,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return False
 
     async def _reports_drain(self, is_draining: bool) -> None:
-        """Waits until the engine has obeyed.
-
-        Raises:
-            PeerUnavailable: It did not in time.
+        """Raises:
+        PeerUnavailable: The engine did not obey in time.
         """
         deadline = time.monotonic() + QUERY_TIMEOUT_S
         while (load := self._engine.load) is None or load.is_draining != is_draining:
@@ -364,7 +345,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _state_planes(states: StatePlane) -> list[kv_pb2.Plane]:
-    """The planes of blocks: those of each layer, and those of all layers together, if any."""
+    """The planes of each layer, then those of all layers together, if any."""
     given = ((states.name, states.layers, states.parts), (f"{states.name}-rows", 1, states.rows))
     return [
         kv_pb2.Plane(

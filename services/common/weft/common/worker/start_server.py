@@ -19,13 +19,8 @@ _GRACE_S = 1.0
 class StartServer:
     """Refuses every call with the progress of the start; an async context manager.
 
-    It listens where the worker will: nothing is lost, since until then nothing would answer. With
-    port 0 it does not, since nobody knows the port.
-
-    Args:
-        settings: Of the worker.
-        identity: Of the worker; None: without TLS.
-        worker_id: Its id.
+    It listens at the worker's address, where nothing would answer until the worker is ready. With
+    port 0 it does not listen, since nobody knows the port. Without `identity` there is no TLS.
     """
 
     def __init__(
@@ -76,11 +71,9 @@ class StartServer:
 
 
 class _Refusing(grpc.GenericRpcHandler):
-    """Handles every method by one coroutine."""
-
     def __init__(self, refuse: Any) -> None:
         self._handler: Any = grpc.stream_stream_rpc_method_handler(refuse)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Returns the one handler, whatever the method."""
+        """Every method has the one handler."""
         return self._handler

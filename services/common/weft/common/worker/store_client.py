@@ -29,22 +29,14 @@ class Replica(Protocol):
     address: str
 
     @property
-    def is_resting(self) -> bool:
-        """See `StoreReplica.is_resting`."""
-        ...
+    def is_resting(self) -> bool: ...
 
     @property
-    def is_away(self) -> bool:
-        """See `StoreReplica.is_away`."""
-        ...
+    def is_away(self) -> bool: ...
 
-    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None:
-        """See `StoreReplica.look_up`."""
-        ...
+    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None: ...
 
-    async def put(self, put: StorePut, indices: Sequence[int]) -> Stored | None:
-        """See `StoreReplica.put`."""
-        ...
+    async def put(self, put: StorePut, indices: Sequence[int]) -> Stored | None: ...
 
 
 class _PageRange(NamedTuple):
@@ -58,11 +50,8 @@ class _PageRange(NamedTuple):
 class StoreClient:
     """A worker's client of its KV store. An unreachable replica is a miss, never an error.
 
-    While a replica is away, its pages belong to the next replica in their order.
-
-    Args:
-        engine: Receives the answers.
-        replicas: At least one.
+    While a replica is away, its pages belong to the next replica in their order. `engine` receives
+    the answers; there is at least one replica.
     """
 
     def __init__(self, engine: EngineClient, replicas: Sequence[Replica]) -> None:
@@ -91,7 +80,7 @@ class StoreClient:
         task.add_done_callback(self._tasks.discard)
 
     def _replica_of(self, shard: bytes, *, is_put: bool) -> Replica | None:
-        """Replica that has the pages of a shard now; None: none is reachable."""
+        """None: none is reachable."""
         for name in ranked(self._names, shard):
             replica = self._replicas[name]
             if not (replica.is_away if is_put else replica.is_resting):
@@ -107,7 +96,6 @@ class StoreClient:
             self._engine.send(Inbox(store_answers=[answer]))
 
     async def _ask(self, lookup: StoreLookup) -> StoreAnswer:
-        """Asks each replica for its stretches, all at once, and joins the answers."""
         parts: list[_PageRange] = []
         num_keys = len(lookup.keys)
         for first, end in [(0, num_keys)] if lookup.block_pages else stretches(num_keys):
@@ -135,7 +123,6 @@ class StoreClient:
             self._engine.send(Inbox(store_put_results=[result]))
 
     async def _offer(self, put: StorePut) -> StorePutResult:
-        """Offers each replica its pages, all at once."""
         indices: dict[str, list[int]] = {}
         is_complete = True
         for index, shard in enumerate(put.shards):
@@ -157,14 +144,11 @@ class StoreClient:
 
 
 def _keys_of(replica: Replica, parts: Iterable[_PageRange], keys: Sequence[bytes]) -> list[bytes]:
-    """Keys of all stretches of a replica, in their order."""
     return [key for part in parts if part.replica is replica for key in keys[part.first : part.end]]
 
 
 def _segments(parts: Sequence[_PageRange], held: dict[str, StoredRange]) -> list[StoreSegment]:
-    """The pages held from the first one on, without a gap, as segments; neighbouring pages of one
-    replica are merged.
-    """
+    """Pages after a gap are left out; neighbouring pages of one replica are one segment."""
     segments: list[StoreSegment] = []
     left = {address: answer.num_pages for address, answer in held.items()}
     for part in parts:

@@ -29,8 +29,8 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 REST_S = 1.0
 """Seconds for which a replica that did not answer is not asked."""
 MAX_LATE_RESTS = 3
-"""Number of rests in a row for late lookups after which the replica counts as away. A lookup has
-little time, and a store that is busy for a moment can still take pages.
+"""A replica counts as away after this many rests in a row for late lookups. A lookup has little
+time, and a store that is busy for a moment can still take pages.
 """
 
 
@@ -51,12 +51,10 @@ class Stored(NamedTuple):
 
 
 class StoreReplica:
-    """A worker's client of one replica.
+    """A worker's client of one replica at `address`, host:port.
 
     Args:
         fills: Owns the channels.
-        address: host:port.
-        worker_id: Id of this worker.
         epoch: Epoch of this worker's incarnation.
         page_bytes: Bytes of a page of this worker's pool.
         tracer: Keeps spans of lookups.
@@ -88,20 +86,18 @@ class StoreReplica:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the replica failed to answer a moment ago, so that it is not asked for
-        prompts.
-        """
+        """Whether the replica failed to answer a moment ago. It gets no lookups then."""
         return self._clock() < self._rests_until
 
     @property
     def is_away(self) -> bool:
-        """Whether the replica is not offered pages either: it rests, for more than some late
-        lookups.
+        """Whether the replica is not offered pages either: it is resting, and not just after a few
+        late lookups.
         """
         return self.is_resting and self._num_late_rests >= MAX_LATE_RESTS
 
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None:
-        """Number of leading keys that it holds; None: it does not answer."""
+        """The leading keys that it holds; None: it does not answer."""
         trace = _LookupTrace(self._tracer, lookup, len(keys))
         request = LOOKUP.encode(lookup, keys=keys)
         held: StoredRange | None = None
@@ -175,8 +171,6 @@ class StoreReplica:
 
 
 class _LookupTrace:
-    """The span of a lookup, if its request has a trace context."""
-
     def __init__(self, tracer: Tracer, lookup: StoreLookup, num_keys: int) -> None:
         self._tracer = tracer
         self._span: Span | None = None
@@ -196,7 +190,6 @@ class _LookupTrace:
             )
 
     def end(self, num_pages: int) -> None:
-        """Ends the span, with or without an answer."""
         if self._span is not None:
             self._span.set_attribute("weft.pages", num_pages)
             self._tracer.end(self._span, self.error)

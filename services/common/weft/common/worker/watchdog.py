@@ -33,12 +33,8 @@ _STACKS_S = 0.2
 
 
 class CrashDumps:
-    """Folders of crash dumps, the newest few of all workers that share the folder.
-
-    Args:
-        root: Folder of the dumps.
-        max_dumps: Number of dumps that are kept.
-        worker_id: Worker's id, part of the dumps' names.
+    """Folders of crash dumps, the newest few of all workers that share the folder. `worker_id` is
+    part of the dumps' names.
 
     Raises:
         ConfigError: The folder cannot be made.
@@ -60,15 +56,8 @@ class CrashDumps:
     def write(
         self, kind: str, report: Mapping[str, object], requests: Iterable[LoggedPrompt]
     ) -> Path:
-        """Writes a dump, and deletes the oldest ones beyond the limit.
-
-        Args:
-            kind: stall or crash.
-            report: Content of the dump's report.
-            requests: Requests that were under way.
-
-        Returns:
-            Its folder.
+        """Writes a dump, and deletes the oldest ones beyond the limit; returns its folder. `kind`
+        is stall or crash; `requests` were running.
 
         Raises:
             OSError: The dump cannot be written; no part of it is left.
@@ -110,9 +99,7 @@ class Watchdog:
 
     Args:
         settings: Limits, and the content of dumps.
-        engine: The engine to watch.
-        dumps: Writes the dumps.
-        requests: Returns the requests under way.
+        requests: Returns the running requests.
         about: Further facts about the worker, for reports.
     """
 
@@ -145,7 +132,7 @@ class Watchdog:
                 await self._dump_stall(limit_s)
 
     async def dump_crash(self, why: str) -> None:
-        """Writes a dump after the engine died by itself."""
+        """Writes a dump after the engine died without being stopped."""
         await self._dump("crash", {"why": why})
 
     def _limit_s(self) -> float | None:
