@@ -124,9 +124,7 @@ def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: s
 
 
 async def _only(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-    """Raises:
-    InvalidRequest: The call has no request.
-    """
+    """Raises InvalidRequest if the call has no request."""
     data: object = await context.read()
     if not isinstance(data, bytes):
         raise InvalidRequest("the call has no request message", stage="validate")

@@ -143,9 +143,7 @@ class EngineClient:
         return time.monotonic() - self.last_turn_at
 
     def require(self) -> None:
-        """Raises:
-        PeerUnavailable: The engine is gone.
-        """
+        """Raises PeerUnavailable if the engine is gone."""
         if self.gone.done():
             raise PeerUnavailable(f"the engine is gone: {self.gone.result()}", stage="decode")
 

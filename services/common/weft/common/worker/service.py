@@ -305,9 +305,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return False
 
     async def _reports_drain(self, is_draining: bool) -> None:
-        """Raises:
-        PeerUnavailable: The engine did not obey in time.
-        """
+        """Raises PeerUnavailable if the engine does not obey in time."""
         deadline = time.monotonic() + QUERY_TIMEOUT_S
         while (load := self._engine.load) is None or load.is_draining != is_draining:
             self._engine.require()
