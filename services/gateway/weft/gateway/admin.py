@@ -32,11 +32,9 @@ class GatewayAdmin(AdminBackend):
         self._pipeline = pipeline
 
     async def flush_cache(self) -> int:
-        """See `AdminBackend`."""
         return sum(served.router.flush() for served in self._models)
 
     async def dump_state(self, max_entries: int) -> Mapping[str, object]:
-        """See `AdminBackend`."""
         now = asyncio.get_running_loop().time()
         workers = list(self._fleet.workers())
         requests, load = self._pipeline.running_ids, self._pipeline.load()

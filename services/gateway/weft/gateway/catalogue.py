@@ -47,7 +47,7 @@ class ServedModel:
 
     @property
     def task(self) -> Task:
-        """What its workers serve, as far as they have said, else what its files are for."""
+        """What its workers serve, as far as they have reported; else what its files are for."""
         told = self.fleet.task()
         return next((task for task in TASKS if task == told), self.model.pooling.task)
 
@@ -90,7 +90,6 @@ class Catalogue:
 
     Args:
         served: At least one model; `weft chat` uses the first one.
-        adapters: Directory of the adapters.
         cards: Cards of adapters.
         expected: Names of the adapters that `missing_adapters` is about.
     """
@@ -120,14 +119,12 @@ class Catalogue:
         return next(iter(self._served.values()))
 
     async def find(self, name: str) -> ResolvedModel:
-        """Resolves a request's model name, atomically with respect to the caller.
-
-        Args:
-            name: The client's name: a model, an adapter or `model:adapter`; empty: the only model.
+        """Resolves a request's model name, atomically with respect to the caller: a model, an
+        adapter or `model:adapter`; empty: the only model.
 
         Raises:
             ModelNotFound: There is no such model or adapter.
-            InvalidRequest: None is named, and there are several.
+            InvalidRequest: The name is empty, and there are several models.
         """
         if name:
             return await self.named(name)
@@ -136,7 +133,7 @@ class Catalogue:
         return ResolvedModel(self.first)
 
     async def named(self, name: str) -> ResolvedModel:
-        """Resolves a name that must be given.
+        """Resolves a name that must not be empty.
 
         Raises:
             ModelNotFound: There is no such model or adapter.
@@ -151,11 +148,8 @@ class Catalogue:
         return resolved if resolved is not None else self._refuse(name or "(none)")
 
     async def card(self, resolved: ResolvedModel, timeout_s: float = _CARD_S) -> ModelCard:
-        """The tokenizer and chat template of a model, or of an adapter that brings its own.
-
-        Args:
-            resolved: The model or the adapter.
-            timeout_s: Longest wait for a disk.
+        """The tokenizer and chat template of a model, or of an adapter that brings its own. Waits
+        at most `timeout_s` for a disk.
 
         Raises:
             PeerUnavailable: The adapter was unloaded meanwhile.
@@ -174,14 +168,11 @@ class Catalogue:
             ) from None
 
     def base(self, name: str) -> ServedModel:
-        """Finds a base model by its name.
-
-        Args:
-            name: The base model's name; empty: the only one.
+        """Finds a base model by its name; empty: the only one.
 
         Raises:
             ModelNotFound: There is no such base model.
-            InvalidRequest: None is named, and there are several.
+            InvalidRequest: The name is empty, and there are several models.
         """
         served = self._served.get(name)
         if served is not None:
@@ -200,9 +191,7 @@ class Catalogue:
         ]
 
     def missing_adapters(self) -> list[str]:
-        """The expected adapters that could never be served yet: those that a worker has held once
-        do not count any more.
-        """
+        """The expected adapters that could not be served at any call so far."""
         self._missing = [name for name in self._missing if not self._can_serve(name)]
         return self._missing
 

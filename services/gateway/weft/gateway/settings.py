@@ -420,7 +420,6 @@ class GatewaySettings(_RoutingSettings):
 
     @property
     def exposure(self) -> str:
-        """See `ServiceSettings.exposure`."""
         if not self.has_api_keys and not is_loopback(self.host):
             return f"--host {self.host} is open to other machines, and there is no --api-keys-file"
         return super().exposure

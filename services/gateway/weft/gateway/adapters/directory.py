@@ -71,7 +71,7 @@ class AdapterDirectory:
                 self._is_broken = True
 
     async def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
-        """Changes the registry; see `Registry.change`."""
+        """Changes the registry, as `Registry.change` does."""
         registry = self.registry
         # Otherwise an older state, read before, could replace the new one.
         async with self._reading:

@@ -17,8 +17,8 @@ _SMOOTHING = 0.1
 
 
 class AdmittedPrompts:
-    """Prompts that may run. Their places are free again at the end of the block, or by `release`
-    before.
+    """Prompts that may run. Their places are released at the end of the block, or earlier by
+    `release`.
     """
 
     def __init__(self, release: Callable[[], None]) -> None:
@@ -76,20 +76,15 @@ class Admission:
     async def admit(
         self, num_prompts: int, deadline: float, tenant: str = "", weight: float = 1.0
     ) -> AdmittedPrompts:
-        """Waits for a place for each prompt.
+        """Waits for a place for each prompt. The caller gives the places back.
 
         Args:
-            num_prompts: Places needed.
             deadline: Event loop time at which waiting ends.
-            tenant: The tenant that needs them.
             weight: Weight of the tenant: its share of the places while others wait too.
-
-        Returns:
-            The places; the caller gives them back.
 
         Raises:
             Overloaded: The queue is full.
-            DeadlineExceeded: No place came free in time.
+            DeadlineExceeded: No place became free in time.
             Draining: The gateway is shutting down.
         """
         if self._is_draining:
@@ -145,7 +140,7 @@ class Admission:
     def _make_room(self, num_prompts: int, tenant: str, weight: float) -> None:
         """Raises Overloaded unless the queue has room, or others exceed their share of it.
 
-        No waiting request is dropped for a request that is refused all the same.
+        A waiting request is dropped only if the new one gets its room.
         """
         missing = self.num_queued + num_prompts - self._max_queued
         if missing <= 0:

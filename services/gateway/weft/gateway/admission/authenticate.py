@@ -87,7 +87,7 @@ class ApiKeys:
 
 
 class TenantInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of both faces without a known key; sets `current_tenant` for the others.
+    """Refuses calls of the `FACES` without a known key; sets `current_tenant` for the others.
 
     Nothing that a caller sent is logged.
     """
@@ -99,7 +99,6 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Checks the call before its method is looked up."""
         method = handler_call_details.method
         if not method.startswith(FACES) or method in KEYLESS:
             return await continuation(handler_call_details)
@@ -118,7 +117,7 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
 
 
 def bearer(metadata: Any) -> str:
-    """The secret that a call brings: that of a bearer token, else of `x-api-key`; empty: none."""
+    """The secret of a call: that of a bearer token, else of `x-api-key`; empty: none."""
     given = {key: value for key, value in metadata or () if isinstance(value, str)}
     scheme, _, key = given.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else given.get("x-api-key", "")

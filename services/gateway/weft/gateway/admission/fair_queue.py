@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _FEW = 64
-"""Number of removed entries that the heap may keep beyond as many as wait."""
+"""The heap may keep this many removed entries in addition to as many as wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +39,10 @@ class _Tenant(Generic[T]):
 class TenantFairQueue(Generic[T]):
     """Start-time fair queueing (Goyal, Vin, Cheng 1996): waiting tenants are served by weight.
 
-    Each item starts in virtual time where its tenant's item before it finishes, or now if there is
-    none; the least start leaves first. So a tenant with few items waits for few items of others,
-    however many those have, and a tenant that was away has saved up no credit. Within a tenant the
-    order is first come, first served.
+    Each item starts in virtual time where the item before it of the same tenant finishes, or now if
+    there is none; the least start leaves first. So a tenant with few items waits for few items of
+    others, however many those have, and a tenant that was away has saved up no credit. Within a
+    tenant the order is first come, first served.
     """
 
     def __init__(self) -> None:
@@ -59,13 +59,9 @@ class TenantFairQueue(Generic[T]):
         return self._size
 
     def push(self, item: T, tenant: str = "", cost: float = 1.0, weight: float = 1.0) -> None:
-        """Queues an item.
-
-        Args:
-            item: An item that equals no waiting one.
-            tenant: The item's tenant.
-            cost: Cost above 0, in a unit that is the same for all items.
-            weight: Weight of the tenant, above 0: with twice the weight it gets twice the service.
+        """Queues an item, which equals no waiting one. Costs are above 0, in a unit that is the
+        same for all items. The tenant's weight is above 0: with twice the weight it gets twice the
+        service.
         """
         known = self._tenants.get(tenant)
         if known is None:
@@ -107,19 +103,13 @@ class TenantFairQueue(Generic[T]):
         return False
 
     def most_owed(self, tenant: str, cost: float, weight: float, missing: float) -> list[T]:
-        """Items of others to give up so that an item of a tenant has room; they are not taken out.
+        """Items of others that would have to leave so that an item of a tenant has room. They are
+        not removed.
 
         Step by step it takes the newest item of the tenant that has the most waiting for its
-        weight, as long as that is no less than the new item's tenant would have.
-
-        Args:
-            tenant: The new item's tenant.
-            cost: Cost of the item.
-            weight: Weight of the tenant.
-            missing: Cost for which there is no room.
-
-        Returns:
-            Items of at least the missing cost; empty if there are not enough.
+        weight, as long as that is no less than the new item's tenant would have. `missing` is the
+        cost for which there is no room. Returns items of at least that cost; empty if there are not
+        enough.
         """
         own = (self.cost_of(tenant) + cost) / weight
         shares = {name: known.cost / known.weight for name, known in self._tenants.items()}
@@ -164,7 +154,6 @@ class TenantFairQueue(Generic[T]):
         self._size -= 1
 
     def _give_back(self, entry: _Entry[T]) -> None:
-        """Refunds the cost of an entry that leaves unserved."""
         known = self._tenants[entry.tenant]
         shift = entry.cost / known.weight
         known.finish = max(self._now, known.finish - shift)

@@ -9,11 +9,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class FileWatch:
-    """Checks a file at most once a second.
-
-    Args:
-        path: The file; None: it never changes.
-    """
+    """Checks a file at most once a second. Without a path it never changes."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -44,8 +44,8 @@ class Tenant:
     """Whether the key of this call may load and unload adapters."""
 
     def salt(self, cache_salt: str) -> str:
-        """Derives a cache salt that no request of another cache group can have, from what a client
-        gave, which still separates within the tenant.
+        """Derives from a client's salt one that no request of another cache group can have. It
+        still separates requests of the tenant.
         """
         # Two digests, so that no choice of a salt makes one tenant's input another's.
         group = hashlib.blake2b(self.cache_group.encode(), digest_size=32).digest()
@@ -105,8 +105,8 @@ class KeySet:
     def find(self, key: str, now: datetime.datetime) -> Tenant | None:
         """Finds the tenant of a key; None: unknown or expired.
 
-        The time taken tells whether there is a key with that id, which is no secret, and nothing
-        about the secret.
+        The time that it takes depends on whether there is a key with that id, which is no secret,
+        and not on the secret.
         """
         match = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
         entry, expected = self._entries.get(match[1] if match else "", (None, _NO_DIGEST))
@@ -171,10 +171,10 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 @contextlib.contextmanager
 def locked_keys(path: Path) -> Iterator[None]:
-    """Keeps others from changing the file between reading and writing it.
+    """Prevents others from changing the file between reading and writing it.
 
     Raises:
-        ConfigError: The lock, a file beside it, cannot be taken.
+        ConfigError: The lock, a file next to it, cannot be taken.
     """
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -217,7 +217,7 @@ def parse_hash(text: str) -> KeyEntry:
     """Parses an entry in the form `TENANT:ID:SHA256`, for the environment.
 
     Raises:
-        ValueError: It is not such a text.
+        ValueError: The text does not have this form.
     """
     match = _HASH_TEXT.fullmatch(text)
     if match is None:

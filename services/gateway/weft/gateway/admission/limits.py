@@ -19,19 +19,17 @@ Headers = tuple[tuple[str, str], ...]
 
 
 class _Pair:
-    """The buckets of one limited party; None: no such limit."""
+    """The buckets of one tenant, or of all together; None: no such limit."""
 
     def __init__(self) -> None:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
 
     def follow(self, rates: Rates, share: float, now: float) -> None:
-        """Creates, changes or drops buckets to match the limits."""
         self.requests = _followed(self.requests, rates.requests_per_minute, share, now)
         self.tokens = _followed(self.tokens, rates.tokens_per_minute, share, now)
 
     def kinds(self) -> Iterator[tuple[str, TokenBucket]]:
-        """The buckets that exist."""
         if self.requests is not None:
             yield "requests", self.requests
         if self.tokens is not None:
@@ -69,7 +67,7 @@ class RateLimits:
     Args:
         everybody: Limits of all tenants together.
         num_replicas: Gateways that share the limits.
-        backlog_s: Queue, in seconds, from which on load counts; 0: never.
+        backlog_s: Queue, in seconds, above which load counts; 0: never.
         load_s: Returns the workers' queue in seconds; None: unknown.
         on_refused: Called with the scope (global, tenant) and the kind (requests, tokens) of each
             refusal.
@@ -121,18 +119,17 @@ class RateLimits:
         self._take(charge, num_requests=0, num_tokens=num_tokens)
 
     def settle(self, charge: Charge, num_tokens: int | None) -> None:
-        """Returns reserved tokens that were not used, or takes those used beyond.
-
-        Args:
-            charge: The request's charge.
-            num_tokens: Tokens that it used; None: it was refused, and gets everything back.
+        """Returns reserved tokens that were not used, or takes those used in excess. `num_tokens`
+        are used; None: the request was refused, and gets everything back.
         """
         num_requests = 0 if num_tokens is not None else -charge.num_requests
         used = num_tokens or 0
         self._take(charge, num_requests=num_requests, num_tokens=used - charge.num_tokens)
 
     def headers(self, tenant: str, now: float) -> Headers:
-        """Rate-limit headers under OpenAI's names: for the tenant, or else for all together."""
+        """Rate-limit headers under OpenAI's names, of the tenant's limits, and of the common limit
+        of a kind for which the tenant has none.
+        """
         own = self._tenants.get(tenant, _Pair())
         told: dict[str, str] = {}
         scale = self.scale
@@ -170,7 +167,7 @@ class RateLimits:
         self._tenants.setdefault(tenant, _Pair()).follow(rates, self._share, now)
 
     def _forget_idle(self, now: float) -> None:
-        """Drops full buckets, which equal new ones."""
+        """Full buckets equal new ones."""
         self._tenants = {
             name: pair
             for name, pair in self._tenants.items()
@@ -183,7 +180,6 @@ class RateLimits:
             yield "tenant", self._tenants[tenant]
 
     def _check(self, tenant: str, now: float, *, num_requests: int, num_tokens: int) -> None:
-        """Raises RateLimited when any bucket has too little."""
         wanted, scale = {"requests": num_requests, "tokens": num_tokens}, self.scale
         waits = [
             (bucket.wait_s(wanted[kind], now, scale), scope, kind, bucket)
@@ -217,7 +213,7 @@ class RateLimits:
 
 
 def _shown(seconds: float) -> str:
-    """Formats a time as OpenAI's headers do: 20ms, 1.5s, 6m0s."""
+    """The form of OpenAI's headers: 20ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{round(seconds * 1e3)}ms"
     if seconds < 60:

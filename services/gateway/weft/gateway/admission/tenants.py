@@ -59,19 +59,16 @@ class _TenantsFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     default: TenantTerms = TenantTerms()
-    """Terms of tenants without a table of their own, and of all calls where there are no API keys.
-    """
+    """Terms of tenants that have no table, and of all calls if there are no API keys."""
     tenants: dict[str, TenantTerms] = {}
 
 
 class Tenants:
-    """The current terms; changes of the file take effect within a second.
-
-    Args:
-        path: TOML with a table `default` and tables `tenants.NAME`; None: no tenant has any.
+    """The current terms; changes of the file take effect within a second. The file is TOML with a
+    table `default` and tables `tenants.NAME`; without one, no tenant has any terms.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: The file cannot be used.
     """
 
     def __init__(self, path: Path | None) -> None:

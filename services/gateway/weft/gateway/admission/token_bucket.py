@@ -7,7 +7,7 @@ class TokenBucket:
     """A rate limit per minute, with bursts of up to a minute's worth.
 
     A request that used more than it had taken leaves a debt: the level falls below 0, and nothing
-    is given until it has risen again. Times are seconds of one clock.
+    can be taken until it has risen again. Times are seconds of one clock.
     """
 
     __slots__ = ("_at", "_level", "capacity")
@@ -25,18 +25,17 @@ class TokenBucket:
         self.capacity = per_minute
 
     def level(self, now: float, scale: float = 1.0) -> float:
-        """Current level; below 0, what is owed to it.
-
-        Args:
-            now: Seconds.
-            scale: Share of its rate at which it has filled since it was last asked.
+        """Current level; below 0: a debt. `scale` is the share of its rate at which it has filled
+        since the last call.
         """
         filled = max(0.0, now - self._at) * scale * self.capacity / 60
         self._level, self._at = min(self.capacity, self._level + filled), now
         return self._level
 
     def wait_s(self, amount: float, now: float, scale: float = 1.0) -> float:
-        """Seconds until an amount may be taken; 0: now. More than its capacity needs it full."""
+        """Seconds until an amount may be taken; 0: now. An amount above its capacity needs a full
+        bucket.
+        """
         missing = min(amount, self.capacity) - self.level(now, scale)
         return max(0.0, missing) * 60 / (self.capacity * scale)
 

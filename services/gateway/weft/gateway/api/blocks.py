@@ -73,7 +73,7 @@ class BlockReader:
         self.finish_reason: common_pb2.FinishReason.ValueType | None = None
         """Set once the sample has ended."""
         self.stop_reason: str | int | None = None
-        """See `Delta`."""
+        """The stop string or the stop token that ended the sample; None: neither did."""
 
     @property
     def has_calls(self) -> bool:

@@ -62,12 +62,12 @@ def leave_out(where: str, what: str) -> None:
 
 
 def refused(what: str, *neutral: object, asks_when_empty: bool = False) -> Any:
-    """Declares a field of a body that would change what is generated. See `Unserved`."""
+    """Declares a field of a body that would change what is generated, as an `Unserved` one."""
     return _marked(f"not supported: {what}", Unserved(what, neutral, asks_when_empty))
 
 
 def left_out(what: str, *neutral: object, asks_when_empty: bool = False) -> Any:
-    """Declares a field of a body that the model can do without. See `Unserved`."""
+    """Declares a field of a body that the model can do without, as an `Unserved` one."""
     unserved = Unserved(what, neutral, asks_when_empty, is_left_out=True)
     return _marked(f"left out with a warning: {what}", unserved)
 

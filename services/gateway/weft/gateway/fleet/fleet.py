@@ -23,11 +23,8 @@ _ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class ModelFleet:
-    """The workers of one model.
-
-    Args:
-        workers: Returns all workers of this model with a role, healthy or not.
-        may_come: Returns whether discovered workers of a role have not reported their model yet.
+    """The workers of one model. `may_come` says whether discovered workers of a role have not
+    reported their model yet.
     """
 
     def __init__(
@@ -84,13 +81,7 @@ class ModelFleet:
 
 
 class Fleet:
-    """All workers that discovery names.
-
-    Args:
-        discovery: Source of the workers' addresses.
-        make_worker: Creates the follower of a worker.
-        models: Names of the models that are served.
-    """
+    """All workers that discovery names."""
 
     def __init__(
         self,
@@ -108,7 +99,9 @@ class Fleet:
         """Which endpoint each worker id belongs to."""
         self._known_roles: set[Role] = set()
         self._guesses_until: float | None = None
-        """Time until which a worker not yet met may turn out to serve any of several models."""
+        """Time until which a worker that has not reported its model may serve any of several
+        models.
+        """
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then releases all workers."""
@@ -120,7 +113,7 @@ class Fleet:
             await self._update(())
 
     async def _follow(self) -> None:
-        """Follows discovery until it fails unexpectedly. Known workers stay in use."""
+        """Known workers stay in use when it fails."""
         try:
             async for endpoints in self._discovery.watch():
                 await self._update(endpoints)
@@ -163,10 +156,8 @@ class Fleet:
         return any(session is not None and session.has_constraints for session in sessions)
 
     def _may_come(self, role: Role) -> bool:
-        """Whether a worker of the role may still turn up; see `ModelFleet`.
-
-        With several models it is true only for a while, so that one model's missing workers do not
-        keep the others from serving.
+        """With several models it is true only for a while, so that one model's missing workers do
+        not keep the others from serving.
         """
         if len(self._by_model) == 1:
             return role in self._known_roles

@@ -23,15 +23,11 @@ class _Gap(Exception):
 
 
 class KvFollower:
-    """Follows one worker's KV events, incarnation after incarnation.
+    """Follows one worker's KV events, incarnation after incarnation, and keeps `index` equal to
+    them.
 
-    After a broken stream it continues behind the last change applied. A missing change, and any
+    After a broken stream it continues after the last change applied. A missing change, and any
     other inconsistency, is repaired by a snapshot.
-
-    Args:
-        stub: Stub of the worker.
-        index: Prefix index of its pool.
-        metrics: Counts changes, snapshots and gaps.
     """
 
     def __init__(

@@ -28,10 +28,8 @@ M = TypeVar("M", bound=Member)
 
 
 class WorkerPool(Generic[M]):
-    """The healthy workers of a pool, without checking every worker at each decision.
-
-    Args:
-        workers: Returns all workers of the role, healthy or not, in a fixed order.
+    """The healthy workers of a pool, without checking every worker at each decision. `workers`
+    returns all workers of the role, healthy or not, in a fixed order.
     """
 
     def __init__(self, workers: Callable[[], Iterable[M]]) -> None:
@@ -50,18 +48,11 @@ class WorkerPool(Generic[M]):
         now: float,
         is_excluded: Callable[[M], bool] | None = None,
     ) -> list[tuple[M, int]]:
-        """Applies a policy to the healthy workers.
+        """Applies a policy to the healthy workers, except those that `is_excluded`. `now` is event
+        loop time.
 
-        Args:
-            policy: The pool's policy.
-            request: The request to place.
-            count: Workers wanted.
-            now: Event loop time.
-            is_excluded: Workers that must not be chosen; absent = any may.
-
-        Returns:
-            Workers and the prompt tokens that each is believed to hold, the best first; empty when
-            no worker may be chosen.
+        Returns the workers and the prompt tokens that each is believed to hold, the best first;
+        empty when no worker may be chosen.
         """
         if now - self._looked_at < _REFRESH_S:
             chosen = self._choose(policy, request, count, is_excluded)
@@ -100,7 +91,7 @@ class WorkerPool(Generic[M]):
         return [(members[choice.position], choice.match_tokens) for choice in choices]
 
     def _look(self, now: float) -> None:
-        """Checks all workers; keeps the view if its members are the same, for policies' state."""
+        """Keeps the view if its members are the same, for the state of policies."""
         self._looked_at = now
         found = [
             (worker, worker.member)

@@ -24,7 +24,7 @@ _WELCOME_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _STARTING_BACKOFF_S = 0.2
-"""Longest delay while the peer answers that it starts."""
+"""Longest delay while the peer answers that it is starting."""
 _RETRY_AFTER_S = 1.0
 _MAX_ARRIVED = 64
 """Messages read ahead of those that are dispatched. With more, the worker merges its messages."""
@@ -97,10 +97,10 @@ class DecodeSession:
     A break fails every request on the Session (`PeerUnavailable`, retryable); the worker cancels
     its side. The queue of messages to send is bounded by the number of admitted requests.
 
-    Tokens of many requests can keep the event loop busy all the time, and new requests would wait
-    behind them. So a message that took long to dispatch is followed by a pause in proportion. What
-    arrives meanwhile is dispatched at once after the pause, as fewer and larger deltas, which cost
-    less.
+    Tokens of many requests can keep the event loop busy all the time, and new requests would have
+    to wait for them. So a message that took long to dispatch is followed by a pause in proportion.
+    Events that arrive meanwhile are dispatched at once after the pause, as fewer and larger deltas,
+    which cost less.
     """
 
     def __init__(
@@ -118,11 +118,10 @@ class DecodeSession:
         """Creates the session; `run` opens it.
 
         Args:
-            channel: Channel to the worker.
             gateway_id: Stable id of this gateway.
             gateway_epoch: Epoch of this gateway's incarnation.
-            ping_interval_s: Seconds between pings.
-            dead_after_s: A ping unanswered for longer ends the Session; see `stale_after_s`.
+            dead_after_s: A ping unanswered for longer than this and `stale_after_s` ends the
+                Session.
             on_lost: Called after an open Session broke.
             expects_constraints: Returns whether the worker should prepare for constrained requests.
             on_silence: Called when the peer does not answer on the channel.
@@ -223,7 +222,7 @@ class DecodeSession:
             await self._arrived.put(event)
 
     async def _hand_out(self) -> None:
-        """Dispatches what has arrived, and leaves the event loop to others in between."""
+        """Leaves the event loop to others between two messages."""
         loop = asyncio.get_running_loop()
         while True:
             event = await self._arrived.get()
@@ -288,7 +287,7 @@ class DecodeSession:
                 self._on_unknown(key)
 
     def _on_unknown(self, key: decode_pb2.Attempt) -> None:
-        """Handles requests that the worker does not have and whose end was not received."""
+        """The worker does not have these requests, and their ends were not received."""
         handler = self._handlers.get(key.request_id)
         if handler is None or handler.attempt != key.attempt:
             return
@@ -347,9 +346,7 @@ class DecodeSession:
             await asyncio.sleep(self._ping_interval_s / 4)
 
     def _next_ping(self, nonce: int) -> decode_pb2.SessionRequest.Ping:
-        """Builds a ping that asks about requests without events: they may be waiting, or a message
-        was lost.
-        """
+        """Asks about requests without events: they may be waiting, or a message was lost."""
         constraints = self._expects_constraints()
         ping = decode_pb2.SessionRequest.Ping(nonce=nonce, constraints=constraints)
         for request_id in islice(self._silent, _MAX_ASKED):
@@ -362,7 +359,7 @@ class DecodeSession:
         self._outgoing_ready.set()
 
     def _close(self, is_loss: bool) -> None:
-        """Fails the requests on the Session; a loss is logged and counted."""
+        """A loss is logged and counted."""
         self.is_open = False
         self._outgoing.clear()
         self._oldest_ping = None

@@ -65,25 +65,22 @@ class FleetWorker:
         """Stores the settings; opens no connection yet.
 
         Args:
-            endpoint: Address and role of the worker.
             models: The models that the gateway serves, by name.
-            settings: Times and bounds.
-            gateway_id: Id of this gateway.
             gateway_epoch: Epoch of this gateway's incarnation.
             on_session_lost: Called when a Session breaks.
             expects_constraints: Returns whether the gateway has seen constrained requests.
             make_follower: Creates the follower of a worker's KV events, if a policy needs them.
             worker_ids: Ids of all endpoints.
-            identity: Certificate; None = no TLS.
+            identity: None: without TLS.
         """
         self.endpoint = endpoint
         self._models = models
         self._settings = settings
         self._channel = open_channel(endpoint.address, endpoint.role, identity)
         self.start: StartProgress | None = None
-        """How far its start is; None: it does not start, or does not tell."""
+        """Progress of its start; None: it is not starting, or does not report."""
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        """The worker's own calls, on the connection that its load is followed on."""
+        """The worker's own calls, on the connection that reports its load."""
         self._failure = "not reached yet"
         self._load: worker_pb2.WatchLoadResponse | None = None
         self._load_time = 0.0
@@ -91,7 +88,7 @@ class FleetWorker:
         self.load = LoadEstimate()
         """The worker's load, as far as this gateway can tell."""
         self.member: WorkerView | None = None
-        """The routing view of its incarnation; None: not met yet."""
+        """The routing view of its incarnation; None: it has not reported yet."""
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s)
         self._on_session_lost = on_session_lost
         self._make_follower = make_follower
@@ -159,7 +156,7 @@ class FleetWorker:
             await backoff.sleep()
 
     def _dial_anew(self) -> None:
-        """Replaces the connection, unless an open Session shows that it is alive."""
+        """Keeps the connection if an open Session shows that it is alive."""
         if self.session is None or not self.session.is_open:
             self._channel.renew()
 
@@ -194,7 +191,6 @@ class FleetWorker:
             self._stop_following_pages()
 
     def _follow_pages(self, info: worker_pb2.GetInfoResponse) -> None:
-        """Follows its KV events, unless it does already."""
         follower = self._follower_of(info.model)
         if self._following is None and follower is not None:
             self._following = asyncio.create_task(follower.run(info))
@@ -207,17 +203,15 @@ class FleetWorker:
 
     @property
     def is_in_service(self) -> bool:
-        """See `weft.gateway.fleet.worker_ids.Holder`."""
         return self._is_followed and not (self._load is not None and self._load.draining)
 
     def step_back(self) -> None:
-        """See `weft.gateway.fleet.worker_ids.Holder`."""
         self._stop_following_pages()
         self._forget()
         self.info = self.member = None
 
     def _follower_of(self, model: str) -> KvFollower | None:
-        """The follower of its KV events; a new one only if it serves another model now."""
+        """A new follower only if the worker serves another model now."""
         if self._follower is None or self._follower[0] != model:
             self._forget()
             made = self._make_follower(self.stub, model)
@@ -276,7 +270,7 @@ class FleetWorker:
             self.session.stale_after_s = report.stale_after.ToNanoseconds() / 1e9
 
     def _stale_limit_s(self) -> float:
-        """Silence after which the worker is stale; within bounds, its own limit."""
+        """Silence after which the worker is stale: the worker's own limit, within bounds."""
         own_s = 0.0 if self._load is None else self._load.stale_after.ToNanoseconds() / 1e9
         own_s = min(own_s, _MAX_SILENCE_S)
         return max(self._settings.stale_after_s, own_s, 3 * self._settings.load_interval_s)
@@ -317,11 +311,9 @@ class FleetWorker:
         return 0 if self._load is None else self._load.adapter_generation
 
     def holds(self, digest: bytes, *, on_device: bool = False) -> bool:
-        """Whether requests for an adapter can be served there.
-
-        Args:
-            digest: Digest of its content; empty = the base model, which every worker has.
-            on_device: Whether the adapter must be on the worker's device already.
+        """Whether requests for the adapter with a content digest can be served there; empty: the
+        base model, which every worker has. With `on_device`, the adapter must be on the worker's
+        device already.
         """
         if not digest:
             return True
@@ -342,7 +334,7 @@ class FleetWorker:
             error: How the worker failed it, if it did.
             is_proven: Whether the request had received anything from the worker.
         """
-        # The loss of a Session counts once, not for each of its requests; see `_lost`.
+        # The loss of a Session counts once, in `_lost`, not for each of its requests.
         is_fault = isinstance(error, Internal) or (
             isinstance(error, PeerUnavailable)
             and not isinstance(error, Draining)
@@ -354,15 +346,11 @@ class FleetWorker:
             self.breaker.abandoned()
 
     def problem(self, now: float) -> str:
-        """Why the worker gets no requests; empty if it may.
-
-        Args:
-            now: Event loop time.
-        """
+        """Why the worker gets no requests; empty if it may. `now` is event loop time."""
         return self.health_problem(now) or self.breaker.problem(now)
 
     def health_problem(self, now: float) -> str:
-        """Why the worker gets no requests, whatever became of earlier ones; empty if it may."""
+        """Like `problem`, without the outcomes of earlier requests."""
         load = self._load
         if load is None:
             return self._failure
@@ -426,7 +414,7 @@ def _member(endpoint: Endpoint, info: worker_pb2.GetInfoResponse) -> WorkerView:
 
 
 def _layout(info: worker_pb2.GetInfoResponse) -> str:
-    """Name of the layout in namespaces; empty if not reported."""
+    """Empty if not reported."""
     if not info.planes or not all(plane.parts for plane in info.planes):
         return ""
     planes = [

@@ -29,7 +29,7 @@ class WorkerIds:
     """The endpoint that each worker id belongs to.
 
     One worker may be listed under several addresses, such as one of IPv4 and one of IPv6, and two
-    workers may have been given one id by mistake. The first endpoint that is met keeps the id
+    workers may have the same id by mistake. The first endpoint that the gateway meets keeps the id
     while it is in service.
     """
 

@@ -110,7 +110,7 @@ class RoutingRequest:
 
     @property
     def separator(self) -> bytes:
-        """Bytes that only requests have in common whose pages match."""
+        """Requests whose pages match have equal separators."""
         return self.adapter + self.cache_salt.encode() + b"\0"
 
     def page_keys(self, worker: WorkerView) -> ShortKeys:
@@ -161,43 +161,28 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """Chooses workers for a request.
-
-        Args:
-            view: The pool's healthy workers; not empty.
-            request: The request to place.
-            count: Workers wanted, at least 1.
-
-        Returns:
-            At most `count` different workers, the best first; at least one.
+        """Chooses at most `count` different workers for a request, the best first; at least one.
+        `view` has the pool's healthy workers and is not empty; `count` is at least 1.
         """
 
     def flush(self) -> int:
-        """Forgets the pages sent to workers, since they were told to drop them.
-
-        Returns:
-            Entries forgotten.
+        """Forgets the pages sent to workers, since they were told to drop them; returns how many
+        entries.
         """
         return 0
 
     def least(self, view: PoolView, count: int, *columns: Column) -> list[int]:
-        """The workers with the least value of the first column, ties broken by the next columns,
-        then in turn.
-
-        Args:
-            view: The pool.
-            count: Number of workers wanted.
-            columns: The most important one first.
-
-        Returns:
-            Positions, the best first.
+        """Positions of the `count` workers with the least value of the first column, the best
+        first. The next columns break ties, then the workers take turns.
         """
         turn, self._turn = self._turn, self._turn + 1
         return least(len(view), count, turn, *columns)
 
 
 def least(size: int, count: int, turn: int, *columns: Column) -> list[int]:
-    """See `Policy.least`; equal ones are taken in turn, beginning at `turn`."""
+    """Positions, of `size`, of the `count` workers with the least value of the first column, the
+    best first. The next columns break ties; equal ones are taken in turn, beginning at `turn`.
+    """
     first = columns[0]
     if count < size:
         limit = first.min() if count == 1 else np.partition(first, count - 1)[count - 1]

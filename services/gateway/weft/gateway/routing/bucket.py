@@ -18,11 +18,11 @@ class Bucket(Policy):
     """Short prompts go to the first workers, long ones to the last, so that neither waits for the
     other.
 
-    The borders between workers adapt: with the lengths of the last prompts in order, each worker
-    gets an equal share of their tokens. Prompts of one length that fill several shares go to the
-    worker among those with the fewest queued tokens. While loads are out of balance (most and
-    least requests differ by more than `balance_abs_threshold` and by more than
-    `balance_rel_threshold` times) the worker with the fewest queued tokens is taken instead.
+    The borders between workers adapt: of the last prompts, sorted by length, each worker gets an
+    equal share of the tokens. Prompts of one length that fill several shares go to the worker among
+    those with the fewest queued tokens. While loads are out of balance (most and least requests
+    differ by more than `balance_abs_threshold` and by more than `balance_rel_threshold` times) the
+    worker with the fewest queued tokens is taken instead.
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:

@@ -33,15 +33,15 @@ class CacheAware(Policy):
     `match` is the longest page-aligned prefix that the worker holds, exact to its KV events. A
     token to recompute weighs more than a queued one, because it also pushes other pages out of a
     full cache. `request_tokens` is the cost of each request that is on the worker already. `inflow`
-    is
-    the share of its cache that a worker has filled anew lately, and will with what is queued: new
-    conversations go where the cache has had rest, or those with popular beginnings would all meet
-    in few caches, and push one another out while other caches keep what nobody asks for. Workers of
-    equal cost take turns. Where requests share steps, workers with over `balance_abs_threshold`
-    requests
-    more than the least busy one come last, whatever they hold: a document that everybody asks about
-    is worth computing on another worker as well. For a request with a target for its first token,
-    workers that would be in time come before all that would not.
+    is the share of its cache that a worker has filled anew lately, and will fill with what is
+    queued. It keeps new conversations with popular beginnings from meeting in few caches, where
+    they would push one another out while other caches keep pages that nobody requests. Workers of
+    equal cost take turns.
+
+    Where requests share steps, workers with over `balance_abs_threshold` requests more than the
+    least busy one come last, whatever they hold: a document that everybody asks about is worth
+    computing on another worker as well. For a request with a target for its first token, workers
+    that would be in time come before all that would not.
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
@@ -73,7 +73,7 @@ class CacheAware(Policy):
         """Whether the cached part of the prompt is only a beginning that other prompts share.
 
         The longest match of a conversation's next turn ends where no match has ended before. That
-        of a new conversation ends with its system prompt, as those of others have.
+        of a new conversation ends with its system prompt, like those of other new conversations.
         """
         worker = view.workers[0]
         if not match or not worker.page_size:
@@ -91,7 +91,7 @@ class CacheAware(Policy):
     def _is_late(
         view: PoolView, request: RoutingRequest, matches: Column, target_s: float
     ) -> NDArray[np.bool_]:
-        """Workers that would compute the prompt too late; those of unknown speed are not late."""
+        """Workers of unknown speed are not late."""
         left = view.queued_tokens + len(request.prompt_ids) - matches
         late: NDArray[np.bool_] = left > target_s * np.where(
             view.tokens_per_s > 0, view.tokens_per_s, np.inf

@@ -11,7 +11,7 @@ class Follow(Policy):
     """Prefers workers on the host of the request's prefill worker, the least loaded first.
 
     Pages then travel through shared memory or NVLink and not over a network. Without a prefill
-    worker, or with none beside it, the worker with the fewest requests is taken.
+    worker, or without decode workers on its host, the worker with the fewest requests is taken.
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:

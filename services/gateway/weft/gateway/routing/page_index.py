@@ -43,7 +43,6 @@ class _Group:
         self._num_bytes = max(numbers, default=0) // 8 + 1
 
     def positions(self, mask: int) -> NDArray[np.int64] | int:
-        """Positions, in the view, of the workers of a mask."""
         single = self.position_of_bit.get(mask)
         if single is not None:
             return single
@@ -54,10 +53,8 @@ class _Group:
 
 
 class FleetPageIndex:
-    """Pages of all workers of a pool.
-
-    Args:
-        max_pages: Bound over all workers; pages beyond it are counted and not remembered.
+    """Pages of all workers of a pool. At most `max_pages` over all workers are remembered; those
+    beyond are counted.
     """
 
     def __init__(self, max_pages: int) -> None:
@@ -109,7 +106,7 @@ class FleetPageIndex:
         return found / np.maximum(view.total_pages, 1)
 
     def number(self, worker: WorkerView) -> int | None:
-        """Bit of this incarnation; None if the index does not know it."""
+        """Bit of this incarnation; None: the index does not know it."""
         held = self._held.get(worker.worker_id)
         return held[1] if held is not None and held[0] == worker.epoch else None
 
@@ -119,13 +116,13 @@ class FleetPageIndex:
         self._add(worker_id, epoch, keys)
 
     def add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> None:
-        """Adds pages to an incarnation; those of another incarnation are dropped."""
+        """Adds pages to an incarnation, and forgets those of the worker's other incarnation."""
         number, count = self._add(worker_id, epoch, keys)
         self._inflow[number] += count
         self._num_unaged += count
 
     def _add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> tuple[int, int]:
-        """Adds pages; returns the worker's number, and the number of pages that were new."""
+        """Returns the worker's number, and the number of pages that were new."""
         held = self._held.get(worker_id)
         if held is None or held[0] != epoch:
             self.forget(worker_id)

@@ -9,7 +9,7 @@ from weft.gateway.routing.view import PoolView
 
 
 class PowerOfTwo(Policy):
-    """Draws two workers and takes the one with fewer requests, then fewer tokens.
+    """Draws one worker more than are wanted and takes those with fewer requests, then fewer tokens.
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (2001). With old reports
     it does not send everything to the one worker that was least loaded then.
@@ -20,7 +20,6 @@ class PowerOfTwo(Policy):
         self._rng = random.Random(self.options.seed)
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`: of `count` + 1 drawn the best ones."""
         drawn = self._rng.sample(range(len(view)), min(count + 1, len(view)))
         drawn.sort(key=lambda at: (view.num_requests[at], view.num_tokens[at]))
         return [Choice(position) for position in drawn[:count]]

@@ -82,7 +82,7 @@ class Cleared(Line, tag="cleared"):
 
 
 class Flushed(Line, tag="flushed"):
-    """A flush of what workers were sent."""
+    """A flush of the pages that workers were sent."""
 
 
 AnyLine = Started | Members | Routed | PagesReported | Cleared | Flushed
@@ -92,12 +92,8 @@ Write = Callable[[AnyLine], None]
 class RecordingIndex(FleetPageIndex):
     """A page index that records every call.
 
-    A line is written after its call, so lines of calls that it makes itself come first.
-
-    Args:
-        max_pages: See `FleetPageIndex`.
-        pool: In the lines.
-        write: Takes them.
+    A line is written after its call, so lines of calls that it makes itself come first. `write`
+    takes the lines, which name `pool`.
     """
 
     def __init__(self, max_pages: int, pool: str, write: Write) -> None:
@@ -137,14 +133,14 @@ class RecordingIndex(FleetPageIndex):
 
 
 class RecordingPolicy(Policy):
-    """A policy that records its inputs and choices.
+    """A policy that records its inputs and choices. For the policy that `make` makes, time stands
+    still during a choice.
 
     Args:
-        make: Makes the policy that chooses.
         name: Name of the recorded policy.
         options: The policy's options. A policy that draws gets a seed here if it has none.
-        pool: In the lines.
-        write: Takes them.
+        pool: Name in the lines, MODEL/ROLE.
+        write: Takes the lines.
     """
 
     def __init__(
@@ -168,7 +164,6 @@ class RecordingPolicy(Policy):
         self.index = self._inner.index
 
     def choose(self, view: PoolView, request: RoutingRequest, count: int) -> list[Choice]:
-        """See `Policy.choose`; what the policy sees as now does not pass meanwhile."""
         if view is not self._view:
             self._view = view
             self._write(Members(pool=self._pool, workers=list(view.workers)))

@@ -22,16 +22,15 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class RoutingRecord:
-    """A record of all pools of a gateway, written in a thread of its own; callers never wait.
+    """A record of all pools of a gateway, written by its own thread; callers never wait.
 
-    The record ends at its bound, or when the file cannot keep up or be written. The part before can
-    always be replayed; a part after a gap could not.
+    The record ends at `max_bytes`, or when the file cannot be written or cannot keep up. The part
+    before can always be replayed; a part after a gap could not.
 
     Args:
         folder: Folder for one file, which only its owner can read, since it has the prompts'
             tokens.
         gateway_id: Id of this start of the gateway, which names the file.
-        max_bytes: Most bytes of the file.
 
     Raises:
         ConfigError: The file cannot be written.

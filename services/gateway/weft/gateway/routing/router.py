@@ -56,8 +56,8 @@ class Placement:
             self.filler.load.begin(self.num_tokens, self.to_compute)
 
     def stays(self) -> None:
-        """Counts the prompt in the queue of its decode worker, which computes it, and no longer in
-        that of the prefill worker.
+        """Moves the prompt from the queue of its prefill worker to that of its decode worker, which
+        computes it.
         """
         if self._is_computed or self.filler is None:
             return
@@ -82,7 +82,12 @@ class Placement:
         filler.load.end(self.num_tokens)
 
     def end(self, error: WeftError | None, *, is_proven: bool) -> None:
-        """Notes that the request has left its owner; see `FleetWorker.judge_request`."""
+        """Notes that the request has left its owner.
+
+        Args:
+            error: How the worker failed it, if it did.
+            is_proven: Whether the request had received anything from the worker.
+        """
         self.computed()
         self.worker.load.end(self.num_tokens)
         self.worker.judge_request(error, is_proven=is_proven)
@@ -122,11 +127,8 @@ class Router:
     def place(
         self, request: RoutingRequest, excluded: Collection[tuple[str, int]] = ()
     ) -> Placement:
-        """Chooses the workers of one attempt.
-
-        Args:
-            request: The request to place.
-            excluded: Incarnations of decode workers that failed this request before.
+        """Chooses the workers of one attempt. `excluded` are incarnations of decode workers that
+        failed this request before.
 
         Raises:
             PeerUnavailable: No decode worker with the context that was promised is healthy.
@@ -195,24 +197,24 @@ class Router:
 
     def end_session(self, owner: DecodeSession, request: GenerateRequest) -> None:
         """Tells the workers that a chat session has ended, except the owner of its last request,
-        which carries that itself.
+        which learns it from that request.
         """
         for worker in self._fleet.workers("decode"):
             if worker.session is not None and worker.session is not owner:
                 worker.session.end_session(request.cache_salt, request.session_id)
 
     def has_holder(self, digest: bytes) -> bool:
-        """Whether a healthy decode worker can serve requests for an adapter.
-
-        Args:
-            digest: Digest of its content.
+        """Whether a healthy decode worker can serve requests for the adapter with a content
+        digest.
         """
         now = asyncio.get_running_loop().time()
         workers = self._fleet.workers("decode")
         return any(one.holds(digest) and not one.health_problem(now) for one in workers)
 
     def filled(self, fills: Iterable[common_pb2.FillTimeline]) -> None:
-        """Reports the outcomes of fills, as told by their owner, to prefill workers' breakers."""
+        """Reports the outcomes of fills, which their owner has sent, to prefill workers'
+        breakers.
+        """
         breakers = {
             worker.info.worker_id: worker.breaker
             for worker in self._fleet.workers("prefill")
@@ -250,10 +252,8 @@ class Router:
         now: float,
         is_excluded: Callable[[FleetWorker], bool] | None = None,
     ) -> list[tuple[FleetWorker, int]]:
-        """Applies a policy to the workers that hold the request's adapter.
-
-        Workers with the adapter on their device come before those that must load it, unless they
-        are much busier.
+        """Only workers that hold the request's adapter can be chosen. Those with the adapter on
+        their device come before those that must load it, unless they are much busier.
         """
         pool, digest = self._fleet.pool(role), request.adapter
         if not digest:
@@ -281,7 +281,7 @@ def _id(worker: FleetWorker) -> str:
 
 
 def _in_order(worker_id: str) -> list[tuple[int, str]]:
-    """Orders ids as people do: decode-2 comes before decode-10."""
+    """The order that people expect: decode-2 comes before decode-10."""
     parts = _DIGITS.split(worker_id)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 

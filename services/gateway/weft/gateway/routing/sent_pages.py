@@ -31,7 +31,7 @@ class _Sent:
 
 
 class SentPages:
-    """Maintains an index of what was sent.
+    """Maintains an index of the pages that were sent.
 
     Args:
         max_pages: Most pages remembered of a worker; fewer if its pool is smaller.
@@ -46,12 +46,8 @@ class SentPages:
         self._sent: dict[str, _Sent] = {}
 
     def add(self, worker: WorkerView, keys: Sequence[int], now: float) -> None:
-        """Records that a worker was sent a prefix.
-
-        Args:
-            worker: The worker.
-            keys: Keys of the prefix's pages, from the first page on.
-            now: Seconds.
+        """Records that a worker was sent a prefix, of whose pages these are the keys, from the
+        first page on. `now` is in seconds.
         """
         sent = self._sent.get(worker.worker_id)
         if sent is None or sent.worker.epoch != worker.epoch:

@@ -19,11 +19,8 @@ class StepModel:
     """A straight line through the latest reports, by least squares with exponential forgetting.
 
     A step reads the weights once, whatever the number of requests, and each request adds its own
-    part: `base_s + request_s * requests`. Neither is taken to be negative. While the
-    number of requests hardly changes the line is level.
-
-    Args:
-        clock: Monotonic, in seconds.
+    part: `base_s + request_s * requests`. Neither is taken to be negative. While the number of
+    requests hardly changes the line is level. `clock` is monotonic, in seconds.
     """
 
     __slots__ = (

@@ -52,11 +52,7 @@ class PoolView:
     __slots__ = (*LOADS, *UNREPORTED, *SPEEDS, "has_recent_steps", "total_pages", "workers")
 
     def __init__(self, workers: Sequence[WorkerView]) -> None:
-        """Creates a view of idle workers.
-
-        Args:
-            workers: The workers, in an order that does not depend on load.
-        """
+        """Creates a view of idle workers, in an order that does not depend on load."""
         self.workers = tuple(workers)
         self.total_pages: Column = np.array([one.total_pages for one in workers], np.int64)
         """Pages of each worker's pool; 0: not known."""
@@ -174,29 +170,25 @@ class LoadEstimate:
         self._show()
 
     def begin(self, num_tokens: int, to_compute: int) -> None:
-        """Adds a request that is being sent; `computed` and `end` follow.
-
-        Args:
-            num_tokens: Number of tokens of its prompt.
-            to_compute: Tokens of the prompt that the worker is believed not to hold.
+        """Adds a request that is being sent; `computed` and `end` follow. `num_tokens` is the
+        length of its prompt; of those, the worker is believed not to hold `to_compute`.
         """
         self._add(1, to_compute, num_tokens)
 
     def stays(self, to_compute: int) -> None:
         """Adds a prompt to the queue of this worker, which computes it after all. Its request was
-        counted before, without the prompt, since a prefill worker was expected to compute that.
-        Arguments as in `begin`.
+        counted before without the prompt, since a prefill worker was expected to compute that.
         """
         self._add(0, to_compute, 0)
 
     def computed(self, to_compute: int) -> None:
-        """Removes a request's prompt (arguments as in `begin`), which is computed or never
-        will be.
+        """Removes a request's prompt, which is computed or never will be. `to_compute` is that of
+        `begin`.
         """
         self._add(0, -to_compute, 0)
 
     def end(self, num_tokens: int) -> None:
-        """Removes a request; arguments as in `begin`."""
+        """Removes a request. `num_tokens` is that of `begin`."""
         self._add(-1, 0, -num_tokens)
 
     @property

@@ -267,7 +267,7 @@ class GatewayMetrics:
         self.decode_time.observe(max(0.0, finish_s - first_s))
 
     def observe_targets(self, outcome: str) -> None:
-        """Counts an ended request with a target; see `Answer.target_outcome`."""
+        """Counts an ended request with a target. `outcome` is that of `Answer.target_outcome`."""
         self.slo_requests.labels(outcome).inc()
         self.num_with_target += 1
         self.num_within_target += outcome == "met"

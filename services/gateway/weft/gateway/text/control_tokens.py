@@ -2,10 +2,10 @@
 
 A chat template joins its own text, which has control tokens such as `<|im_start|>`, with texts of
 the conversation. In those the same spelling is text. To tell them apart after rendering,
-`ControlTokens.guard` puts a mark, a character that nothing else in the request has, behind each
-place of the given texts at which a control token could begin. The template renders the marked
-texts, whatever it cuts, splits or joins. `ControlTokens.encode` then knows that a spelling with a
-mark in it is text, and removes all marks.
+`ControlTokens.guard` puts a mark, a character that nothing else in the request has, after each
+place in those texts at which a control token could begin. The template renders the marked texts,
+whatever it cuts, splits or joins. `ControlTokens.encode` then knows that a spelling with a mark in
+it is text, and removes all marks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _TAG = re.compile(r"[<\[][^\s<>\[\]]+[>\]]")
 """What a template may look for in messages, such as `</think>`."""
 _MIN_MARK_CHARS = 3
 _MAX_TEMPLATE_CHARS = 3
-"""Most characters of a control token that a template is expected to write beside a given text, as
-in `'<|' + name + '|>'`.
+"""Most characters of a control token that a template is expected to write next to a text of the
+conversation, as in `'<|' + name + '|>'`.
 """
 _ASSISTANT_TEXTS = ("content", "reasoning", "reasoning_content")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of which templates make tokens, as in `'<|' + role + '|>'`."""
+"""Roles from which templates make tokens, as in `'<|' + role + '|>'`."""
 _ANSWER_MARKS = frozenset(
     mark
     for marks in (
@@ -60,7 +60,7 @@ class Rendered(NamedTuple):
 
     @classmethod
     def of(cls, text: str, mark: str) -> Rendered:
-        """What a template made of texts with marks, some of them perhaps as JSON in ASCII."""
+        """Makes it of a template's output from marked texts, some of which may be JSON in ASCII."""
         return cls(text.replace(_escape(mark), mark) if mark else text, mark)
 
     @property
@@ -70,11 +70,8 @@ class Rendered(NamedTuple):
 
 
 class ControlTokens:
-    """The control tokens of one model. Safe to use from several threads.
-
-    Args:
-        tokenizer: The model's.
-        sources: Its chat templates.
+    """The control tokens of one model. Safe to use from several threads. `sources` are its chat
+    templates.
     """
 
     def __init__(self, tokenizer: Tokenizer, sources: Sequence[str] = ()) -> None:
@@ -102,6 +99,9 @@ class ControlTokens:
         An assistant's own text keeps the marks of reasoning and calls, which the model has written
         and templates look for. All other texts keep no control token: messages, names, tools, the
         arguments of calls, and variables of the template.
+
+        Raises:
+            InvalidRequest: The conversation has all characters that could be the mark.
         """
         if not self.spellings:
             return prompt, ""
@@ -130,8 +130,8 @@ class ControlTokens:
         return dict(guarded)
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """Tokenises a rendered conversation; nothing but the template's own control tokens become
-        such ids.
+        """Tokenises a rendered conversation; only the template's own control tokens become such
+        ids.
         """
         text, mark = rendered
         if not mark:
@@ -170,12 +170,8 @@ class ControlTokens:
 
 
 class _Guard:
-    """Puts marks into given texts.
-
-    Args:
-        spellings: Of the control tokens.
-        kept: Texts into which no mark goes.
-        words: What the template may look up or compare by name.
+    """Puts marks into texts of a conversation, but into none of `kept`. `spellings` are those of
+    the control tokens; the template may look up or compare `words` by name.
     """
 
     def __init__(
@@ -185,8 +181,8 @@ class _Guard:
         firsts = {one[0] for one in spellings if not one[0].isalnum()}
         self._kept = frozenset(one for one in kept if one[0] in firsts)
         self._spelled = frozenset(one for one in spellings if one[0].isalnum() or len(one) == 2)
-        """Tokens in which the mark stands behind the first character. In others it stands behind
-        the second one, so that a template's own search for `/think` does not find `</think>`.
+        """Tokens in which the mark comes after the first character. In others it comes after the
+        second one, so that a template's own search for `/think` does not find `</think>`.
         """
         whole = self._kept | self._spelled
         second = f"(?:(?!{_any_of(self._kept)})\\S)?"
@@ -213,7 +209,6 @@ class _Guard:
             self._lengths.setdefault(rest[:2], set()).add(len(rest))
 
     def value(self, value: Any, mark: str) -> Any:
-        """A copy of a value of JSON whose texts have marks."""
         if isinstance(value, str):
             return self._text(value, mark)
         if isinstance(value, Mapping):
@@ -307,7 +302,7 @@ def _secret_name(number: int) -> str:
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """A copy of a tokenizer in which some tokens have other names. Their old names are text."""
+    """The tokens' old names are text."""
     content = json.loads(tokenizer.to_str())
     for token in content["added_tokens"]:
         if token["content"] in names:

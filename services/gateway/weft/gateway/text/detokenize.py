@@ -41,8 +41,7 @@ def make_detokenizer(
     """Creates the cheapest detokeniser that is exact for the vocabulary.
 
     Args:
-        vocabulary: The model's.
-        prompt_ids: Tokens before the first one; only the last few are looked at.
+        prompt_ids: Tokens before the first one; only the last few matter.
         skip_special_tokens: Special tokens give no text.
         shown_ids: Special tokens that give text all the same.
     """
@@ -68,13 +67,11 @@ class ByteDetokenizer:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
-        """See `Detokenizer.push`."""
         if token_id in self._skipped:
             return ""
         return self._decode(self._token_bytes(token_id))
 
     def finish(self) -> str:
-        """See `Detokenizer.finish`."""
         return self._decode(b"", True)
 
 
@@ -100,7 +97,6 @@ class WindowDetokenizer:
         self._split = len(self._ids)
 
     def push(self, token_id: int) -> str:
-        """See `Detokenizer.push`."""
         if token_id in self._skipped:
             return ""
         self._ids.append(token_id)
@@ -111,7 +107,6 @@ class WindowDetokenizer:
         return self._advance(text)
 
     def finish(self) -> str:
-        """See `Detokenizer.finish`."""
         return self._advance(self._decode(self._ids))
 
     def _context_of(self, prompt_ids: Sequence[int]) -> tuple[list[int], str]:

@@ -55,8 +55,8 @@ class ModelCard:
     tool_format: ToolFormat
     """Format in which the model writes tool calls."""
     reasoning: ReasoningFormat | None
-    """Format of the reasoning with which answers may begin, and which is shown apart; None: the
-    model writes none.
+    """Format of the reasoning with which answers may begin, and which is shown separately; None:
+    the model writes none.
     """
     tool_parser: str
     reasoning_parser: str
@@ -76,7 +76,7 @@ class ModelCard:
     model_type: str = ""
     """`model_type` of config.json."""
     hidden_size: int = 0
-    """Width of the model; 0: config.json does not tell."""
+    """Width of the model; 0: config.json does not say."""
     num_parameters: int = 0
     """Number of weights by the headers of safetensors files; 0: unknown, as of GGUF files and of
     quantised weights.
@@ -101,7 +101,7 @@ class ModelCard:
 
     @property
     def answer_reasoning(self) -> Reasoning | None:
-        """The tokens that mark where an answer begins behind its reasoning; None: it has no
+        """The tokens that mark where an answer begins after its reasoning; None: it has no
         reasoning, or no tokens mark its end.
         """
         if self.reasoning is None:
@@ -137,17 +137,17 @@ def load_model_card(
     """Reads a Hugging Face model directory.
 
     Args:
-        folder: With tokenizer.json and config.json; tokenizer_config.json, chat_template.jinja and
-            generation_config.json are used when there.
-        name: ServedModel name; empty = the folder's.
+        folder: Has tokenizer.json and config.json; tokenizer_config.json, chat_template.jinja and
+            generation_config.json are used if they are there.
+        name: Name under which it is served; empty: the folder's.
         max_context_tokens: Bound below the model's own.
-        tool_parser: Name of a `ToolFormat`; "auto" = what the chat template teaches.
-        reasoning_parser: Name of a `ReasoningFormat`, "none", or "auto" = what the chat template
-            says.
-        has_own_sampling: Whether generation_config.json gives the defaults of sampling.
+        tool_parser: Name of a `ToolFormat`; "auto": the one that the chat template teaches.
+        reasoning_parser: Name of a `ReasoningFormat`, "none", or "auto": the one of the chat
+            template.
+        has_own_sampling: Whether generation_config.json sets the defaults of sampling.
         chat_template: A file with the template of chats, or the name of one of the folder's; empty:
             the one called `default`.
-        json_whitespace: `Constraint.whitespace` of requests that do not give one.
+        json_whitespace: `Constraint.whitespace` of requests that do not set it.
 
     Raises:
         ModelError: A file is missing or cannot be understood; the message names it.
@@ -188,13 +188,11 @@ def load_model_card(
 
 
 def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
-    """The model card for an adapter with a tokenizer of its own.
+    """The model card for an adapter with its own tokenizer, which `folder` holds with the files
+    that belong to it.
 
-    The chat template is the adapter's if it brings one. Its end-of-text token is one more.
-
-    Args:
-        model: The base model.
-        folder: With the adapter's tokenizer.json, and what belongs to it.
+    The chat template is the adapter's if it brings one. Its end-of-text token counts in addition to
+    the model's.
 
     Raises:
         ModelError: A file cannot be understood, or tokens of the model have other ids.
@@ -243,7 +241,7 @@ def _sampling(folder: Path, generation_config: dict[str, Any]) -> dict[str, floa
 def _read_tokenizer(
     folder: Path, tool_parser: str, reasoning_parser: str, chat_template: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Fields of `ModelCard` that the files of a tokenizer decide, and its special tokens."""
+    """The fields of `ModelCard` that a tokenizer's files decide, and its special tokens."""
     tokenizer, tokenizer_config, specials = read_tokenizer(folder)
     vocabulary = Vocabulary(tokenizer)
     sources = _template_sources(folder, tokenizer_config)
@@ -271,7 +269,7 @@ def _controls(parts: Mapping[str, Any]) -> ControlTokens:
 
 
 def _pooling(folder: Path) -> tuple[PoolingConfig, str]:
-    """How a model makes vectors, or why its files do not tell. Workers that generate need no such
+    """How a model makes vectors, or why its files do not say. Workers that generate need no such
     files, and others do not start with damaged ones.
     """
     try:
@@ -289,7 +287,6 @@ def _integer(config: dict[str, Any], name: str, default: int) -> int:
 
 
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
-    """Names of classes, in their order."""
     named = config.get("id2label")
     if not isinstance(named, dict):
         return ()
@@ -300,13 +297,11 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language part of a composite model's config."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def _template_sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """The sources of the model's chat templates, by name."""
     path, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
     found: dict[str, Any] = {}
     if path.is_file():
@@ -331,7 +326,6 @@ def _template_sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[st
 
 
 def _chosen_template(chosen: str, sources: Mapping[str, str]) -> str:
-    """The template that a name or a file gives."""
     if chosen in sources:
         return sources[chosen]
     path = Path(chosen)
@@ -363,7 +357,7 @@ def _eos_ids(
     tokenizer: Tokenizer,
     specials: dict[str, str],
 ) -> frozenset[int]:
-    """End-of-text ids named by the model's files; else the tokenizer's."""
+    """The end-of-text ids of the model's files; else the tokenizer's."""
     ids = end_token_ids(config, generation_config)
     if ids:
         return frozenset(ids)
@@ -372,13 +366,13 @@ def _eos_ids(
 
 
 def _ids_of(tokenizer: Tokenizer, specials: dict[str, str], names: Sequence[str]) -> frozenset[int]:
-    """Ids of those special tokens that a model has."""
+    """Leaves out names of special tokens that the model does not have."""
     ids = (tokenizer.token_to_id(specials[name]) for name in names if name in specials)
     return frozenset(id_ for id_ in ids if id_ is not None)
 
 
 def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int:
-    """Largest number of bytes of text that one token stands for; 0 if unknown."""
+    """0 if unknown."""
     lossless = vocabulary.is_byte_level and tokenizer.normalizer is None
     trims = any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values())
     if not lossless or trims:

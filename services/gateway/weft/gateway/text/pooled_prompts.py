@@ -1,4 +1,4 @@
-"""What a request for vectors asks of the model that it is for."""
+"""Gives the prompts of a request for vectors the form that its model was trained with."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that
 
 
 class _Judge(NamedTuple):
-    """How a model that scores by the logits of tokens is asked."""
+    """The form of a question to a model that scores by the logits of tokens."""
 
     head: str
     query: str
-    """Goes ahead of the document, with the query and the instruction."""
+    """Comes before the document, with the query and the instruction."""
     tail: str
     yes: str
     """The token that says that a document is relevant."""
     no: str
-    """The one that says the contrary; empty: only the model's files may name one."""
+    """The token that says that it is not; empty: only the model's files may name one."""
 
     @property
     def takes_instruction(self) -> bool:
@@ -72,7 +72,7 @@ def for_model(
     """Makes the prompts of a request those that the model was trained with.
 
     Args:
-        pooling: The vectors that are wanted; None: tokens are.
+        pooling: The requested vectors; None: the request is for tokens.
         task: The task that the model's workers serve.
 
     Raises:
@@ -104,7 +104,6 @@ def for_model(
 def _scored(
     prompts: tuple[Prompt, ...], wanted: PoolingOptions, card: ModelCard, task: Task
 ) -> tuple[tuple[Prompt, ...], PoolingOptions]:
-    """Prompts and options of a request that scores pairs of texts."""
     if task == "classify":
         if len(card.labels) != 1:
             raise invalid(

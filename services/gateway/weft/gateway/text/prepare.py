@@ -41,11 +41,8 @@ class Preparer:
     """Applies the chat template and tokenises, off the event loop."""
 
     def __init__(self, settings: GatewaySettings, context_tokens: Callable[[], int]) -> None:
-        """Starts the threads.
-
-        Args:
-            settings: How many threads, and how many may wait.
-            context_tokens: Returns the context length that all owners have now.
+        """Starts the threads. `context_tokens` returns the context length that all owners
+        have now.
         """
         self._context_tokens = context_tokens
         num_threads = settings.tokenizer_threads
@@ -68,7 +65,7 @@ class Preparer:
 
         Raises:
             InvalidRequest: A template refuses its messages, a prompt is empty, or the constraint
-                does not go with calls.
+                cannot be combined with calls.
             ContextTooLong: A prompt and its output do not fit the context.
         """
         prompts, pooling = request.prompts, request.pooling
@@ -149,7 +146,7 @@ class Preparer:
         return _tokenize_chat(model, prompt, rendered)
 
     def _refuse_hopeless(self, model: ModelCard, prompt: Prompt) -> None:
-        """Refuses a text that is far too long before rendering or tokenising megabytes of it."""
+        """Refuses a text that is far too long before megabytes of it are rendered or tokenised."""
         if isinstance(prompt, TextPrompt):
             least = least_tokens(model, [prompt.text])
         elif isinstance(prompt, ChatPrompt):
@@ -169,7 +166,7 @@ class Preparer:
             raise self._too_long(prompt, f"at least {least}; shorten it", least)
 
     def _fit(self, prompt: Prompt, given: PreparedPrompt, request: GenerateRequest) -> None:
-        """Settles how many tokens the answer to a prompt may have in the context."""
+        """Sets how many tokens of the context the answer to a prompt may have."""
         ids, raw, stop = given.ids, request.raw, request.stop
         if not ids:
             raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
@@ -205,9 +202,7 @@ class Preparer:
         given.max_tokens = max_tokens
 
     def _too_long(self, prompt: Prompt, problem: str, num_tokens: int) -> ContextTooLong:
-        """The error for a prompt that does not fit; `num_tokens` is 0 if it would, but for its
-        answer.
-        """
+        """`num_tokens` is 0 if the prompt fits, but its answer does not."""
         context = self._context_tokens()
         error = ContextTooLong(
             # Clients look for these words, which are OpenAI's, to shorten a conversation.
@@ -235,7 +230,6 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
 
 
 def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, rendered: Rendered) -> PreparedPrompt:
-    """Tokenises a rendered conversation."""
     ids = model.controls.encode(rendered)
     if model.reasoning is None:
         return PreparedPrompt(ids=ids)
@@ -244,7 +238,7 @@ def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, rendered: Rendered) -> 
 
 
 def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> PreparedPrompt:
-    """A prompt's tokens, at most so many: what is too much is cut from the end of its texts."""
+    """At most `most` tokens: the rest is cut from the end of the prompt's texts."""
     if isinstance(prompt, TokenPrompt):
         return PreparedPrompt(ids=list(prompt.ids[:most]))
     tokenizer = model.tokenizer
@@ -264,7 +258,7 @@ def _of_pair(model: ModelCard, prompt: PairPrompt) -> Tokenizer:
 
 
 def _encode_wrapped(model: ModelCard, prompt: WrappedPrompt, most: int | None = None) -> list[int]:
-    """Tokenises a text between two fixed ones; control tokens in it are text."""
+    """Control tokens in the text between the two fixed ones are text."""
     of_text = model.controls.tokenizer_of_text(prompt.text)
     texts = (prompt.head, prompt.text, prompt.tail)
     return encode_parts(model.tokenizer, *texts, most, prompt.needed_chars, of_text=of_text)
@@ -312,7 +306,7 @@ def _render(model: ModelCard, prompt: ChatPrompt) -> Rendered:
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A developer's message as a system message, for templates that do not know the role."""
+    """For templates that do not know the role `developer`."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
@@ -333,8 +327,9 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its reasoning under the name that gpt-oss's template knows. Beside calls, that
-    template refuses reasoning together with content; then the content takes its place.
+    """The reasoning gets the name that gpt-oss's template knows. In a message with calls, that
+    template refuses reasoning together with content; then the content takes the place of the
+    reasoning.
     """
     reasoning = message.get("reasoning")
     if reasoning is None or (message.get("tool_calls") and message.get("content")):
@@ -346,7 +341,7 @@ def _reasoning_at_end(
     prompt: ChatPrompt, text: str, reasoning: ReasoningFormat
 ) -> tuple[bool, bool]:
     """Whether a rendered conversation ends within the reasoning of the model's turn, and whether it
-    ends behind it.
+    ends after it.
     """
     opener, closer = reasoning.opener, reasoning.closer
     if reasoning.is_harmony:

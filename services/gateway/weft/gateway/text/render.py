@@ -21,11 +21,11 @@ class RenderPlan:
     prompt_ids: Sequence[int]
     _: KW_ONLY
     stops: StopAutomaton | None
-    """Stop strings, which prompts of a request share; None: there are none."""
+    """Stop strings, shared by the prompts of a request; None: there are none."""
     stop_ids: Collection[int]
     """Tokens that end a sample; the last one's text is not shown."""
     min_tokens: int
-    """Stop strings count only if they end after so many tokens."""
+    """Stop strings count only if at least this many tokens come before their end."""
     include_stop: bool
     """Keep the text of the stop string or token."""
     skip_special_tokens: bool
@@ -105,10 +105,8 @@ class SampleRenderer:
         return free + text
 
     def finish(self, by_stop_token: bool) -> str:
-        """Ends the sample; returns the last text to show.
-
-        Args:
-            by_stop_token: Whether the last token pushed ended the sample.
+        """Ends the sample; returns the last text to show. `by_stop_token` says that the last token
+        pushed ended the sample.
         """
         text = ""
         if self._pending_stop is not None and (self._include_stop or not by_stop_token):
@@ -130,7 +128,7 @@ class SampleRenderer:
 
 
 def _make_scanner(plan: RenderPlan) -> StopScanner | PatternScanner | ScannerChain | None:
-    """The scanner that finds the end of one sample's text; None: only tokens end it."""
+    """None: only tokens end the text."""
     strings = patterns = None
     if plan.stops is not None:
         strings = StopScanner(plan.stops, plan.include_stop)

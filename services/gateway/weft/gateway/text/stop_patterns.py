@@ -27,7 +27,7 @@ _MAX_STEPS = 4096
 """Most steps of building an automaton, which bounds repetitions of empty expressions."""
 _MAX_REPEATS = 256
 _MAX_DEPTH = 128
-"""Most groups within each other."""
+"""Most groups inside one another."""
 MAX_HELD_CHARS = 1024
 """Most characters that are held back because a match may have begun there."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
@@ -77,7 +77,7 @@ class _Repeat(NamedTuple):
 
 class _All(NamedTuple):
     nodes: list[_Node]
-    """One after the other."""
+    """All of these, in this order."""
 
 
 class _Any(NamedTuple):
@@ -200,7 +200,6 @@ class _Parser:
         return CharSet(self._escaped(char))
 
     def _escaped(self, char: str) -> str:
-        """The one character that an escape stands for."""
         if char in _HEX_DIGITS:
             digits = self._pattern[self._at : self._at + _HEX_DIGITS[char]]
             self._at += len(digits)
@@ -241,7 +240,7 @@ class _Parser:
 
 @lru_cache(maxsize=128)
 def stop_patterns(patterns: tuple[str, ...]) -> StopPatterns:
-    """The automaton of some expressions, made once; see `StopPatterns`."""
+    """The automaton of some expressions; the same one for the same expressions."""
     return StopPatterns(patterns)
 
 
@@ -249,11 +248,7 @@ class StopPatterns:
     """The expressions of a request as one automaton. Immutable; its samples share it."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        """Builds it.
-
-        Raises:
-            PatternError: An expression is not valid, matches no text, or is too large.
-        """
+        """Raises PatternError if an expression is not valid, matches no text, or is too large."""
         self.patterns = tuple(patterns)
         self._sets: list[CharSet | None] = []
         """Characters that lead from a state to the next one; None: no character is needed."""
@@ -272,7 +267,7 @@ class StopPatterns:
         self._by_set: dict[CharSet, list[int]] = {}
         self._fitting: dict[str, frozenset[int]] = {}
         self.behind: dict[int, frozenset[int]] = {}
-        """The states behind each state that takes a character."""
+        """The states that follow each state that takes a character."""
         self._connect()
 
     @property
@@ -376,7 +371,6 @@ class PatternScanner:
         """The expression that was matched; empty: none."""
 
     def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
-        """See `StopScanner.push`."""
         whole = self._held + text
         for index in range(len(self._held), len(whole)):
             ended = self._step(whole[index], self._position + index)
@@ -392,7 +386,7 @@ class PatternScanner:
         return whole[:safe], False
 
     def _step(self, char: str, position: int) -> _Match | None:
-        """Follows all states over a character; returns the longest match that ends, if any."""
+        """The longest match that ends with this character, if any."""
         patterns, after = self._patterns, dict[int, int]()
         for state in patterns.first:
             self._threads.setdefault(state, position)
@@ -427,7 +421,6 @@ class ScannerChain:
         return self._patterns.found or self._strings.found
 
     def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
-        """See `StopScanner.push`."""
         left, is_cut = self._strings.push(text, counts=counts)
         shown, is_stopped = self._patterns.push(left, counts=counts)
         if is_cut and not is_stopped:
@@ -435,6 +428,5 @@ class ScannerChain:
         return shown, is_cut or is_stopped
 
     def finish(self) -> str:
-        """See `StopScanner.finish`."""
         shown, is_stopped = self._patterns.push(self._strings.finish())
         return shown if is_stopped else shown + self._patterns.finish()

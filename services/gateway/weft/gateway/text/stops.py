@@ -75,11 +75,8 @@ class StopScanner:
         """The stop string that was found; empty: none."""
 
     def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
-        """Takes more text; returns the text to show, and whether a stop string was found.
-
-        Args:
-            text: Text that follows the text so far.
-            counts: Whether stop strings that end in this text count.
+        """Takes more text; returns the text to show, and whether a stop string was found. Stop
+        strings that end in this text are ignored unless it `counts`.
         """
         automaton = self._automaton
         state = self._state

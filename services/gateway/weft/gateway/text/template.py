@@ -52,12 +52,8 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Compiles the template.
-
-        Args:
-            source: Jinja2 source of the model.
-            special_tokens: `bos_token` and its like, visible to the template.
-            now: The clock behind `strftime_now`.
+        """Compiles the template, a Jinja2 source. It sees `special_tokens`, `bos_token` and the
+        like, and `strftime_now` reads the clock `now`.
 
         Raises:
             ModelError: The template does not compile.
@@ -96,7 +92,7 @@ class ChatTemplate:
             messages: Each with `role` and `content`.
             add_generation_prompt: End with the opening of the assistant's turn.
             continue_final_message: End inside the last message, so that the model continues it.
-            variables: More names for the template (`enable_thinking` and its like).
+            variables: More names for the template, such as `enable_thinking`.
 
         Raises:
             InvalidRequest: The template refuses the conversation.
@@ -122,13 +118,12 @@ class ChatTemplate:
 
 
 def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, of which the last one's content ends in a mark."""
+    """The last message's content ends in a mark."""
     *before, last = messages
     return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}"}]
 
 
 def _open_last(text: str) -> str:
-    """Cuts off the text from the mark on."""
     begin, mark, _ = text.rpartition(_MARK)
     if not mark:
         raise InvalidRequest(

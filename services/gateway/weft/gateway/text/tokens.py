@@ -22,7 +22,7 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
 def encode_cut(
     tokenizer: Tokenizer, text: str, most: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Tokenises a text to at most `most` tokens; those that the tokenizer adds behind it stay.
+    """Tokenises a text to at most `most` tokens; those that the tokenizer adds after it stay.
 
     Raises:
         InvalidRequest: No token of the text would be left.
@@ -41,20 +41,12 @@ def encode_cut(
 def encode_pair(
     tokenizer: Tokenizer, first: str, second: str, most: int | None = None
 ) -> tuple[list[int], int]:
-    """Tokenises two texts as the tokenizer joins them.
+    """Tokenises two texts as the tokenizer joins them, to at most `most` tokens. Returns the ids,
+    and the position of the first token of the second text; 0: the tokenizer does not tell texts
+    apart.
 
     Where they are too long, the longer one loses its end until both have one length, then both do:
     the strategy `longest_first` of transformers.
-
-    Args:
-        tokenizer: The model's.
-        first: A text.
-        second: Another one.
-        most: Tokens at most; None: any number.
-
-    Returns:
-        The ids, and the position of the first token of the second text; 0: it does not tell texts
-        apart.
 
     Raises:
         InvalidRequest: No token of the second text would be left.
@@ -89,15 +81,11 @@ def encode_parts(
     *,
     of_text: Tokenizer | None = None,
 ) -> list[int]:
-    """Tokenises three texts apart; what is too much is cut from the end of the middle one.
+    """Tokenises three texts separately, to at most `most` tokens: the rest is cut from the end of
+    the middle one.
 
     Args:
-        tokenizer: The model's.
-        head: What is ahead.
-        text: What may be cut.
-        tail: What is behind.
-        most: Tokens at most; None: any number.
-        needed: Characters of `text` of which none may be cut, nor the first one behind them.
+        needed: Leading characters of `text` of which none may be cut, nor the first one after them.
         of_text: The tokenizer of `text`; None: `tokenizer`.
 
     Raises:
@@ -123,7 +111,7 @@ def _too_few(most: int | None, why: str) -> Exception:
 
 
 def _num_added_behind(mask: Sequence[int]) -> int:
-    """Tokens that the tokenizer added behind a text, by its mask of such tokens."""
+    """Tokens that the tokenizer added after a text, by its mask of such tokens."""
     count = 0
     while count < len(mask) and mask[-1 - count]:
         count += 1

@@ -22,11 +22,7 @@ class Vocabulary:
     """The texts of one tokenizer's ids. Read-only after construction, apart from caches."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Wraps a tokenizer.
-
-        Args:
-            tokenizer: Truncation and padding must be off.
-        """
+        """Truncation and padding of the tokenizer must be off."""
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
@@ -70,7 +66,7 @@ class Vocabulary:
             return bytes.fromhex(token[3:5])
         if token_id in self.special_ids:
             return token.encode()
-        # The token is decoded behind a copy of itself, since tokenizers drop a leading space at the
+        # The token is decoded after a copy of itself, since tokenizers drop a leading space at the
         # start of a text.
         alone = self.tokenizer.decode([token_id, token_id], skip_special_tokens=False)
         once = self.tokenizer.decode([token_id], skip_special_tokens=False)

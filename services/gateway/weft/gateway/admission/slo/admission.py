@@ -12,11 +12,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class LatencyAdmission:
-    """Lets tasks through one gate.
-
-    Args:
-        gate: The gate that decides.
-    """
+    """Lets tasks through the gate, which decides."""
 
     def __init__(self, gate: LatencyGate) -> None:
         self.gate = gate
@@ -24,11 +20,8 @@ class LatencyAdmission:
         self._timer: asyncio.TimerHandle | None = None
 
     async def enter(self, ticket: SloTicket, deadline: float) -> None:
-        """Waits until a request may be sent; `gate.began` and `ended` follow.
-
-        Args:
-            ticket: The request; its times are the event loop's.
-            deadline: Event loop time at which waiting ends.
+        """Waits until a request may be sent; `gate.began` and `ended` follow. The request's times
+        and `deadline`, at which waiting ends, are event loop time.
 
         Raises:
             TargetUnattainable: A target would be missed.
@@ -55,7 +48,7 @@ class LatencyAdmission:
             raise
 
     def ended(self, ticket: SloTicket, first_token_at: float | None, num_generated: int) -> None:
-        """Notes that a request which had entered is over; see `LatencyGate.ended`."""
+        """Notes that a request which had entered is over, like `LatencyGate.ended`."""
         self.gate.ended(ticket, first_token_at, num_generated)
         self.look()
 

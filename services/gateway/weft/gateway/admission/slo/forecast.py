@@ -35,7 +35,7 @@ class LatencyForecaster:
     Prefill workers compute prompts while there are any. Without them, and for prompts that are
     computed anew, decode workers do.
 
-    Several gateways see the same spare capacity, so each fills only its share of it.
+    Several gateways see the same spare capacity, so each uses only its share of it.
 
     Args:
         prefill: Returns the prefill pool as it is now; its view may be empty.
@@ -67,10 +67,11 @@ class LatencyForecaster:
         return Forecast(first_token_s, to_compute)
 
     def spare_requests(self, pace_s: float) -> float:
-        """Number of requests that this gateway may add so that decode steps take at most this long.
+        """Number of requests that this gateway may add so that decode steps take at most `pace_s`.
 
-        A worker without requests can always take one. Infinite while steps are not known to grow,
-        and while there is no worker, since requests do not wait for workers here.
+        A worker without requests can always take one. Infinite while steps are not known to become
+        slower with more requests, and while there is no worker, since requests do not wait for
+        workers here.
         """
         view = self._decode().view
         if not len(view):
@@ -83,8 +84,8 @@ class LatencyForecaster:
         return spare / self._num_replicas - float(view.unreported_requests.sum())
 
     def spare_tokens(self, ahead_s: float, *, is_by_owner: bool = False) -> float:
-        """Number of prompt tokens that this gateway may add so that all are computed within this
-        time, by decode workers if `is_by_owner`.
+        """Number of prompt tokens that this gateway may add so that all are computed within
+        `ahead_s`, by decode workers if `is_by_owner`.
 
         Infinite while rates are not known.
         """

@@ -22,9 +22,9 @@ _FIRST_OUTPUT_TOKENS = 128.0
 _HEADROOM = 0.95
 """Share of an inter-token target that steps are planned to take."""
 _DRAIN_WINDOW_S = 5.0
-"""Window over which the speed of the held queue is measured; older times count less and less."""
+"""Window over which the speed of the held queue is measured; older times count less."""
 _MIN_DRAIN_S = 0.5
-"""Least holding time to be observed before that speed is trusted."""
+"""Least holding time after which that speed is trusted."""
 SHORT_PROMPT_TOKENS = 128
 """Tokens of the prompt that `LatencyGate.first_token_s` forecasts; no worker holds any of them."""
 _BIAS_LIFE_S = 10.0
@@ -76,7 +76,6 @@ class _Drain:
 
     @property
     def per_s(self) -> float | None:
-        """The speed; None: not known yet."""
         return self._cost / self._time_s if self._time_s >= _MIN_DRAIN_S else None
 
 
@@ -96,7 +95,6 @@ class LatencyGate:
     send.
 
     Args:
-        forecaster: Predicts latency.
         ahead_s: Prompts that workers may have queued, as time of all of them together.
         is_holding: Returns whether any tenant has targets; if none has, no request is held.
     """
@@ -129,11 +127,8 @@ class LatencyGate:
         return len(self._held)
 
     def offer(self, ticket: SloTicket, now: float) -> bool:
-        """Decides on a new request.
-
-        Returns:
-            Whether the request may be sent; then `sending`, `began` and `ended` follow. Otherwise
-            it is held until `release` returns it or `withdraw` removes it.
+        """Decides on a new request. Returns whether it may be sent; then `sending`, `began` and
+        `ended` follow. Otherwise it is held until `release` returns it or `withdraw` removes it.
 
         Raises:
             TargetUnattainable: A target would be missed.
@@ -176,7 +171,7 @@ class LatencyGate:
         return left
 
     def _next(self, now: float) -> SloTicket | None:
-        """Removes and returns the next request, if there is room for it."""
+        """None: there is no room for the next request."""
         ticket = self._held.head()
         if ticket is None:
             return None
@@ -203,10 +198,9 @@ class LatencyGate:
         """Notes that a released request is over.
 
         Args:
-            ticket: The request.
             first_token_at: Time of the first token; None: there was none.
-            num_generated: Generated tokens over its prompts and samples; 0: the request is not
-                learned from.
+            num_generated: Generated tokens over its prompts and samples; with 0 the averages leave
+                the request out.
         """
         self.began(ticket)
         pace_s = ticket.targets.pace_s
@@ -273,7 +267,6 @@ class LatencyGate:
         return spare >= self._num_sending + len(ticket.prompts)
 
     def _wait_s(self, ticket: SloTicket) -> float:
-        """Expected holding time of a request."""
         before = self._held.cost_before(ticket.tenant, ticket.cost, ticket.weight)
         rate = self._drain.per_s or self._forecaster.tokens_per_s()
         return before / rate if rate else 0.0
@@ -304,8 +297,8 @@ class LatencyGate:
         )
 
     def _refuse_slow_pace(self, ticket: SloTicket) -> None:
-        """Refuses a request for which even an idle worker is too slow, or which would have to wait
-        for a tighter pace than its tenant has.
+        """Refuses a request for which even an idle worker is too slow, or that
+        `_lacks_own_pace`.
         """
         pace_s, least_s = ticket.targets.between_tokens_s, self._forecaster.least_step_s()
         if pace_s is not None and least_s is not None and least_s > pace_s:

@@ -13,7 +13,7 @@ from weft.v1 import common_pb2
 
 
 class MessageWriter:
-    """Writes one message. See `DialectWriter`."""
+    """Implements `DialectWriter` for one message."""
 
     content_type = EVENTS
 

@@ -42,7 +42,7 @@ def loaded(model: str, *, is_chat: bool, is_end: bool) -> dict[str, object]:
 
 
 class LineWriter:
-    """Writes one answer. See `DialectWriter`."""
+    """Implements `DialectWriter` for one answer."""
 
     content_type = LINES
 

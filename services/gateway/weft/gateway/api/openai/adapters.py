@@ -57,7 +57,7 @@ BOUNDS: Bounds = {
     "LoadAdapterBody": {"lora_name": _NAME, "lora_path": {"minLength": 1}},
     "UnloadAdapterBody": {"lora_name": _NAME},
 }
-"""Keywords of JSON schema by body and field, see `weft.gateway.api.openai.bounds`."""
+"""Keywords of JSON schema by body and field, as in `weft.gateway.api.openai.bounds`."""
 POSTS: Mapping[str, tuple[str, type[BaseModel], type[BaseModel], None]] = {
     "/v1/load_lora_adapter": (
         "Loads a LoRA adapter on all workers.",

@@ -440,7 +440,7 @@ class CompletionBody(GenerationBody):
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
-        """See `Body.check_given`: refuses fields of chats too."""
+        """Refuses fields of chats too."""
         super().check_given(value)
         for name in ChatBody.model_fields.keys() - cls.model_fields.keys():
             if value.get(name):

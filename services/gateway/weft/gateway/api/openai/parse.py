@@ -78,7 +78,7 @@ class BodyParser:
             The body, and what it was translated to.
 
         Raises:
-            InvalidRequest: See `parse_body`, or raised by `translate`.
+            InvalidRequest: The body is refused, or `translate` refuses it.
         """
 
         data = request.data

@@ -58,7 +58,7 @@ class SharedResponses:
         self._timeout_s = timeout_s
 
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """See `ResponseStore.put`. What no server takes is not kept."""
+        """A response that no server accepts is not kept."""
         name = self._name(tenant, response_id)
         value = pack(name, stored)
         if len(value) <= MAX_VALUE_BYTES:

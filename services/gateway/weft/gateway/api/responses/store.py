@@ -112,7 +112,7 @@ class MemoryResponses:
         return self._forget(tenant, response_id)
 
     async def close(self) -> None:
-        """See `ResponseStore.close`."""
+        """There is nothing to close."""
 
     def _forget(self, tenant: str, response_id: str) -> bool:
         entries = self._entries.get(tenant, OrderedDict())

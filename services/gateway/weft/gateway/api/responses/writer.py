@@ -33,7 +33,7 @@ _OVERLOADED = 429
 
 
 class ResponseWriter:
-    """Writes one response. See `DialectWriter`."""
+    """Implements `DialectWriter` for one response."""
 
     content_type = EVENTS
 

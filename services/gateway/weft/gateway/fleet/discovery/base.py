@@ -24,7 +24,7 @@ class Endpoint:
 class Discovery(Protocol):
     """A source of endpoints.
 
-    It tells where workers may be; the gateway itself finds out whether they are healthy. So while a
+    It says where workers may be; the gateway itself finds out whether they are healthy. So while a
     source fails, everything stays as it was.
     """
 
@@ -43,6 +43,5 @@ class StaticDiscovery:
         )
 
     async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
-        """See `Discovery.watch`."""
         yield self._endpoints
         await asyncio.Event().wait()

@@ -29,13 +29,8 @@ class DnsDiscovery:
         interval_s: float,
         resolve: Resolve | None = None,
     ) -> None:
-        """Stores the settings; queries nothing yet.
-
-        Args:
-            decode: Names of decode workers, host:port each.
-            prefill: Likewise of prefill workers.
-            interval_s: Seconds between queries.
-            resolve: Resolver; default: the system's.
+        """Stores the settings; queries nothing yet. Names of workers are host:port each;
+        `interval_s` lies between two queries. The default resolver is the system's.
         """
         self._names: list[tuple[Role, str, int]] = [
             *(("decode", *split_address(name)) for name in decode),
@@ -47,7 +42,6 @@ class DnsDiscovery:
         self._failing: set[str] = set()
 
     async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
-        """See `Discovery.watch`."""
         last: tuple[Endpoint, ...] | None = None
         while True:
             await asyncio.gather(*(self._ask(*name) for name in self._names))

@@ -41,11 +41,7 @@ class FileDiscovery:
     """
 
     def __init__(self, path: Path, interval_s: float) -> None:
-        """Reads the file for the first time.
-
-        Args:
-            path: Path of the file.
-            interval_s: Seconds between looks.
+        """Reads the file for the first time. `watch` looks at it every `interval_s`.
 
         Raises:
             ConfigError: It cannot be read or is not valid.
@@ -56,7 +52,6 @@ class FileDiscovery:
         self._endpoints = read_endpoints(path)
 
     async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
-        """See `Discovery.watch`."""
         yield self._endpoints
         while True:
             await asyncio.sleep(self._interval_s)

@@ -52,10 +52,10 @@ def api_server(
     ca_file: Path | None = None,
     account: Path = SERVICE_ACCOUNT,
 ) -> ApiServer:
-    """The configured API server, else that of the cluster in which this process runs.
+    """The configured API server; else that of the cluster in which this process runs.
 
     Raises:
-        ConfigError: None was named, and this process runs in no cluster.
+        ConfigError: No API server is configured, and this process runs in no cluster.
     """
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
     if not url:
@@ -90,12 +90,8 @@ class KubernetesDiscovery:
     """
 
     def __init__(self, api: ApiServer, decode: Sequence[str], prefill: Sequence[str]) -> None:
-        """Reads the API server's CA certificates; sends no request yet.
-
-        Args:
-            api: The API server.
-            decode: Services of decode workers, SERVICE:PORT each, PORT being a name.
-            prefill: Likewise of prefill workers.
+        """Reads the API server's CA certificates; sends no request yet. Services of workers are
+        SERVICE:PORT each, where PORT is a name.
 
         Raises:
             ConfigError: The token or the authorities cannot be read.
@@ -115,7 +111,6 @@ class KubernetesDiscovery:
             raise ConfigError(f"Kubernetes: {api.ca_file}, {api.token_file}: {error}") from error
 
     async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
-        """See `Discovery.watch`."""
         backoff = ReconnectBackoff(max_s=_MAX_BACKOFF_S)
         last: tuple[Endpoint, ...] | None = None
         async with httpx.AsyncClient(
@@ -137,7 +132,6 @@ class KubernetesDiscovery:
                 await backoff.sleep()
 
     async def _follow(self, client: httpx.AsyncClient) -> AsyncIterator[tuple[Endpoint, ...]]:
-        """Lists once, then watches as long as that works."""
         listed = await self._list(client)
         self._slices = {}
         for item in listed["items"]:
@@ -164,7 +158,7 @@ class KubernetesDiscovery:
     async def _events(
         self, client: httpx.AsyncClient, version: str
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yields changes from a version on, until the server ends the watch.
+        """Ends when the server ends the watch.
 
         Raises:
             _ListAgain: The version is too old.

@@ -19,16 +19,16 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""Beginning of a call whose name stands before the arguments, so that these can be passed on as
-they arrive.
+"""Beginning of a call whose name comes before the arguments, so that these can be passed on as they
+arrive.
 """
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
-"""What calls have."""
+"""Members that calls have."""
 _FIRST = re.compile(r'\{\s*+"((?:[^"\\]|\\.)*+)"\s*+:\s*+("(?:[^"\\]|\\.)++")?')
 """The first member of an object, with its value if this is a text."""
 _MAX_HEAD = 512
-"""Longest such beginning. Names of functions are short, and each piece of text is matched from the
-beginning.
+"""Longest beginning that `_HEAD` may match. Names of functions are short, and each piece of text is
+matched from the beginning.
 """
 _BLANKS = " \t\r\n"
 
@@ -37,10 +37,11 @@ class ObjectEnd:
     """Finds the end of a JSON object, or the mark that ends a call whose object is not closed.
 
     Outside of strings such a mark ends the object. Within a string it may belong to the value, so
-    the text from there on is held back until the object has ended, or the whole text has.
+    the text from there on is held back until the object or the whole text has ended.
 
     Args:
-        marks: Texts that end a call; only those that begin with `<`, which JSON has not.
+        marks: Texts that end a call; only those count that begin with `<`, which JSON does not have
+            outside of strings.
         opened: The object's brackets that were opened before the first text.
     """
 
@@ -55,13 +56,11 @@ class ObjectEnd:
         self._suspect: list[str] | None = None
         """The text from a mark within a string on; None: there was none."""
         self._at_mark = ""
-        """What closes the object as it was ahead of that mark."""
+        """The brackets and quotes that close the object as it was before that mark."""
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str | None]:
-        """Takes more text.
-
-        Returns:
-            More of the object, and the text behind it; None: it goes on.
+        """Takes more text; returns more of the object, and the text after it; None: the object goes
+        on.
         """
         text, self._held, at = self._held + text, "", 0
         shown = ""
@@ -117,16 +116,16 @@ class ObjectEnd:
 class CallReader:
     """Reads one call: an object with `name`, and `arguments` or `parameters`.
 
-    If the name stands before the arguments, these are returned as the model writes them; else
-    together, once the object is complete.
+    If the name comes before the arguments, these are returned as the model writes them; otherwise
+    all at once, when the object is complete.
 
     Args:
         given_name: Name of the function, so that only the arguments are read; empty: the whole
             object is read.
         given_id: Id of the call; empty: it has none.
         marks: Texts that end a call.
-        names: Functions that may be called; None: any. With names, an object that has no arguments
-            but members that calls do not have is no call.
+        names: Functions that may be called; None: any. With names, an object is no call if it has
+            no arguments but members that calls do not have.
     """
 
     __slots__ = (
@@ -160,14 +159,14 @@ class CallReader:
         self.name = ""
         """Name of the function; empty: not known yet."""
         self.rest: str | None = None
-        """Text behind the object; None: it has not ended."""
+        """Text after the object; None: it has not ended."""
         self._pieces: list[str] = []
         self._num_chars = 0
         self._end = ObjectEnd(marks)
         """Finds the end of the object, or of its arguments while these are passed on."""
         self._is_bare = self._is_streamed = self._is_in_arguments = bool(given_name)
         self._tail: str | None = ""
-        """Text behind the arguments, until it is known whether the object goes on."""
+        """Text after the arguments, until it is known whether the object goes on."""
 
     @property
     def text(self) -> str:
@@ -205,7 +204,7 @@ class CallReader:
         return self._note(*self._end.finish())
 
     def _check_beginning(self, text: str) -> None:
-        """Raises ValueError as soon as a beginning tells that the object is no call of a given
+        """Raises ValueError as soon as a beginning shows that the object is no call of a known
         tool.
         """
         if self._names is None or (first := _FIRST.match(text)) is None:
@@ -235,7 +234,7 @@ class CallReader:
         return arguments
 
     def _find_end(self, text: str) -> None:
-        """Finds the end of the object behind its arguments, where its bracket may be missing."""
+        """The object's bracket may be missing after its arguments."""
         if self._tail is not None:
             text = (self._tail + text).lstrip(_BLANKS)
             self._tail = text
@@ -248,7 +247,6 @@ class CallReader:
         _, self.rest = self._end.push(text)
 
     def _whole(self, rest: str) -> str:
-        """Reads the complete object."""
         whole = self.text
         self._pieces, self.rest = [whole[: len(whole) - len(rest)]], rest
         call = loads(self.text)
@@ -283,7 +281,7 @@ def loads(text: str) -> Any:
     such as NaN, are refused.
 
     Raises:
-        ValueError: It is none, or is too deeply nested.
+        ValueError: The text is not JSON, or is too deeply nested.
     """
     _check_depth(text)
     return json.loads(text, strict=False, parse_constant=_number, parse_float=_number)
@@ -311,7 +309,7 @@ def parse_json(text: str) -> Any:
     """Parses JSON.
 
     Raises:
-        ValueError: The text is no JSON, is too deeply nested, or names lone surrogates.
+        ValueError: The text is not JSON, is too deeply nested, or has lone surrogates.
     """
     _check_depth(text)
     try:

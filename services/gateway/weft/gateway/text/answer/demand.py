@@ -1,4 +1,4 @@
-"""The constraint under which an answer is the calls that a request demands."""
+"""The constraint under which an answer consists of the calls that a request demands."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _IN_ARGUMENTS = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)argume
 references.
 """
 _IN_ANSWER = re.compile(r"#/format/elements/0(?:/json_schema|/pattern|/grammar)?(?=[/:])")
-"""Places within the answer beside calls."""
+"""Places within an answer that is not calls."""
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value has a schema for each name, and so may have any name."""
+"""Keywords whose value maps names, which may be any, to schemas."""
 _OF_VALUES = ("const", "enum")
 _MAX_ITEMS = 128
 """Most alternatives of one format of structural tags."""
@@ -36,18 +36,15 @@ _OF_READERS = ("title", "description", "examples", "default", "$comment")
 _OF_TAGS = ("schema", "json_schema")
 """Names under which structural tags have schemas."""
 _OF_TYPES = ("properties", "$ref", "anyOf", "oneOf", "allOf", "const", "enum")
-"""Keywords that show that a schema without `type` is one of objects, or that its type is not known
-here.
+"""Keywords of a schema without `type` which show that it is one of objects, or that its type is not
+known here.
 """
 
 
 def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Constraint:
     """The constraint of a list of one or more calls, in the format
-    `weft.gateway.text.answer.formats.CALLS_ONLY`.
-
-    Args:
-        tools: The tools that may be called, in OpenAI's form.
-        most: Most calls; None: any number.
+    `weft.gateway.text.answer.formats.CALLS_ONLY`. `tools` may be called, in OpenAI's form, at most
+    `most` times; None: any number.
     """
     return _constraint(_calls(tools, most))
 
@@ -59,20 +56,20 @@ def calls_or_answer(
     most: int | None,
     param: str,
 ) -> Constraint:
-    """The constraint of an answer under a constraint of its own, or of calls as the model writes
-    them, for models whose calls begin with no special token.
+    """The constraint of an answer that either follows a constraint of its own or is calls as the
+    model writes them, for models whose calls begin with no special token.
 
     Models whose calls begin with such a token use `Constraint.alternatives` instead.
 
     Args:
         form: How the model writes calls.
-        tools: See `demanded_calls`.
+        tools: The tools that may be called, in OpenAI's form.
         answer: The constraint of an answer without calls.
-        most: See `demanded_calls`.
+        most: Most calls; None: any number.
         param: The field that gave `answer`.
 
     Raises:
-        InvalidRequest: The answer's constraint cannot stand beside calls.
+        InvalidRequest: The answer's constraint cannot be an alternative to calls.
     """
     own = _as_format(answer, param)
     for is_free in (False, True):
@@ -84,7 +81,6 @@ def calls_or_answer(
 
 
 def _as_format(answer: Constraint, param: str) -> Mapping[str, Any]:
-    """A constraint as a format of structural tags."""
     if answer.kind == "regex":
         return {"type": "regex", "pattern": answer.text}
     if answer.kind == "choice":
@@ -106,9 +102,7 @@ def _as_format(answer: Constraint, param: str) -> Mapping[str, Any]:
 def _own_calls(
     form: ToolFormat, tools: Sequence[Mapping[str, Any]], most: int | None, *, is_free: bool
 ) -> Mapping[str, Any]:
-    """Calls in a model's own format: JSON where the format has nothing else, else any text behind
-    the mark that begins calls.
-    """
+    """JSON if the format has nothing else; otherwise any text after the mark that begins calls."""
     if not form.openers:
         schema = _calls(tools, None, form.arguments)
         one = _json({**schema["items"], "$defs": schema["$defs"]}, is_free=is_free)
@@ -127,7 +121,6 @@ def _own_calls(
 def _joined(
     call: Mapping[str, Any], between: Mapping[str, Any], most: int | None
 ) -> Mapping[str, Any]:
-    """One or more calls."""
     if most == 1:
         return call
     more = {"type": "repeat", "min": 0, "max": -1 if most is None else most - 1}
@@ -135,7 +128,7 @@ def _joined(
 
 
 def _json(schema: Mapping[str, Any], *, is_free: bool) -> Mapping[str, Any]:
-    """JSON with calls, whose arguments are any objects where their schemas cannot be enforced."""
+    """Arguments are any objects where their schemas cannot be enforced."""
     names = [*schema["$defs"]]
     if is_free:
         schema = {**schema, "$defs": dict.fromkeys(names, _ANY_OBJECT)}
@@ -153,7 +146,6 @@ def _or(elements: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _calls(
     tools: Sequence[Mapping[str, Any]], most: int | None, arguments_name: str = "arguments"
 ) -> dict[str, Any]:
-    """The schema of a list of calls."""
     branches, arguments = [], {}
     for number, tool in enumerate(tools):
         function, place = tool["function"], f"arguments-{number}"
@@ -193,11 +185,8 @@ def parameters_of(number: int) -> str:
 
 
 def blame_constraint(error: WeftError, param: str) -> None:
-    """Makes a worker's refusal of a constraint name the client's field, and the place within it.
-
-    Args:
-        error: The worker's error.
-        param: The field that gave the constraint.
+    """Makes a worker's refusal of a constraint name the client's field, which gave it, and the
+    place within it.
     """
     if place := _IN_ARGUMENTS.search(error.message):
         param = parameters_of(int(place[2]))
@@ -207,11 +196,8 @@ def blame_constraint(error: WeftError, param: str) -> None:
 
 
 def warn_of_unknown(constraint: Constraint, param: str) -> None:
-    """Names the words of a constraint's schemas that constrain nothing, as warnings of the call.
-
-    Args:
-        constraint: Any.
-        param: The field that gave the constraint.
+    """Warns the caller of words that constrain nothing in a constraint's schemas. `param` is the
+    field that gave the constraint.
     """
     for schema in _schemas_of(constraint):
         for part in unknown_parts(schema):
@@ -225,7 +211,7 @@ def warn_of_unknown(constraint: Constraint, param: str) -> None:
 
 
 def _schemas_of(constraint: Constraint) -> Iterator[Any]:
-    """The schemas in a constraint; none of one that workers will refuse because it is no JSON."""
+    """Yields none of a constraint that workers will refuse because it is not JSON."""
     if constraint.kind not in ("json_schema", "structural_tag"):
         return
     try:
@@ -260,8 +246,8 @@ def _constraint(schema: Mapping[str, Any]) -> Constraint:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema with references into itself that hold once it stands at `place`, without
-    descriptions and examples.
+    """The schema as a part of another one, at `place` there: references into itself stay valid, and
+    descriptions and examples are left out.
     """
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]

@@ -26,11 +26,8 @@ Message = Mapping[str, Any]
 def with_described_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[Message]:
-    """The messages with tools, calls and results as text.
-
-    Args:
-        messages: Messages, some with `tool_calls` or the role `tool`.
-        tools: Tools in OpenAI's form; may be empty.
+    """The messages with tools, calls and results as text. Some messages have `tool_calls` or the
+    role `tool`; `tools`, in OpenAI's form, may be empty.
     """
     plain: list[Message] = []
     for message in messages:

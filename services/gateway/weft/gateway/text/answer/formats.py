@@ -34,17 +34,17 @@ class ToolFormat:
     openers: tuple[str, ...]
     """Marks that begin calls or lists of calls; empty: the text begins with a call, or has none."""
     syntaxes: tuple[Syntax, ...] = (JsonObject(),)
-    """How a call may be written."""
+    """How a call may be written; the first one that fits reads it."""
     closer: str = ""
     """Mark that ends a call or a list of calls, and may be missing; empty: the call ends itself."""
     separators: tuple[str, ...] = ()
-    """Texts that may stand before a call, beside blanks."""
+    """Texts, apart from blanks, that may come before a call."""
     tails: tuple[str, ...] = ()
-    """Texts that may stand behind a call, beside blanks."""
+    """Texts, apart from blanks, that may follow a call."""
     beginnings: tuple[str, ...] = ()
     """Beginnings of a text with calls, for formats without `openers`."""
     id_length: int = 24
-    """Random characters of a call's id. With nine, which some chat templates check, the id has no
+    """Random characters of a call's id. An id of nine, which some chat templates check, has no
     prefix.
     """
     arguments: str = "arguments"
@@ -52,13 +52,15 @@ class ToolFormat:
     is_harmony: bool = False
     """Calls are messages to functions (`weft.gateway.text.answer.harmony`)."""
     bare_openers: tuple[str, ...] = ()
-    """Beginnings of calls of a tool that are calls without an opener, too, if they are whole."""
+    """Beginnings of calls that count without an opener too, if they are complete calls of a
+    tool.
+    """
     hides_marks: bool = False
-    """Marks that turn out to belong to no call are left out; else they are content."""
+    """Marks that belong to no call after all are left out; otherwise they are content."""
     keeps_blanks: bool = False
-    """Blanks beside a call are content; else they are left out."""
+    """Blanks next to a call are content; otherwise they are left out."""
     marks: tuple[str, ...] = ()
-    """Further texts that tell calls or their values, and may be special tokens."""
+    """Further texts that identify calls or their values, and may be special tokens."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -82,7 +84,7 @@ class ReasoningFormat:
     closer: str
     """Mark that ends the reasoning."""
     end: str = ""
-    """Mark behind which, after the next `until`, the answer begins; empty: behind `closer`."""
+    """The answer begins after this mark and the next `until`; empty: after `closer`."""
     until: str = ""
     always_begins: bool = False
     """Whether the text begins with reasoning even without `opener`."""
@@ -91,12 +93,11 @@ class ReasoningFormat:
 
     @property
     def opening_token(self) -> str:
-        """The part of `opener` that may be a token of its own."""
+        """The part of `opener` that may be a single token."""
         return self.opener.removesuffix("thought")
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """See `ToolFormat.tokens`."""
         return (self.opening_token, self.closer, *(_HARMONY_MARKS if self.is_harmony else ()))
 
 
@@ -241,7 +242,7 @@ GEMMA4 = ToolFormat(
     closer="<tool_call|>",
     marks=('<|"|>',),
 )
-"""Gemma 4: an object with bare keys whose texts stand between marks of their own."""
+"""Gemma 4: an object with bare keys whose texts stand between special marks."""
 LLAMA3_JSON = ToolFormat(
     "llama3_json",
     (),
@@ -259,7 +260,7 @@ HARMONY = ToolFormat(
 )
 """gpt-oss."""
 CALLS_ONLY = ToolFormat("calls", (), separators=_JOINTS, tails=_TAILS, beginnings=("{", "["))
-"""A text that a constraint made a list of calls."""
+"""A text that a constraint has made a list of calls."""
 
 FORMATS: Mapping[str, ToolFormat] = {
     **{
@@ -319,7 +320,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def find_tool_format(template: str) -> ToolFormat:
-    """The format that a chat template teaches; Hermes' where it teaches none, for then the gateway
+    """The format that a chat template teaches. Where it teaches none, Hermes', in which the gateway
     describes the tools itself (`weft.gateway.text.answer.describe`).
     """
     found = (form for mark, form in _TEMPLATE_MARKS if re.search(mark, template))

@@ -22,11 +22,7 @@ _MAX_DEPTH = 64
 
 
 def parse_gemma(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
-    """The name and the arguments of a call.
-
-    Args:
-        text: The call.
-        tools: Not used, since values show their types.
+    """The name and the arguments of a call. `tools` are not used, since values show their types.
 
     Raises:
         ValueError: The text is no call.
@@ -42,14 +38,11 @@ def parse_gemma(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Map
 
 
 class _Reading:
-    """Reads values from a text."""
-
     def __init__(self, text: str, at: int) -> None:
         self._text = text
         self.at = at
 
     def value(self, depth: int) -> Any:
-        """Reads one value."""
         if depth > _MAX_DEPTH:
             raise ValueError("too deeply nested")
         self._skip_blanks()

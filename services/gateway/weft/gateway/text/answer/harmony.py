@@ -38,11 +38,11 @@ class HarmonyParser:
 
     Args:
         shows_calls: Whether there are tools; if not, messages to functions are content.
-        shows_reasoning: Whether reasoning is shown apart; if not, it is content.
+        shows_reasoning: Whether reasoning is shown separately; if not, it is content.
         id_length: As in `ToolFormat`.
         max_calls: Most calls; further ones are left out. None: any number.
-        answer: Parser of the channel `final`, if a constraint made its text calls; None: the text
-            is content.
+        answer: Parser of the channel `final`, if a constraint has made its text calls; None: the
+            text is content.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HarmonyParser:
         self._answer = answer
         self._held = ""
         self._is_header = True
-        """Whether a message's header comes next, or a text without one."""
+        """Whether the next text is a message's header, or a text without one."""
         self._channel = ""
         self._function = ""
         """The function that the current message calls; empty: none."""
@@ -75,12 +75,10 @@ class HarmonyParser:
 
     @property
     def has_called(self) -> bool:
-        """See `AnswerParser`."""
         own = self._num_calls > 0 and self._is_complete
         return own or (self._answer is not None and self._answer.has_called)
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerPart:
-        """See `AnswerParser.push`."""
         part = AnswerPart()
         self._held += text
         while self._header(part, is_last) if self._is_header else self._body(part, is_last):

@@ -41,10 +41,10 @@ def final_constraint(
     request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
 ) -> Constraint | None:
     """The constraint of a prompt's samples. That of a chat begins after the model's reasoning, and
-    allows calls beside an answer if the request allows both.
+    allows calls as an alternative to an answer if the request allows both.
 
     Raises:
-        InvalidRequest: The request's constraint does not go with calls.
+        InvalidRequest: The request's constraint cannot be combined with calls.
     """
     constraint = request.sampling.constraint
     if constraint is None:
@@ -74,16 +74,14 @@ class _Reading:
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """Format of the reasoning with which the answer may begin; None: it has none."""
         form = self._model.reasoning
         if self._is_constrained and self._before_constraint() is None:
-            return None  # Workers could not tell where the reasoning ends.
+            return None  # Workers could not see where the reasoning ends.
         if form is None or form.is_harmony or self._prompt.begins_reasoning:
             return form
         return None if self._is_continued else form
 
     def _before_constraint(self) -> Reasoning | None:
-        """The reasoning that may precede constrained text."""
         told = self._model.answer_reasoning
         if told is None or self._prompt.begins_reasoning or self._model.is_harmony:
             return told if told is None else replace(told, begin=None)
@@ -91,7 +89,7 @@ class _Reading:
         return None if is_over or told.begin is None else told
 
     def constraint(self, constraint: Constraint) -> Constraint:
-        """The constraint, with the reasoning that may come before it and the tokens that may come
+        """Adds the reasoning that may come before the constrained text and the tokens that may come
         in its place.
         """
         reasoning = self._before_constraint()
@@ -107,7 +105,6 @@ class _Reading:
         return replace(constraint, reasoning=reasoning, alternatives=alternatives)
 
     def parser(self) -> MakeParser | None:
-        """A function that makes a parser for each sample; None: the whole text is content."""
         if self._model.is_harmony and (
             not self._is_constrained or self._before_constraint() is not None
         ):

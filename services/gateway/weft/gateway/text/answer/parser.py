@@ -57,13 +57,8 @@ class AnswerParser(Protocol):
 
 
 class NamedCallParser:
-    """Parser of a text that a constraint made the arguments of one function, perhaps behind
-    reasoning.
-
-    Args:
-        name: The function's.
-        id_length: As in `ToolFormat`.
-        before: Parser of the reasoning before it; None: there is no reasoning.
+    """Parser of a text that a constraint has made the arguments of the function `name`, perhaps
+    after reasoning, which `before` parses.
     """
 
     def __init__(self, name: str, id_length: int, before: AnswerParser | None = None) -> None:
@@ -73,11 +68,9 @@ class NamedCallParser:
 
     @property
     def has_called(self) -> bool:
-        """See `AnswerParser`."""
         return False
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerPart:
-        """See `AnswerParser.push`."""
         part = AnswerPart(content=text)
         if self._before is not None:
             part = self._before.push(text, is_last=is_last)
@@ -90,8 +83,7 @@ class NamedCallParser:
 
 class TextParser:
     """Parser of a text that the model writes freely. Text that may become a tag is held back until
-    its meaning is known, and so are blanks that may turn out to stand beside a tag, where they are
-    left out.
+    its meaning is known. So are blanks that may be next to a tag, where they are left out.
 
     No text is lost: text that is no tag, call or reasoning is content, and so is a call that is not
     valid or ends before its function's name. `ToolFormat.hides_marks` leaves out marks alone.
@@ -115,7 +107,7 @@ class TextParser:
             tools: Format of calls; None: the text has no calls.
             reasoning: Format of the reasoning with which the text may begin; None: it has none.
             begins_reasoning: Whether the text begins within the reasoning.
-            is_continued: Whether the text continues a text that the prompt ends in.
+            is_continued: Whether the text continues a text at the end of the prompt.
             is_demanded: Whether the text consists of calls; the rest of a call that was cut off is
                 dropped.
             is_answer_else: Whether a text that does not begin with calls has none.
@@ -131,11 +123,11 @@ class TextParser:
         self._held = ""
         """Text whose meaning is not known yet."""
         self._opening = ""
-        """Text that announced a call, which is content if none follows."""
+        """Text that announced a call; it is content if no call follows."""
         self._is_bare = False
         """Whether a call that has no opener may have begun."""
         self._is_behind = False
-        """Whether a call has ended, and nothing but blanks and tails has come behind it."""
+        """Whether a call has ended, and only blanks and tails have followed it."""
         self._skips_blanks = reasoning is not None and not is_continued
         self._is_demanded = is_demanded
         self._is_complete = True
@@ -150,11 +142,9 @@ class TextParser:
 
     @property
     def has_called(self) -> bool:
-        """See `AnswerParser`."""
         return self._num_calls > 0 and self._is_complete
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerPart:
-        """See `AnswerParser.push`."""
         part = AnswerPart()
         self._held += text
         goes_on = True
@@ -174,7 +164,7 @@ class TextParser:
         return self._after_opener(self._reasons.opener, self._first, is_last)
 
     def _opened_reasoning(self, part: AnswerPart, is_last: bool) -> bool:
-        """Parses the beginning of reasoning that the prompt opened; models may open it again."""
+        """Models may open reasoning again that the prompt has opened."""
         assert self._reasons is not None
         return self._after_opener(self._reasons.opener, self._reasoning, is_last)
 
@@ -231,7 +221,7 @@ class TextParser:
         return False
 
     def _first_call(self, part: AnswerPart, is_last: bool) -> bool:
-        """Parses the beginning of a text that has calls only if it begins with one."""
+        """Handles a text that has calls only if it begins with one."""
         assert self._tools is not None
         tools, text = self._tools, self._held.lstrip(_BLANKS)
         tags = tools.openers or tools.beginnings
@@ -247,7 +237,6 @@ class TextParser:
         return True
 
     def _before_call(self, part: AnswerPart, is_last: bool) -> bool:
-        """Parses the text before a call, or behind one."""
         assert self._tools is not None
         tools, text = self._tools, self._held.lstrip(_BLANKS)
         joints = tools.separators
@@ -292,7 +281,7 @@ class TextParser:
         return bool(text)
 
     def _may_go_on(self, text: str, marks: Sequence[str]) -> bool:
-        """Whether more of a text could become a call, or a mark beside one."""
+        """Whether more text could make it a call, or a mark next to one."""
         assert self._tools is not None
         if not text or any(_is_beginning(text, mark) for mark in marks):
             return True
@@ -322,7 +311,9 @@ class TextParser:
         return bool(self._held)
 
     def _give_up(self, part: AnswerPart, text: str) -> None:
-        """The text that was read as a call is not one: it is content, as is the text after it."""
+        """The text that was read as a call is not one: it is content, and so is the text
+        after it.
+        """
         if not self._is_demanded:
             shown = self._opening + text
             for mark in self._tools.tokens if self._tools and self._tools.hides_marks else ():
@@ -363,20 +354,20 @@ def new_id(length: int) -> str:
 
 
 def _is_beginning(text: str, tag: str) -> bool:
-    """Whether a text is the beginning of a tag, but not all of it."""
+    """True only if a part of the tag is still missing."""
     return len(text) < len(tag) and tag.startswith(text)
 
 
 def _first_of(text: str, marks: Sequence[str]) -> str:
-    """The longest of some marks that a text begins with; empty: none."""
+    """The longest of the marks with which a text begins; empty: none."""
     return max((mark for mark in marks if text.startswith(mark)), key=len, default="")
 
 
 def _before_tag(
     text: str, tags: Sequence[str], is_last: bool, *, keeps_blanks: bool = False
 ) -> str:
-    """The part of a text that surely stands before a tag, without a few blanks at its end unless
-    these are kept; the whole text if nothing follows.
+    """The part of a text that is certainly before a tag. A few blanks at its end are left out
+    unless these are kept; the last text is returned as a whole.
     """
     if is_last:
         return text

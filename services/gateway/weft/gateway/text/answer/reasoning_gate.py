@@ -1,4 +1,4 @@
-"""Separates a text's reasoning from the answer behind it, in which stop strings count."""
+"""Separates a text's reasoning from the answer that follows, in which stop strings count."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from weft.gateway.text.answer.formats import ReasoningFormat
 
 
 class ReasoningGate:
-    """Splits a sample's text at the end of its reasoning, as the text arrives.
-
-    Args:
-        reasoning: Format of the reasoning.
-        begins_reasoning: Whether the text begins within the reasoning.
+    """Splits a sample's text at the end of its reasoning, as the text arrives. `begins_reasoning`
+    says that the text begins within the reasoning.
     """
 
     def __init__(self, reasoning: ReasoningFormat, begins_reasoning: bool) -> None:

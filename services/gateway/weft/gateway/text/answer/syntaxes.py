@@ -38,7 +38,7 @@ class Reader(Protocol):
 
     @property
     def rest(self) -> str | None:
-        """Text behind the call; None: it has not ended."""
+        """Text after the call; None: it has not ended."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Reader(Protocol):
         ...
 
     def push(self, text: str) -> str:
-        """Takes more text, beginning with the call's own; returns further arguments.
+        """Takes more text, the first of which begins the call; returns further arguments.
 
         Raises:
             ValueError: The call has ended and is not valid.
@@ -71,12 +71,8 @@ class Syntax(Protocol):
     """How a call may be written."""
 
     def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
-        """A reader of the call that a text begins with; None if it begins with no call.
-
-        Args:
-            text: What may be a call, and more.
-            tools: Tools that may be called.
-            marks: Texts of the format that end a call whose own end is missing.
+        """A reader of the call with which a text begins; None if it begins with no call. `marks`
+        are texts of the format that end a call whose own end is missing.
         """
         ...
 
@@ -93,12 +89,10 @@ class JsonObject:
     """Whether an object is a call only if it names a tool."""
 
     def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
-        """See `Syntax.begin`."""
         names = names_of(tools) if self.names_decide and tools else None
         return Begun(CallReader(marks=marks, names=names), text) if text.startswith("{") else None
 
     def may_begin(self, text: str) -> bool:
-        """See `Syntax.may_begin`."""
         return not text
 
 
@@ -114,7 +108,6 @@ class NamedJson:
         return re.compile(self.head + r"(?=\{)", re.ASCII)
 
     def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
-        """See `Syntax.begin`."""
         found = self._head.match(text[: MAX_HEAD + 1])
         if found is None:
             return None
@@ -123,7 +116,6 @@ class NamedJson:
         return Begun(reader, text[found.end() :])
 
     def may_begin(self, text: str) -> bool:
-        """See `Syntax.may_begin`."""
         return len(text) <= MAX_HEAD and "{" not in text
 
 
@@ -139,12 +131,10 @@ class Collected:
     """Whether the closing mark is not the call's own but its format's."""
 
     def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
-        """See `Syntax.begin`."""
         is_begun = text.startswith(self.opener) if self.opener else NAME_BEGIN.match(text)
         return Begun(CollectedReader(self, tools), text) if is_begun else None
 
     def may_begin(self, text: str) -> bool:
-        """See `Syntax.may_begin`."""
         return not text or (len(text) < len(self.opener) and self.opener.startswith(text))
 
 
@@ -154,7 +144,7 @@ def names_of(tools: Tools) -> frozenset[str]:
 
 
 class CollectedReader:
-    """Reads a call that is given once it is complete."""
+    """Reads a call that is passed on once it is complete."""
 
     def __init__(self, syntax: Collected, tools: Tools) -> None:
         self._syntax = syntax
@@ -163,15 +153,13 @@ class CollectedReader:
         self.rest: str | None = None
         self._pieces: list[str] = []
         self._end = ""
-        """The last characters of the text before, in which the closing mark may have begun."""
+        """The last characters of the earlier text, in which the closing mark may have begun."""
 
     @property
     def text(self) -> str:
-        """See `Reader.text`."""
         return "".join(self._pieces)
 
     def push(self, text: str) -> str:
-        """See `Reader.push`."""
         closer = self._syntax.closer
         seen = self._end + text
         self._end = seen[1 - len(closer) :]
@@ -191,5 +179,4 @@ class CollectedReader:
         return given
 
     def finish(self) -> str:
-        """See `Reader.finish`."""
         return ""

@@ -16,7 +16,7 @@ from weft.gateway.text.answer.syntaxes import NAME_BEGIN, Begun, Tools
 _MAX_DEPTH = 6
 """Most references and alternatives that are followed to a type."""
 _MAX_TAG = 1024
-"""More characters than a name or the tag of a parameter may have."""
+"""No name and no tag of a parameter has so many characters."""
 _MAX_NULL = 64
 """A longer value is no null."""
 _BLANKS = " \t\r\n"
@@ -24,10 +24,10 @@ _BLANKS = " \t\r\n"
 
 @dataclass(frozen=True)
 class TagSyntax:
-    """A call of a name and a tag for each parameter, or of a name and an object.
+    """A call that consists of a name and a tag for each parameter, or of a name and an object.
 
-    Values are texts, which are passed on as they come. The value of a parameter that is no string
-    by the tool's schema is read as JSON, or as Python's spelling of it, once it is complete.
+    Values are texts, which are passed on as they come. If a parameter is no string in the tool's
+    schema, its value is read as JSON, or as Python's spelling of it, once it is complete.
     """
 
     opener: str
@@ -58,7 +58,6 @@ class TagSyntax:
 
     @cached_property
     def head(self) -> re.Pattern[str]:
-        """See `name`."""
         return re.compile(self.name, re.ASCII if not self.opener else 0)
 
     @cached_property
@@ -67,12 +66,10 @@ class TagSyntax:
         return re.compile(f"{self.parameter}|{re.escape(self.closer)}")
 
     def begin(self, text: str, tools: Tools, marks: Sequence[str]) -> Begun | None:
-        """See `Syntax.begin`."""
         is_begun = text.startswith(self.opener) if self.opener else NAME_BEGIN.match(text)
         return Begun(TagReader(self, tools), text) if is_begun else None
 
     def may_begin(self, text: str) -> bool:
-        """See `Syntax.may_begin`."""
         return not text or (len(text) < len(self.opener) and self.opener.startswith(text))
 
 
@@ -97,11 +94,9 @@ class TagReader:
 
     @property
     def text(self) -> str:
-        """See `Reader.text`."""
         return self._held
 
     def push(self, text: str) -> str:
-        """See `Reader.push`."""
         self._held += text
         given: list[str] = []
         while self._state(given):
@@ -109,7 +104,6 @@ class TagReader:
         return "".join(given)
 
     def finish(self) -> str:
-        """See `Reader.finish`."""
         return ""
 
     # Each state consumes what it can of the text, and returns whether another state continues.
@@ -138,7 +132,6 @@ class TagReader:
         return bool(self._held)
 
     def _object(self, given: list[str]) -> bool:
-        """Reads arguments that are written as an object."""
         text, is_whole = self._before((self._syntax.closer,))
         self._pieces.append(text)
         if not is_whole:
@@ -199,7 +192,7 @@ class TagReader:
         return True
 
     def _without_breaks(self, text: str, is_whole: bool) -> str:
-        """The text without the line breaks next to the tags of a value."""
+        """Removes the line breaks next to the tags of a value."""
         if not self._syntax.has_line_breaks:
             return text
         if text and self._is_first:
@@ -209,7 +202,7 @@ class TagReader:
         return text[:-1] if self._has_break else text
 
     def _before(self, marks: Sequence[str]) -> tuple[str, bool]:
-        """Takes the text that surely stands before all marks, and says whether one follows."""
+        """Takes the text that is certainly before all marks, and says whether one follows."""
         places = [at for mark in marks if (at := self._held.find(mark)) >= 0]
         end = min(places, default=len(self._held))
         if not places:
@@ -221,11 +214,8 @@ class TagReader:
 
 
 class WholeReader:
-    """Reads a call that may only be one: it is given once it is complete, if it is of a tool.
-
-    Args:
-        inner: Reader of the call.
-        names: Of the tools; empty: any.
+    """Reads a call that may turn out to be none: it is passed on once it is complete, if it is one
+    of the tools `names`; empty: of any tool.
     """
 
     id = ""
@@ -240,11 +230,9 @@ class WholeReader:
 
     @property
     def text(self) -> str:
-        """See `Reader.text`."""
         return "".join(self._pieces)
 
     def push(self, text: str) -> str:
-        """See `Reader.push`."""
         self._pieces.append(text)
         inner = self._inner
         try:
@@ -262,7 +250,6 @@ class WholeReader:
         return "".join(self._arguments)
 
     def finish(self) -> str:
-        """See `Reader.finish`."""
         return ""
 
 
@@ -283,7 +270,6 @@ def _parameters_of(tools: Tools, name: str) -> tuple[Mapping[str, Any], Mapping[
 
 
 def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
-    """Types of a schema and its alternatives; each reference is followed once."""
     found: set[str] = set()
     followed: set[str] = set()
     level = [schema]
@@ -312,7 +298,7 @@ def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
 
 
 def _read(text: str, types: set[str]) -> Any:
-    """A parameter's value: a text unless its types say otherwise."""
+    """A text unless the types say otherwise."""
     bare = text.strip()
     if not types:
         return text
