@@ -247,7 +247,7 @@ class CacheLayout:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Shape of a page of the first group; see `PageGroup.page_shape`."""
+        """Shape of a page of the first group, by `PageGroup.page_shape`."""
         return self.groups[0].page_shape(self.page_size)
 
     @property

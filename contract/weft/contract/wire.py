@@ -45,7 +45,7 @@ class Wire(NamedTuple):
 
 
 def wire(**declared: Any) -> dict[str, Wire]:
-    """The metadata of a dataclass's field with a declaration; see `Wire`."""
+    """The metadata of a dataclass's field that `Wire` declares."""
     return {"wire": Wire(**declared)}
 
 

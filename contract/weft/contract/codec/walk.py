@@ -1,8 +1,8 @@
 """Values of declared types as protobuf messages, and back, with the checks of the declaration.
 
 A `Codec` walks the fields of a dataclass and of its message once, when it is made, and keeps a
-closure for each field; see `weft.contract.wire` for what a field declares. A field that only one of
-the two has must be named as `apart`, so that none is forgotten.
+closure for each field. Fields declare themselves as `weft.contract.wire` says. A field that only
+one of the two has must be named as `apart`, so that none is forgotten.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class _Writer:
     """Writes the rules of one grammar.
 
     Args:
-        json_rule: See `convert_tags`.
+        json_rule: Writes the grammar's rule for a value of a JSON schema.
         places: Parts of JSON pointers that clients know by other names.
     """
 
