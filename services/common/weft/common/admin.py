@@ -73,7 +73,7 @@ class AdminBackend(Protocol):
 
 
 class AdminServer:
-    """A gRPC server of its own for one service's operators."""
+    """A separate gRPC server for one service's operators."""
 
     def __init__(
         self, settings: ServiceSettings, backend: AdminBackend, identity: Identity | None = None

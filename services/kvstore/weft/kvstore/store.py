@@ -320,7 +320,7 @@ class KvStore:
         return [backend.report()] if backend is not None else []
 
     def backend_sizes(self) -> dict[str, int]:
-        """Numbers of servers behind the store, by name."""
+        """Numbers of servers that keep the store's pages, by name."""
         backend = self._arena_pages.backend if self._arena_pages is not None else None
         return backend.sizes() if backend is not None else {}
 

@@ -173,7 +173,6 @@ def _copy_draft(folder: int, path: str, target: Path, left: int, max_bytes: int)
 
 
 def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_bytes: int) -> int:
-    """Returns the file's size in bytes."""
     try:
         source = os.open(name, _FILE, dir_fd=folder)
     except OSError as error:

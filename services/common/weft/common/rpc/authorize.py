@@ -118,14 +118,14 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.WorkerService/Undrain": _WATCHERS,
     # A false report would free pages that a write may still reach.
     "/weft.v1.WorkerService/ReportExit": OPERATORS,
-    # These are served on a port of their own, and need its token.
+    # These are served on a separate port, and need its token.
     "/weft.v1.AdminService/FlushCache": OPERATORS,
     "/weft.v1.AdminService/DumpState": OPERATORS,
     "/weft.v1.AdminService/SetLogLevel": OPERATORS,
     "/weft.v1.AdminService/InjectFault": OPERATORS,
     "/weft.v1.AdminService/ListFaults": OPERATORS,
     "/weft.v1.AdminService/ClearFaults": OPERATORS,
-    # Gateways ask the services behind them.
+    # Gateways ask the services that they call.
     "/weft.v1.TraceService/ListSpans": _WATCHERS,
     "/grpc.health.v1.Health/Check": _ALL,
     "/grpc.health.v1.Health/List": _ALL,

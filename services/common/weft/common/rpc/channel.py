@@ -22,7 +22,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
     # The services of a mesh are reached directly, whatever proxy the environment names.
     ("grpc.enable_http_proxy", 0),
-    # Otherwise a channel that is opened anew may share the connection of another one.
+    # Otherwise a new channel may share the connection of another one.
     ("grpc.use_local_subchannel_pool", 1),
 )
 """Options for channels between Weft's services."""

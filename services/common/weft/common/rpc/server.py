@@ -110,7 +110,7 @@ class ServiceServer:
                 # Two processes must not share a port silently.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
-                # No limit on messages sent: the receiver has a limit of its own.
+                # No limit on messages sent: the receiver has its own.
                 ("grpc.max_send_message_length", -1),
                 # Room for the HTTP headers that the REST edge passes on. Above the soft limit gRPC
                 # refuses calls at random.

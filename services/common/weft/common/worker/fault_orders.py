@@ -1,6 +1,6 @@
-"""Fault orders in the engine's process, on a socket of their own.
+"""Fault orders in the engine's process, on a separate socket.
 
-A fault may hold up the engine's thread for minutes. A thread of its own obeys the orders, so that
+A fault may hold up the engine's thread for minutes. A separate thread obeys the orders, so that
 such a fault can be listed and cleared.
 """
 

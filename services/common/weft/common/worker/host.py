@@ -378,7 +378,6 @@ def _describe(info: EngineInfo) -> dict[str, object]:
 
 
 async def _tell_liveness(server: ServiceServer, engine: EngineClient) -> None:
-    """Reports the worker as alive while its engine's loop is not stale."""
     while True:
         load = engine.load
         if load is not None:

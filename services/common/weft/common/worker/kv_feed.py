@@ -104,7 +104,6 @@ class KvFeed:
         news.set()
 
     def _covers(self, position: int) -> bool:
-        """Whether the log still has all changes after a position."""
         oldest = self._log[0].sequence if self._log else self.sequence + 1
         return oldest - 1 <= position <= self.sequence
 

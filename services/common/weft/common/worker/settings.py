@@ -113,5 +113,4 @@ class WorkerSettings(ModelSettings, _EngineSettings):
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Splits a list at commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -166,8 +166,8 @@ class Policy(ABC):
         """
 
     def flush(self) -> int:
-        """Forgets the pages sent to workers, since they were told to drop them; returns how many
-        entries.
+        """Forgets the pages sent to workers, since the workers were told to drop them; returns the
+        number of entries.
         """
         return 0
 

@@ -236,8 +236,8 @@ class _Guard:
 
 def _is_control(token: AddedToken, source: str) -> bool:
     """Whether a text is a control token where a template writes it: each special token, and others
-    that look like a tag and that the template or the gateway knows. Words and blanks that have ids
-    of their own are text.
+    that look like a tag and that the template or the gateway knows. Words and blanks that have
+    their own ids are text.
     """
     text = token.content
     if not text.strip() or len(text) == 1:

@@ -218,7 +218,6 @@ def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
 
 
 def _sampling(folder: Path, generation_config: dict[str, Any]) -> dict[str, float]:
-    """The defaults that the model's authors recommend."""
     given: dict[str, float] = {}
     for name, one in PARAMETERS.items():
         if not one.of_model:

@@ -253,7 +253,6 @@ def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> PreparedPrompt
 
 
 def _of_pair(model: ModelCard, prompt: PairPrompt) -> Tokenizer:
-    """The tokenizer for two texts in which control tokens are text."""
     return model.controls.tokenizer_of_text(prompt.first, prompt.second)
 
 
@@ -265,7 +264,6 @@ def _encode_wrapped(model: ModelCard, prompt: WrappedPrompt, most: int | None = 
 
 
 def _is_of_call(message: Mapping[str, Any]) -> bool:
-    """Whether a message makes calls, or is the result of one."""
     return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 

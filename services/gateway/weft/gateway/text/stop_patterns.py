@@ -89,8 +89,6 @@ _Node = CharSet | _Repeat | _All | _Any
 
 
 class _Parser:
-    """Recursive descent over one expression."""
-
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0

@@ -118,7 +118,6 @@ class ChatTemplate:
 
 
 def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The last message's content ends in a mark."""
     *before, last = messages
     return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}"}]
 

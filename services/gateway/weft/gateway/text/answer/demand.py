@@ -149,7 +149,7 @@ def _calls(
     branches, arguments = [], {}
     for number, tool in enumerate(tools):
         function, place = tool["function"], f"arguments-{number}"
-        # The arguments' schemas are definitions of their own, since the compiler follows no
+        # The arguments' schemas are separate definitions, since the compiler follows no
         # references through a list.
         arguments[place] = _arguments(function, f"#/$defs/{place}")
         branches.append(

@@ -242,7 +242,7 @@ GEMMA4 = ToolFormat(
     closer="<tool_call|>",
     marks=('<|"|>',),
 )
-"""Gemma 4: an object with bare keys whose texts stand between special marks."""
+"""Gemma 4: an object with bare keys whose texts are between special marks."""
 LLAMA3_JSON = ToolFormat(
     "llama3_json",
     (),

@@ -1,4 +1,4 @@
-"""Chooses the parser of a request's answers, and the constraint that goes with it."""
+"""Chooses the parser of a request's answers, and the constraint that belongs to it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Reading:
         """
         reasoning = self._before_constraint()
         alternatives: tuple[int, ...] = ()
-        # Harmony's calls come in a channel of their own, which is not constrained.
+        # Harmony's calls come in a separate channel, which is not constrained.
         if self._has_choice and (reasoning is None or not self._model.is_harmony):
             alternatives = self._model.call_opener_ids
             form = self._model.tool_format

@@ -101,7 +101,7 @@ class NamedJson:
     """The function's name, then its arguments as an object."""
 
     head: str
-    """Regular expression of what stands before the object, with a group `name`, and maybe `id`."""
+    """Regular expression of what comes before the object, with a group `name`, and maybe `id`."""
 
     @cached_property
     def _head(self) -> re.Pattern[str]:

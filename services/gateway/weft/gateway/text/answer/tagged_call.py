@@ -258,7 +258,6 @@ def _json(value: Any) -> str:
 
 
 def _parameters_of(tools: Tools, name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Schemas of a function's parameters, and the schema that they are in."""
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
