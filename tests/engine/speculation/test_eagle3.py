@@ -16,6 +16,7 @@ from weft.engine.model.heads.draft_head import load_draft_head
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle import EagleHead
 from weft.engine.model.loader import load_model
+from weft.engine.requests.request import HeldPages
 from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels import cpu
 from weft.pages.memory.page_table import PageTable
@@ -190,7 +191,7 @@ def wish(driver: PagedDriver, request: PagedRequest, tokens: list[int], count: i
     assert request.num_cached == len(tokens) - 1
     while len(request.pages) * driver.page_size < len(tokens) + count:
         request.pages.append(driver._free_pages.pop())
-    owner: Any = SimpleNamespace(slot=request.slot, tokens=tokens, pages=request.pages)
+    owner: Any = SimpleNamespace(slot=request.slot, tokens=tokens, held=HeldPages(request.pages))
     return VerifyItem(owner, len(tokens) - 1, count)
 
 

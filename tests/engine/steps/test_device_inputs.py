@@ -68,7 +68,7 @@ class Bench:
         tokens = [random.randrange(3, VOCAB) for _ in range(length)]
         adapter_slot = random.randint(0, self.num_adapters)
         request = bare_request(tokens, PAGE, bytes(32), slot=slot, adapter_slot=adapter_slot)
-        request.pages = [self.free_pages.pop() for _ in range(-(-(length + 8) // PAGE))]
+        request.held.pages = [self.free_pages.pop() for _ in range(-(-(length + 8) // PAGE))]
         return request
 
     def plan(self, slots: list[int], num_decodes: int) -> tuple[Plan, list[int], list[int]]:
@@ -106,9 +106,11 @@ def check(bench: Bench, plan: Plan, batch: Step, tokens: list[int], at: list[int
     for index, (request, start, count, *_) in enumerate(items):
         assert batch.groups[0].kv_lens[index] == start + count
         num_pages = -(-(start + count) // PAGE)
-        assert batch.groups[0].page_table[index, :num_pages].tolist() == request.pages[:num_pages]
+        assert (
+            batch.groups[0].page_table[index, :num_pages].tolist() == request.held.pages[:num_pages]
+        )
         for position in range(start, start + count):
-            page = request.pages[position // PAGE]
+            page = request.held.pages[position // PAGE]
             assert next(at_slot) == page * PAGE + position % PAGE
     assert all(slot < PAGE for slot in at_slot), "rows of no request write to the null page"
 
@@ -209,10 +211,10 @@ def test_a_page_that_a_step_brings_is_sent_once() -> None:
     chosen = [bench.requests[slot] for slot in random.sample(range(NUM_SLOTS), 4)]
     slots = np.array([request.slot for request in chosen])
     starts = np.array([len(request.tokens) - 1 for request in chosen])
-    pages = [request.pages for request in chosen]
+    pages = [request.held.pages for request in chosen]
     for step in range(2 * PAGE):
         for request, own, start in zip(chosen, pages, starts.tolist(), strict=True):
-            request.pages = own[: start // PAGE + 1]  # As requests grow.
+            request.held.pages = own[: start // PAGE + 1]  # As requests grow.
         decodes = StepDecodes.of_step(step_input(Plan(chosen, slots, starts), bench.table, PAGE))
         is_new = (starts % PAGE == 0) & (starts // PAGE > 0) & (step > 0)
         brought = np.broadcast_to(np.array(decodes.pages), starts.shape)
@@ -224,8 +226,8 @@ def test_a_page_that_a_step_brings_is_sent_once() -> None:
         bench.inputs.send_decodes(decodes, NUM_SLOTS)
         batch = bench.inputs.decode_batch(NUM_SLOTS)
         for row, request in enumerate(chosen):
-            count = len(request.pages)
-            assert batch.groups[0].page_table[row, :count].tolist() == request.pages
+            count = len(request.held.pages)
+            assert batch.groups[0].page_table[row, :count].tolist() == request.held.pages
         starts = starts + 1
 
 
@@ -272,7 +274,7 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
         owners = np.repeat(np.arange(len(counts)), [1 + count for count in counts])
         for row, owner in enumerate(owners.tolist()):
             _, position, request, kv_len = expected[row]
-            page = request.pages[position // PAGE]
+            page = request.held.pages[position // PAGE]
             assert batch.groups[0].places[first + row] == page * PAGE + position % PAGE
             assert batch.groups[0].kv_lens[first + owner] == kv_len
         if counts:

@@ -95,7 +95,7 @@ class Desk:
         length = random.randint(2, 20)
         request = bare_request([random.randrange(VOCAB) for _ in range(length)], PAGE, bytes(32))
         request.slot = slot
-        request.pages = [1 + slot * 16 + page for page in range(16)]
+        request.held.pages = [1 + slot * 16 + page for page in range(16)]
         self.table.clear(slot)
         return request
 
@@ -151,7 +151,7 @@ def check_limits(requests: StepInput, plan: Plan) -> None:
     assert draft_limits[: len(plan.decodes)] == [1] * len(plan.decodes)
     for item, limit in zip(plan.verifies, draft_limits[len(plan.decodes) :], strict=True):
         last = item.request.num_prompt_tokens + item.request.max_tokens
-        assert limit == (min(len(item.request.pages) * PAGE, last) if item.max_drafts else 1)
+        assert limit == (min(len(item.request.held.pages) * PAGE, last) if item.max_drafts else 1)
 
 
 @pytest.mark.full_after(3)

@@ -308,7 +308,7 @@ def test_a_page_that_a_copy_will_fill_is_nobody_elses(tmp_path: Path) -> None:
     cancelled = pair.submit([*known[:13], *range(200, 240)], 4, candidates=[])
     pair.turn()
     (waiting,) = [one for one in engine.scheduler.prefilling if not one.num_launched]
-    assert waiting.pages
+    assert waiting.held.pages
     pair.send(cancels=[Cancel(gateway=1, request_id=cancelled, attempt=1)])
     pair.turn()
     pair.turn()

@@ -203,7 +203,7 @@ def test_the_first_sample_left_to_run_has_the_fillers(owners: tuple[LLM, LLM]) -
     leader = first_to_run(intake.from_submit(submit, 0.0), intake, Outgoing(), 0.0)
     assert leader is not None
     assert (leader.sample, list(leader.unforked_samples)) == (1, [2])
-    assert leader.candidates == submit.candidates
+    assert leader.sources.candidates == submit.candidates
 
 
 def test_a_stop_token_before_min_tokens_did_not_end_it(owners: tuple[LLM, LLM]) -> None:

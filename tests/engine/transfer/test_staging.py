@@ -354,7 +354,7 @@ class Order:
     def _pages_named(plan: Plan) -> set[int]:
         """Pages that a step's requests have."""
         requests = [*plan.decodes, *(item.request for item in plan.chunks)]
-        return {page for request in requests for page in request.pages}
+        return {page for request in requests for page in request.held.pages}
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])

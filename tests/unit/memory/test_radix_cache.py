@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
     def on_published(self, page: int, key: bytes, parent: bytes) -> None:
         assert self.publishing is not None
         request = self.publishing
-        end = (request.pages.index(page) + 1) * SIZE
+        end = (request.held.pages.index(page) + 1) * SIZE
         prefix = (request.namespace, tuple(request.tokens[:end]))
         expected = ROOT_KEY
         for start in range(0, end, SIZE):
@@ -108,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
         return space == space_before and len(tokens) > len(before) == len_common(tokens, before)
 
     def used(self) -> Counter[int]:
-        return Counter(page for request in self.requests for page in request.pages)
+        return Counter(page for request in self.requests for page in request.held.pages)
 
     def longest(self, namespace: bytes, tokens: list[int]) -> int:
         """Tokens of the longest cached prefix, page by page in the dictionary, then by tokens."""
@@ -131,23 +131,23 @@ class CacheMachine(RuleBasedStateMachine):
         self.pages.take(request, self.pages.find(request))
         self.requests.append(request)
         assert request.num_computed == longest // SIZE * SIZE
-        assert request.num_partial_tokens == longest % SIZE
+        assert request.held.num_partial_tokens == longest % SIZE
         matched = {known.prefix: known for known in self.known.values()}
-        for index, page in enumerate(request.pages):
+        for index, page in enumerate(request.held.pages):
             prefix = (namespace, tuple(tokens[: (index + 1) * SIZE]))
             assert matched[prefix].page == page
-        source = request.partial_page
-        needed = -(-len(tokens) // SIZE) - len(request.pages)
+        source = request.held.partial_page
+        needed = -(-len(tokens) // SIZE) - len(request.held.pages)
         if needed > self.memory.num_available_pages:
             self.requests.remove(request)
-            self.note_unused([*([source] if source is not None else []), *request.pages])
+            self.note_unused([*([source] if source is not None else []), *request.held.pages])
             self.pages.drop(request)
             return
         self.pages.promise(request, needed)
         self.pages.note_hit(request)
         now = next(self.clock)
         for known in self.known.values():
-            if known.page in request.pages:
+            if known.page in request.held.pages:
                 known.num_hits += 1
                 known.last_used = now
                 known.priority = min(known.priority, priority)
@@ -185,13 +185,13 @@ class CacheMachine(RuleBasedStateMachine):
     def compute(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.requests))
         end = data.draw(st.integers(request.num_computed, request.num_tokens))
-        num_pages = -(-end // SIZE) - len(request.pages)
+        num_pages = -(-end // SIZE) - len(request.held.pages)
         if num_pages > 0:
             self.pages.take_promised(request, num_pages)
         request.num_computed = end
         self.publishing = request
         # What was published before may have been another's page, and flushed since.
-        first = request.num_published_pages
+        first = request.held.num_published
         self.pages.publish(request)
         for index in range(first, end // SIZE):
             prefix = (request.namespace, tuple(request.tokens[: (index + 1) * SIZE]))
@@ -202,7 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
-        self.note_unused(request.pages)
+        self.note_unused(request.held.pages)
         self.pages.drop(request)
 
     @rule()
@@ -240,7 +240,7 @@ def fail_to_copy(copies: Sequence[PageCopy]) -> None:
 
 def request_holding(pages: list[int]) -> Request:
     request = request_of([0], NAMESPACES[0])
-    request.pages = pages
+    request.held.pages = pages
     return request
 
 
@@ -266,14 +266,14 @@ class Bench:
         """Matches, computes, publishes and ends a request; returns the tokens found."""
         request = request_of(tokens, namespace, priority, self.size)
         self.pages.take(request, self.pages.find(request))
-        self.pages.promise(request, -(-len(tokens) // self.size) - len(request.pages))
+        self.pages.promise(request, -(-len(tokens) // self.size) - len(request.held.pages))
         self.pages.note_hit(request)
         self.pages.use_partial(request)
         step = self.pages.begin_step()
         self.pages.make_copies(list)
         self.pages.end_step(step)
         found = request.num_computed
-        self.pages.take_promised(request, request.num_promised_pages)
+        self.pages.take_promised(request, request.held.num_promised)
         request.num_computed = len(tokens)
         self.pages.publish(request)
         self.pages.drop(request)

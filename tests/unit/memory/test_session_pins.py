@@ -47,7 +47,7 @@ class Chats:
         """A request with its pages, computed and cached; None: there is no room for it."""
         request = bare_request(tokens, SIZE, SPACE, **fields)
         self.pages.take(request, self.pages.find(request))
-        needed = -(-len(tokens) // SIZE) - len(request.pages)
+        needed = -(-len(tokens) // SIZE) - len(request.held.pages)
         if needed > self.memory.num_available_pages:
             self.pages.drop(request)
             return None
@@ -57,16 +57,16 @@ class Chats:
         step = self.pages.begin_step()
         self.pages.make_copies(list)
         self.pages.end_step(step)
-        self.pages.take_promised(request, request.num_promised_pages)
+        self.pages.take_promised(request, request.held.num_promised)
         request.num_computed = len(tokens)
         self.pages.publish(request)
         return request
 
     def end(self, request: Request, session: str = "", tenant: str = "", now: float = 0.0) -> None:
         """It ends, and its session pins what it leaves."""
-        leaf = request.cache_leaf
+        leaf = request.held.leaf
         if session and leaf is not None and leaf.page >= 0:
-            keys = request.keys.upto(request.tokens, request.num_published_pages)
+            keys = request.keys.upto(request.tokens, request.held.num_published)
             before = set(self.names())
             self.pins.pin(SessionKey("", session), tenant, leaf, now)
             self.num_pins += 1
@@ -192,12 +192,12 @@ def test_a_chat_ends_with_all_its_adapters() -> None:
     first, second, other = (chats.begin(chat(number, 4)) for number in (1, 2, 3))
     for request, adapter in ((first, b""), (second, b"x")):
         assert request is not None
-        assert request.cache_leaf is not None
-        chats.pins.pin(SessionKey("", "a", adapter), "t", request.cache_leaf, 0.0)
+        assert request.held.leaf is not None
+        chats.pins.pin(SessionKey("", "a", adapter), "t", request.held.leaf, 0.0)
     assert (len(chats.pins), chats.pins.num_pages) == (2, 8), "one does not end the other"
     assert other is not None
-    assert other.cache_leaf is not None
-    chats.pins.pin(SessionKey("", "b", b"x"), "t", other.cache_leaf, 0.0)
+    assert other.held.leaf is not None
+    chats.pins.pin(SessionKey("", "b", b"x"), "t", other.held.leaf, 0.0)
     assert (len(chats.pins), chats.pins.num_pages) == (2, 8), "the quota displaces the stillest"
     assert chats.pins.release("", "a")
     assert not chats.pins.release("", "a")

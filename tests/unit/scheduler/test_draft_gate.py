@@ -13,7 +13,7 @@ from weft.engine.base.drafts import DraftShape, depths_up_to, tree_shapes
 from weft.engine.features.speculative.gate import PROBE_EVERY, MeasuredGate
 from weft.engine.features.speculative.step_times import StepTaken, StepTimes
 from weft.engine.requests.acceptance import Acceptance
-from weft.engine.requests.request import Request
+from weft.engine.requests.request import DraftState, Request
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, PlanItem, Run, VerifyItem
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.scheduling.draft_machine import DraftMachine, FixedGate, Outcome
@@ -131,7 +131,7 @@ def test_a_trial_of_a_tree_ends_where_requests_join() -> None:
     gate._times.is_near = lambda num_rows: True  # type: ignore[method-assign]
     requests = [bare_request([1], 16, bytes(32)) for _ in range(12)]
     for request in requests:
-        request.speculates = True
+        request.drafts.wanted = True
     num_trees = 0
     for _ in range(400):
         shape = gate.shape(requests[:2])
@@ -417,4 +417,4 @@ def test_drafts_for_fewer_requests_do_not_begin_in_every_gap(dip: int) -> None:
 
 
 def _new_request() -> Request:
-    return bare_request([1], 16, bytes(32), speculates=True)
+    return bare_request([1], 16, bytes(32), drafts=DraftState(wanted=True))

@@ -12,7 +12,7 @@ from weft.contract.errors import DeadlineExceeded
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.base.config import PolicyName
 from weft.engine.features.speculative.fixed_gate import FixedGate
-from weft.engine.requests.request import LEGAL_EDGES, Request, State
+from weft.engine.requests.request import LEGAL_EDGES, FillTask, Request, State
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
 
@@ -205,8 +205,8 @@ def test_prompts_that_overflow_take_less_of_a_step(
     prompt = bench.add(10 * PAGE, 5)
     if kind is not None:
         candidate = FillCandidate(worker_id="p", address="", epoch=1, kind=kind)
-        prompt.candidates.append(candidate)
-    prompt.is_overflow = is_overflow
+        prompt.sources.candidates.append(candidate)
+    prompt.sources.is_overflow = is_overflow
     bench.step()
     assert decoding.num_generated == 2
     assert prompt.num_computed == (PAGE if takes_less else 5 * PAGE)
@@ -391,7 +391,7 @@ def test_drafts_leave_prompts_a_page() -> None:
     decoding = [bench.add(1, 1000) for _ in range(4)]
     bench.step()
     for request in decoding:
-        request.speculates = True
+        request.drafts.wanted = True
     plans = bench.scheduler.running_plans
     plans.draft(FixedGate(max_drafts=50), is_on_device=False, max_chain=50, max_context_tokens=2000)
     assert bench.scheduler.plan(bench.now).num_tokens == 5 * PAGE
@@ -423,7 +423,7 @@ def test_the_last_step_of_a_long_fill_is_small_while_nobody_waits() -> None:
 
     def fill(num_pages: int) -> Request:
         request = bench.add(num_pages * PAGE, 1)
-        request.is_fill = True
+        request.fill = FillTask(b"")
         return request
 
     assert steps_of(fill(60)) == [32 * PAGE, 24 * PAGE, 4 * PAGE]
@@ -458,7 +458,7 @@ def test_fills_are_admitted_while_tokens_in_flight_leave_room() -> None:
 
     fills = [bench.add(num_pages * PAGE, 1) for num_pages in (4, 5, 2, 1, 30, 1)]
     for request in fills:
-        request.is_fill = True
+        request.fill = FillTask(b"")
     assert step() == fills[:2]
     num_leaving = 8 * PAGE
     assert step() == fills[2:3], "the next one would be one page too many"

@@ -341,11 +341,11 @@ def test_followers_go_on_when_their_leader_ends_early() -> None:
     prefix = list(range(200, 280))
     leader, follower, last = (bench.add(90, 3, prefix=prefix) for _ in range(3))
     bench.step()
-    assert follower.leader is leader
+    assert follower.sharing.leader is leader
     bench.scheduler.finish(leader)
     bench.step()
     assert follower.state is State.PREFILLING
-    assert last.leader is follower
+    assert last.sharing.leader is follower
     bench.run(follower, last)
     assert follower.timeline.matched_tokens == 16
 

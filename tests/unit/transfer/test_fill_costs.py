@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from weft.contract.timeline import FillCandidate, FillRecord, Timeline
+from weft.engine.requests.request import HeldPages, PageSources
 from weft.engine.sources.cost import (
     MAX_TRIED_FACTOR,
     MAX_TRIES,
@@ -46,8 +47,8 @@ def decide(costs: FillCosts, num_tokens: int, match: int = 0, queued: int = 0) -
     request: Any = SimpleNamespace(
         num_tokens=num_tokens + 1,
         num_computed=0,
-        num_partial_tokens=0,
-        candidates=[candidate(match, queued)],
+        held=HeldPages(),
+        sources=PageSources([candidate(match, queued)]),
     )
     return costs.decide(request, 0, num_tokens // PAGE * PAGE, PAGE_BYTES)
 
@@ -290,7 +291,7 @@ def test_what_would_be_wasted_is_not_tried() -> None:
     """Next to nothing is lacking here, and everything there."""
     costs = known(rest_s=0.01)
     request: Any = SimpleNamespace(
-        num_tokens=1_025, num_computed=960, num_partial_tokens=0, candidates=[candidate()]
+        num_tokens=1_025, num_computed=960, held=HeldPages(), sources=PageSources([candidate()])
     )
     assert not any(costs.decide(request, 960, 1_024, PAGE_BYTES).is_remote for _ in range(1_000))
 
@@ -354,8 +355,8 @@ class World:
             request: Any = SimpleNamespace(
                 num_tokens=num_tokens + 1,
                 num_computed=0,
-                num_partial_tokens=0,
-                candidates=[stated],
+                held=HeldPages(),
+                sources=PageSources([stated]),
             )
             decision = costs.decide(request, 0, num_tokens, PAGE_BYTES)
             if decision.is_remote:

@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.contract.timeline import FillCandidate, FillRecord, Timeline
 from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.requests.request import HeldPages, PageSources
 from weft.engine.sources.cost import FillCosts, LocalLoad
 
 PAGE = 16
@@ -78,7 +79,10 @@ class World:
             tokens_per_second=self.rate,
         )
         return SimpleNamespace(
-            num_tokens=num_tokens + 1, num_computed=0, num_partial_tokens=0, candidates=[filler]
+            num_tokens=num_tokens + 1,
+            num_computed=0,
+            held=HeldPages(),
+            sources=PageSources([filler]),
         )
 
     def _fill(self, costs: FillCosts, timeline: Timeline, num_tokens: int, there_s: float) -> float:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weft.contract.timeline import FillCandidate, FillRecord
+from weft.engine.requests.request import HeldPages, PageSources
 from weft.engine.sources.cost import MIN_RESTS, FillCosts, LocalLoad
 from weft.gateway.routing.view import LoadEstimate
 
@@ -76,8 +77,8 @@ class Burst:
         request: Any = SimpleNamespace(
             num_tokens=self.num_tokens + 1,
             num_computed=0,
-            num_partial_tokens=0,
-            candidates=[candidate],
+            held=HeldPages(),
+            sources=PageSources([candidate]),
         )
         takes_s = self.num_tokens / self.rate
         if self.costs.decide(request, 0, self.num_tokens, 1 << 10).is_remote:

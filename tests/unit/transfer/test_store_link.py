@@ -16,7 +16,7 @@ from weft.contract.store import (
     StoreSegment,
 )
 from weft.engine.requests.pages import RequestPages
-from weft.engine.requests.request import Request
+from weft.engine.requests.request import HeldPages, Request
 from weft.engine.sources.store import (
     GATHER_S,
     HELD_SHARE,
@@ -101,7 +101,9 @@ class Bench:
     def request(self, num_pages: int) -> Request:
         tokens = [random.randrange(2**31) for _ in range(num_pages * PAGE + 1)]
         pages = self.memory.allocate(num_pages)
-        return bare_request(tokens, PAGE, bytes(32), pages=pages, num_computed=num_pages * PAGE)
+        return bare_request(
+            tokens, PAGE, bytes(32), held=HeldPages(pages), num_computed=num_pages * PAGE
+        )
 
     def puts(self) -> list[StorePut]:
         """Digests what was asked for; the puts that went out since the last call."""
@@ -170,10 +172,10 @@ def test_pages_are_held_until_the_answer_and_put_once(bench: Bench) -> None:
     bench.link.offer(request, 0, 3)
     (put,) = bench.puts()
     assert put.keys == request.keys.upto(request.tokens, 3)
-    assert put.pages == [page + OFFSET for page in request.pages]
-    assert put.digests == [page * 7 for page in request.pages]
+    assert put.pages == [page + OFFSET for page in request.held.pages]
+    assert put.digests == [page * 7 for page in request.held.pages]
     assert (put.source, put.data) == (TARGET, [])
-    bench.memory.release(request.pages)
+    bench.memory.release(request.held.pages)
     assert bench.memory.counts().used == 3
     assert len(bench.plane.exposed) == 3
     bench.link.on_result(StorePutResult(put=put.put, is_answered=True, stored_pages=3))
@@ -267,9 +269,9 @@ def test_a_store_that_cannot_read_gets_the_bytes(bench: Bench) -> None:
     bench.link.on_result(StorePutResult(put=put.put, is_answered=True, wants_data=True))
     (again,) = bench.puts()
     assert (again.put, again.source) == (put.put, None)
-    assert again.data == [bench.plane.read(page + OFFSET) for page in request.pages]
+    assert again.data == [bench.plane.read(page + OFFSET) for page in request.held.pages]
     bench.link.on_result(StorePutResult(put=put.put, is_answered=True, stored_pages=2))
-    bench.memory.release(request.pages)
+    bench.memory.release(request.held.pages)
     assert bench.memory.counts().used == 0
     later = bench.request(1)
     bench.link.offer(later, 0, 1)
@@ -361,10 +363,10 @@ def test_an_answer_makes_the_store_the_first_candidate(bench: Bench) -> None:
     (lookup,) = bench.sent
     assert isinstance(lookup, StoreLookup)
     assert lookup.keys == request.keys.upto(request.tokens, 3)
-    assert request.lookup_until > bench.now
+    assert request.sources.lookup_until > bench.now
     bench.link.on_answer(answer_of(lookup, 2))
-    assert request.lookup_until == 0.0
-    (candidate,) = request.candidates
+    assert request.sources.lookup_until == 0.0
+    (candidate,) = request.sources.candidates
     assert (candidate.kind, candidate.worker_id, candidate.epoch) == ("kvstore", "s", 5)
     assert candidate.match_tokens == 2 * PAGE
 
@@ -375,7 +377,7 @@ def test_replicas_are_candidates_one_after_the_other(bench: Bench) -> None:
     (lookup,) = bench.sent
     assert isinstance(lookup, StoreLookup)
     bench.link.on_answer(answer_of(lookup, 2, 3))
-    found = [(c.worker_id, c.first_token, c.match_tokens) for c in request.candidates]
+    found = [(c.worker_id, c.first_token, c.match_tokens) for c in request.sources.candidates]
     assert found == [("s", 0, 2 * PAGE), ("s1", 2 * PAGE, 5 * PAGE)]
 
 
@@ -389,10 +391,10 @@ def test_what_the_store_lacks_is_due_again(bench: Bench) -> None:
     lookup = bench.sent.pop()
     assert isinstance(lookup, StoreLookup)
     bench.link.on_answer(answer_of(lookup, 1))
-    assert request.num_store_pages == 1
+    assert request.sources.num_stored_pages == 1
     bench.link.offer(request, 0, 2)
     (put,) = bench.puts()
-    assert put.pages == [page + OFFSET for page in request.pages[1:]]
+    assert put.pages == [page + OFFSET for page in request.held.pages[1:]]
 
 
 def test_a_late_answer_changes_nothing(bench: Bench) -> None:
@@ -400,9 +402,9 @@ def test_a_late_answer_changes_nothing(bench: Bench) -> None:
     bench.link.look_up(request)
     (lookup,) = bench.sent
     assert isinstance(lookup, StoreLookup)
-    request.lookup_until = 0.0  # admitted without it
+    request.sources.lookup_until = 0.0  # admitted without it
     bench.link.on_answer(answer_of(lookup, 2))
-    assert request.candidates == []
+    assert request.sources.candidates == []
 
 
 def test_what_is_cached_here_is_not_looked_up(bench: Bench) -> None:
@@ -436,5 +438,5 @@ def test_a_block_is_put_again_whichever_of_its_pages_were_lost(failing: int) -> 
     assert again[: -blocks.num_pages] == (expected[:2] if failing == 0 else [])
     bench.link.offer_again(request, 2)
     assert bench.put_all() == []
-    bench.memory.release(request.pages)
+    bench.memory.release(request.held.pages)
     assert bench.memory.counts().used == 0

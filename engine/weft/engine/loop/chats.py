@@ -33,11 +33,11 @@ class Sessions:
 
     def on_leaving(self, request: Request) -> None:
         """Called when a session's request ends without an error, while it still has its pages."""
-        if request.ends_session:
-            self.release(request.cache_salt, request.session_id)
-        elif request.cache_leaf is not None and request.cache_leaf.page >= 0:
-            key = SessionKey(request.cache_salt, request.session_id, request.namespace)
-            self.pins.pin(key, request.tenant, request.cache_leaf, self._clock())
+        if request.session.is_last:
+            self.release(request.cache_salt, request.session.id)
+        elif request.held.leaf is not None and request.held.leaf.page >= 0:
+            key = SessionKey(request.cache_salt, request.session.id, request.namespace)
+            self.pins.pin(key, request.tenant, request.held.leaf, self._clock())
 
     def release(self, cache_salt: str, session_id: str) -> None:
         self.pins.release(cache_salt, session_id)

@@ -106,7 +106,7 @@ class RequestGroups:
             if first.state is State.RUNNING:
                 self._scheduler.pages.share(first, request)
             else:  # The first sample ended early: another one takes over its candidates.
-                request.candidates, first.candidates = first.candidates, []
+                request.sources.candidates, first.sources.candidates = first.sources.candidates, []
             group.append(request)
             self._scheduler.add(request, is_held=first in self._scheduler.held)
 
@@ -178,6 +178,6 @@ def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> R
         return None
     leader, *others = running
     leader.is_sibling = False
-    leader.candidates = first.candidates
+    leader.sources.candidates = first.sources.candidates
     leader.unforked_samples = {other.sample: unforked[other.sample] for other in others}
     return leader

@@ -18,7 +18,14 @@ from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, PoolingParams, Task
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
-from weft.engine.requests.request import Request, RequestKey
+from weft.engine.requests.request import (
+    ChatSession,
+    DraftState,
+    FillTask,
+    PageSources,
+    Request,
+    RequestKey,
+)
 from weft.engine.sampling.sampler import derive_seed
 
 NO_SAMPLING = SamplingParams(temperature=0.0)
@@ -136,16 +143,15 @@ class Intake:
             deadline=now + submit.total_timeout_s,
             timeline=Timeline(submitted_at=now),
             pool=pool,
-            candidates=list(submit.candidates),
+            sources=PageSources(list(submit.candidates)),
             cache_salt=submit.cache_salt,
             priority=submit.priority,
             tenant=submit.tenant,
-            session_id=submit.session_id,
-            ends_session=submit.ends_session,
+            session=ChatSession(submit.session_id, submit.ends_session),
             namespace=namespace,
             adapter=submit.adapter,
             traceparent=submit.traceparent,
-            speculates=submit.sampling.speculates,
+            drafts=DraftState(submit.sampling.speculates),
             unforked_samples=unforked,
         )
 
@@ -234,14 +240,13 @@ class Intake:
             cache_salt=first.cache_salt,
             priority=first.priority,
             tenant=first.tenant,
-            session_id=first.session_id,
-            ends_session=first.ends_session,
+            session=first.session,
             namespace=first.namespace,
             adapter=first.adapter,
             traceparent=first.traceparent,
             num_cached_tokens=first.num_cached_tokens,
             is_sibling=True,
-            speculates=first.speculates,
+            drafts=DraftState(first.drafts.wanted),
         )
 
     def from_handle(
@@ -270,7 +275,5 @@ class Intake:
             namespace=handle.namespace,
             adapter=handle.adapter,
             traceparent=traceparent,
-            is_fill=True,
-            lease_id=handle.lease_id,
-            companion_pages=handle.companion_pages,
+            fill=FillTask(handle.lease_id, handle.companion_pages),
         )

@@ -80,7 +80,7 @@ class Outgoing:
         After a fill that succeeded nothing is sent, since only a few tokens are left to compute.
         """
         key, fills = request.key, request.timeline.fills
-        if not request.awaits_first_token or not (request.candidates or fills):
+        if not request.awaits_first_token or not (request.sources.candidates or fills):
             return
         if not fills or fills[-1].failure or fills[-1].source != "prefill":
             self.gateway(key.gateway).computed_here.append((key.request_id, key.attempt))

@@ -118,9 +118,9 @@ class StatePacker:
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
         assert isinstance(job, Request)
         block = self._states.block_at(job, end_token // self._page_size)
-        if block is None or job.num_promised_pages < self.num_pages:
+        if block is None or job.held.num_promised < self.num_pages:
             return None
-        job.num_promised_pages -= self.num_pages
+        job.held.num_promised -= self.num_pages
         pages = self._memory.allocate(self.num_pages, job.namespace, promised=True)
         return self._fill(pages, block)
 

@@ -94,9 +94,9 @@ class WindowPacker:
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
         assert isinstance(job, Request)
         count = self._carried(job.companion_pages, end_token)
-        if job.num_promised_pages < job.companion_pages:
+        if job.held.num_promised < job.companion_pages:
             return None
-        job.num_promised_pages -= job.companion_pages
+        job.held.num_promised -= job.companion_pages
         into = self._memory.allocate(job.companion_pages, job.namespace, promised=True)
         if self.on_allocated is not None:
             self.on_allocated()

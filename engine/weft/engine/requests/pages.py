@@ -151,17 +151,17 @@ class RequestPages:
         The page in which a match ends is kept until `use_partial` or `forget_partial`, one of which
         must follow.
         """
-        request.pages = [node.page for node in found.path]
-        self.memory.retain(request.pages)
+        request.held.pages = [node.page for node in found.path]
+        self.memory.retain(request.held.pages)
         for other in self._beside:
             other.take(request, found)
-        request.num_published_pages = len(request.pages)
-        request.num_computed = (len(request.pages) - found.num_rerun) * self._page_size
+        request.held.num_published = len(request.held.pages)
+        request.num_computed = (len(request.held.pages) - found.num_rerun) * self._page_size
         if found.partial is not None:
-            request.partial_page = found.partial.page
-            request.num_partial_tokens = found.num_partial_tokens
-            self.memory.retain([request.partial_page])
-        request.cache_leaf = found.path[-1] if found.path else None
+            request.held.partial_page = found.partial.page
+            request.held.num_partial_tokens = found.num_partial_tokens
+            self.memory.retain([request.held.partial_page])
+        request.held.leaf = found.path[-1] if found.path else None
         request.keys.adopt([node.key for node in found.path])
 
     def share(self, first: Request, request: Request) -> None:
@@ -172,15 +172,15 @@ class RequestPages:
         if not all(other.share(first, request, num_pages) for other in self._beside):
             self.drop(request)
             return
-        request.pages = first.pages[:num_pages]
-        self.memory.retain(request.pages)
+        request.held.pages = first.held.pages[:num_pages]
+        self.memory.retain(request.held.pages)
         request.num_computed = num_pages * self._page_size
-        request.num_published_pages = num_pages
+        request.held.num_published = num_pages
 
     def note_hit(self, request: Request) -> None:
         """Counts the match that `take` gave as a hit, when the request is admitted."""
-        if self._cache is not None and request.cache_leaf is not None:
-            self._cache.touch(request.cache_leaf, request.priority)
+        if self._cache is not None and request.held.leaf is not None:
+            self._cache.touch(request.held.leaf, request.priority)
         if self.states is not None:
             self.states.note_hit(request)
 
@@ -195,14 +195,14 @@ class RequestPages:
         """Copies the page in which the match ended, for a request that is prefilled here. Takes one
         promised page, if there is anything to copy.
         """
-        source = request.partial_page
+        source = request.held.partial_page
         if source is None:
             return
         (page,) = self.memory.allocate(1, request.namespace, promised=True)
-        request.num_promised_pages -= 1
-        request.pages.append(page)
-        request.num_computed += request.num_partial_tokens
-        request.partial_page, request.num_partial_tokens = None, 0
+        request.held.num_promised -= 1
+        request.held.pages.append(page)
+        request.num_computed += request.held.num_partial_tokens
+        request.held.partial_page, request.held.num_partial_tokens = None, 0
         # The source keeps its reference until the copy is made.
         self.memory.retain([page])  # The destination is kept too, even if the request ends.
         self._copies.append(PageCopy(source, page))
@@ -212,9 +212,9 @@ class RequestPages:
         """Drops the partial page match, because the request is filled from the page border on or
         there is no room for the copy.
         """
-        if request.partial_page is not None:
-            self.memory.release([request.partial_page])
-            request.partial_page, request.num_partial_tokens = None, 0
+        if request.held.partial_page is not None:
+            self.memory.release([request.held.partial_page])
+            request.held.partial_page, request.held.num_partial_tokens = None, 0
 
     def make_copies(self, make: Callable[[Sequence[PageCopy]], None]) -> None:
         """Has the step that has just begun make the copies, before anything else.
@@ -229,10 +229,10 @@ class RequestPages:
     def publish(self, request: Request) -> bool:
         """Publishes the request's new full pages in the cache; False if there are none."""
         num_full = request.num_computed // self._page_size
-        first = request.num_published_pages
+        first = request.held.num_published
         if num_full <= first:
             return False
-        request.num_published_pages = num_full
+        request.held.num_published = num_full
         if self._cache is not None:
             self._publish(self._cache, request, first, num_full)
         for window in self.windows:
@@ -240,14 +240,14 @@ class RequestPages:
         return True
 
     def _publish(self, cache: PrefixTree, request: Request, first: int, num_full: int) -> None:
-        leaf = request.cache_leaf
+        leaf = request.held.leaf
         if num_full == first + 1 and leaf is not None and leaf.is_used:
             self._publish_one(cache, request, leaf, first)
             return
-        request.cache_leaf, added = cache.insert(
+        request.held.leaf, added = cache.insert(
             request.keys,
             request.tokens,
-            request.pages,
+            request.held.pages,
             first,
             num_full,
             leaf,
@@ -260,10 +260,10 @@ class RequestPages:
             self.memory.published(node.page, node.key, node.parent.key)
 
     def _publish_one(self, cache: PrefixTree, request: Request, leaf: Node, index: int) -> None:
-        size, page = self._page_size, request.pages[index]
+        size, page = self._page_size, request.held.pages[index]
         data = token_bytes(request.tokens[index * size : (index + 1) * size])
         key = request.keys.key_of(request.tokens, index, data)
-        node = request.cache_leaf = cache.append(leaf, data, key, page, request.priority)
+        node = request.held.leaf = cache.append(leaf, data, key, page, request.priority)
         if node.page == page:
             self.memory.published(page, key, leaf.key)
 
@@ -276,15 +276,15 @@ class RequestPages:
             self._drop_copies(request)
         self.forget_partial(request)
         if request.num_launched:
-            self._return_later(request.pages)
+            self._return_later(request.held.pages)
         else:
-            self.memory.release(request.pages)
+            self.memory.release(request.held.pages)
         for other in self._beside:
             other.drop(request, self._newest_step)
-        request.pages = []
+        request.held.pages = []
         request.num_computed = 0
-        request.num_published_pages = 0
-        request.cache_leaf = None
+        request.held.num_published = 0
+        request.held.leaf = None
         self.return_promise(request)
 
     def has_room_beside(self, request: Request, *, soon: bool = False) -> bool:
@@ -296,7 +296,7 @@ class RequestPages:
     def promise(self, request: Request, num_pages: int) -> None:
         """Reserves pages for an admitted request, for which `has_room_beside` was True."""
         self.memory.promise(num_pages)
-        request.num_promised_pages = num_pages
+        request.held.num_promised = num_pages
         for other in self._beside:
             other.reserve(request)
 
@@ -318,17 +318,18 @@ class RequestPages:
         found = self._cache.find(
             request.keys.namespace, request.keys.packed(request.tokens, 0, most)
         )
-        pages = [node.page for node in found.path[len(request.pages) :]]
+        pages = [node.page for node in found.path[len(request.held.pages) :]]
         self.memory.retain(pages)
         self.memory.unpromise(len(pages))
-        request.num_promised_pages -= len(pages)
-        request.pages += pages
+        request.held.num_promised -= len(pages)
+        request.held.pages += pages
 
     def has_uncontinuable(self, request: Request) -> bool:
         """Whether a request has pages after those that it has computed, and cannot continue there
         because no fill has brought the pages of window groups.
         """
-        return bool(self.windows) and len(request.pages) * self._page_size > request.num_computed
+        end = len(request.held.pages) * self._page_size
+        return bool(self.windows) and end > request.num_computed
 
     def drop_uncontinuable(self, request: Request) -> int:
         """Releases the pages of `has_uncontinuable` and returns their number. Reserves nothing in
@@ -336,8 +337,8 @@ class RequestPages:
         """
         if not self.has_uncontinuable(request):
             return 0
-        num_computed = request.num_computed // self._page_size
-        pages, request.pages = request.pages[num_computed:], request.pages[:num_computed]
+        held, num_computed = request.held, request.num_computed // self._page_size
+        pages, held.pages = held.pages[num_computed:], held.pages[:num_computed]
         self.memory.release(pages)
         return len(pages)
 
@@ -347,20 +348,20 @@ class RequestPages:
         """
         num_pages = self.drop_uncontinuable(request)
         self.memory.promise(num_pages)
-        request.num_promised_pages += num_pages
+        request.held.num_promised += num_pages
 
     def take_promised(self, request: Request, num_pages: int) -> None:
         """Turns reserved pages into the request's next ones."""
-        request.pages += self.memory.allocate(num_pages, request.namespace, promised=True)
-        request.num_promised_pages -= num_pages
+        request.held.pages += self.memory.allocate(num_pages, request.namespace, promised=True)
+        request.held.num_promised -= num_pages
         self.grown((request,))
 
     def return_promise(self, request: Request) -> None:
         """Releases reserved pages that were not taken."""
-        self.memory.unpromise(request.num_promised_pages)
-        request.num_promised_pages = 0
+        self.memory.unpromise(request.held.num_promised)
+        request.held.num_promised = 0
 
     def _drop_copies(self, request: Request) -> None:
-        for copy in [copy for copy in self._copies if copy.destination in request.pages]:
+        for copy in [copy for copy in self._copies if copy.destination in request.held.pages]:
             self._copies.remove(copy)
             self.memory.release(copy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from weft.contract.errors import WeftError
 from weft.contract.keys import PageKeys
@@ -53,13 +54,109 @@ class RequestKey:
     attempt: int
 
 
+class FillTask(NamedTuple):
+    """What makes a request the filler's side of a fill."""
+
+    lease_id: bytes
+    companion_pages: int = 0
+    """Pages that the prompt needs here in addition to those of its tokens, for what follows them
+    (`KvHandle.companion_pages`).
+    """
+
+
+class ChatSession(NamedTuple):
+    """The chat that a request belongs to."""
+
+    id: str = ""
+    """Empty: none."""
+    is_last: bool = False
+    """Whether this is the chat's last request, whose pages are then not pinned."""
+
+
+NO_SESSION = ChatSession()
+
+
+@dataclass(eq=False, slots=True)
+class HeldPages:
+    """A request's pages of the first group. `RequestPages` takes, publishes and returns them."""
+
+    pages: list[int] = field(default_factory=list)
+    """Page i holds positions [i * page_size, (i + 1) * page_size)."""
+    num_published: int = 0
+    """Leading pages that are in the prefix cache."""
+    num_promised: int = 0
+    """Further pages that will be needed and are counted as taken."""
+    leaf: Node | None = None
+    """The prefix cache's node of the last published page, if known."""
+    partial_page: int | None = None
+    """During admission: a cached page whose first tokens continue the request after `pages`."""
+    num_partial_tokens: int = 0
+    """Number of matching tokens in that page."""
+
+
+@dataclass(eq=False, slots=True)
+class PageSources:
+    """Where a request's missing pages may come from. `weft.engine.sources` decides about them."""
+
+    candidates: list[FillCandidate] = field(default_factory=list)
+    """Fillers not yet tried, best first."""
+    is_overflow: bool | None = None
+    """Whether the prompt is computed here only because the prefill worker has other work. None
+    until the place of computing is decided.
+    """
+    lookup_until: float = 0.0
+    """Time until which the KV store's answer is awaited; 0: no answer is awaited."""
+    num_stored_pages: int | None = None
+    """Leading pages of the prompt that the KV store holds; None: unknown."""
+    skips_tiers: bool = False
+    """Whether a load from a tier was given up. Until the request is preempted again, its pages come
+    from other sources.
+    """
+
+    @property
+    def may_overflow(self) -> bool:
+        """`is_overflow`; while that is None, whether a prefill worker could compute the prompt at
+        all.
+        """
+        if self.is_overflow is None:
+            return any(one.kind == "prefill" for one in self.candidates)
+        return self.is_overflow
+
+
+@dataclass(eq=False, slots=True)
+class SharedPrefix:
+    """The request that computes or receives pages which a waiting request wants to share. Only
+    `PrefixSharing` changes it.
+    """
+
+    leader: Request | None = None
+    num_leader_pages: int = 0
+    """Number of the leader's published pages when it was last checked."""
+    has_followed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class DraftState:
+    """What the drafter and its gate (`weft.engine.features.speculative`) know of a request."""
+
+    wanted: bool = False
+    acceptance: Acceptance | None = None
+    is_behind: bool = False
+    """Whether the draft model has still to read some of the tokens. A missing draft then says
+    nothing about the drafter.
+    """
+    lacks_room: bool = False
+    """Whether the draft model has no pages or positions for the request. A missing draft then does
+    not count against the drafter.
+    """
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """One sample of one submit, or one fill job of a prefill worker (`is_fill`).
+    """One sample of one submit, or one fill job of a prefill worker (`fill`).
 
-    Tokens [0, num_computed) have their KV in `pages`. Steps under way compute the next
-    `num_launched`. Page i holds positions [i * page_size, (i + 1) * page_size). `RequestPages`
-    changes these fields.
+    Tokens [0, num_computed) have their KV in its pages. Steps under way compute the next
+    `num_launched`.
     """
 
     key: RequestKey
@@ -88,47 +185,30 @@ class Request:
     """The vectors of its prompt that are wanted in place of tokens; None: the request generates, or
     fills.
     """
-    is_fill: bool = False
-    lease_id: bytes = b""
-    """Lease of a fill job; empty for other requests."""
-    digests: Sequence[int] | None = None
-    """Digests of `pages`, if they are known; None: shipping computes them."""
-    candidates: list[FillCandidate] = field(default_factory=list)
-    """Fillers not yet tried, best first."""
-    is_overflow: bool | None = None
-    """Whether its prompt is computed here only because the prefill worker has other work. None
-    until the place of computing is decided.
-    """
-    lookup_until: float = 0.0
-    """Time until which the KV store's answer is awaited; 0: no answer is awaited."""
-    skips_tiers: bool = False
-    """Whether a load from a tier was given up. Until the request is preempted again, its pages come
-    from other sources.
-    """
+    fill: FillTask | None = None
+    """None: the request is this worker's own."""
     cache_salt: str = ""
     namespace: bytes = b""
     adapter: bytes = b""
     """Content digest of its adapter; empty: the base model."""
+    adapter_slot: int = 0
+    """Slot of its adapter in the device's tables, while it has a `slot`; 0: no adapter."""
     priority: int = 0
     """A lower number is more urgent."""
     tenant: str = ""
     """Tenant that is charged, where tenants are treated fairly."""
     num_charged_tokens: int = 0
     """Generated tokens charged to the tenant so far."""
-    leader: Request | None = None
-    """The request that computes or receives pages which this waiting request wants to share."""
-    leader_pages: int = 0
-    """Number of the leader's published pages when it was last checked."""
-    was_follower: bool = False
-    session_id: str = ""
-    """Chat session of the request; empty: none."""
-    ends_session: bool = False
-    """Whether it is the last request of its session, whose pages are then not pinned."""
+    session: ChatSession = NO_SESSION
     traceparent: str = ""
-    num_store_pages: int | None = None
-    """Leading pages of the prompt that the KV store holds; None: unknown."""
+    digests: Sequence[int] | None = None
+    """Digests of its pages, if they are known; None: shipping computes them."""
+    held: HeldPages = field(default_factory=HeldPages)
+    sources: PageSources = field(default_factory=PageSources)
+    sharing: SharedPrefix = field(default_factory=SharedPrefix)
+    drafts: DraftState = field(default_factory=DraftState)
     state: State = State.WAITING
-    pages: list[int] = field(default_factory=list)
+    slot: int = -1
     num_computed: int = 0
     num_launched: int = 0
     """Number of positions that launched and uncommitted steps compute. While it is not 0, steps may
@@ -136,34 +216,12 @@ class Request:
     """
     decodes_from: int = 0
     """Position from which on the running request brings one token per step."""
-    speculates: bool = False
     num_verifying: int = 0
     """Number of steps under way that may accept drafts of the request. Only the device knows their
     outcome.
     """
-    acceptance: Acceptance | None = None
-    is_draft_behind: bool = False
-    """Whether the draft model has still to read some of its tokens. A missing draft then says
-    nothing about the drafter.
-    """
-    lacks_draft_room: bool = False
-    """Whether the draft model has no pages or positions for it. A missing draft then does not count
-    against the drafter.
-    """
     state_end: int = 0
     """End position of the hidden state that the slot keeps for a draft model."""
-    num_published_pages: int = 0
-    num_promised_pages: int = 0
-    companion_pages: int = 0
-    """Pages that a prompt computed for another worker needs in addition to those of its tokens, for
-    what follows them (`KvHandle.companion_pages`).
-    """
-    cache_leaf: Node | None = None
-    """The prefix cache's node of its last published page, if known."""
-    partial_page: int | None = None
-    """During admission: a cached page whose first tokens continue the request after `pages`."""
-    num_partial_tokens: int = 0
-    """Number of matching tokens in that page."""
     num_found_tokens: int = 0
     """Cached tokens at the last lookup, while the request waits."""
     num_cached_tokens: int = 0
@@ -171,9 +229,6 @@ class Request:
     is_sibling: bool = False
     """Whether it was forked from another sample of its prompt, whose cached tokens count for both.
     """
-    slot: int = -1
-    adapter_slot: int = 0
-    """Slot of its adapter in the device's tables, while it has a `slot`; 0: no adapter."""
     unforked_samples: dict[int, list[int]] = field(default_factory=dict)
     """First sample only: samples to be forked once the prompt's KV exists, each with the tokens
     that it has generated elsewhere.
@@ -183,6 +238,24 @@ class Request:
 
     def __post_init__(self) -> None:
         self.end_token_ids = self.eos_token_ids.union(self.stop.stop_token_ids)
+
+    @property
+    def is_fill(self) -> bool:
+        return self.fill is not None
+
+    @property
+    def lease_id(self) -> bytes:
+        """Empty: it is no fill."""
+        return b"" if self.fill is None else self.fill.lease_id
+
+    @property
+    def companion_pages(self) -> int:
+        return 0 if self.fill is None else self.fill.companion_pages
+
+    @property
+    def pages(self) -> list[int]:
+        """Those that it holds, as a job of the filler."""
+        return self.held.pages
 
     @property
     def draws_in_turn(self) -> bool:
@@ -230,18 +303,9 @@ class Request:
         return len(self.tokens) - self.num_computed - self.num_launched
 
     @property
-    def may_overflow(self) -> bool:
-        """`is_overflow`; while that is None, whether a prefill worker could compute the prompt at
-        all.
-        """
-        if self.is_overflow is None:
-            return any(one.kind == "prefill" for one in self.candidates)
-        return self.is_overflow
-
-    @property
     def num_to_compute(self) -> int:
         """`num_pending` less the tokens that were cached at the last lookup."""
-        return self.num_pending - (0 if self.pages else self.num_found_tokens)
+        return self.num_pending - (0 if self.held.pages else self.num_found_tokens)
 
 
 def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int | None] | None:

@@ -414,10 +414,10 @@ class StateBlocks:
     @staticmethod
     def _node_at(request: Request, num_pages: int) -> Node | None:
         """The node of page `num_pages` - 1 of the request; None: it is not in the tree."""
-        node = request.cache_leaf
-        if node is None or node.page < 0 or not 0 < num_pages <= request.num_published_pages:
+        node = request.held.leaf
+        if node is None or node.page < 0 or not 0 < num_pages <= request.held.num_published:
             return None
-        for _ in range(request.num_published_pages - num_pages):
+        for _ in range(request.held.num_published - num_pages):
             assert node is not None
             node = node.parent
         return node

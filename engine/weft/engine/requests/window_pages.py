@@ -141,7 +141,7 @@ class WindowPages:
         held = self._held.get(request)
         if held is None:
             return
-        node, index = request.cache_leaf, num_pages - 1
+        node, index = request.held.leaf, num_pages - 1
         while self._index is not None and node is not None and index >= held.first:
             if index < held.end and not self._index.add(node, held.pages[index - held.first]):
                 break
@@ -217,7 +217,7 @@ class WindowPages:
         nodes.
         """
         found: list[tuple[Node, int]] = []
-        node, index = request.cache_leaf, request.num_published_pages
+        node, index = request.held.leaf, request.held.num_published
         while self._index is not None and node is not None and index > first:
             page = self._index.page_of(node)
             if index <= end and page is not None:
@@ -294,7 +294,7 @@ class WindowPages:
     def grow(self, request: Request) -> None:
         """Gives a request as many pages as it has in the first group."""
         held = self._held[request]
-        if (num_lacking := len(request.pages) - held.end) > 0:
+        if (num_lacking := len(request.held.pages) - held.end) > 0:
             held.pages += self.memory.allocate(num_lacking, request.namespace)
             self._grown.append(request)
 

@@ -79,7 +79,7 @@ def verified_input(
     lasts = [request.num_prompt_tokens + request.max_tokens for request in requests]
     found = (
         [request.slot for request in requests],
-        [len(request.pages) for request in requests],
+        [len(request.held.pages) for request in requests],
         [item.start for item in items],
         [item.starts_late for item in items],
         [last if count else 1 for last, count in zip(lasts, counts, strict=True)],
@@ -87,7 +87,7 @@ def verified_input(
     )
     slots, num_pages, max_starts, is_late, draft_limits, num_drafts = np.array(found, np.int64)
     for index in table.is_short(slots, num_pages - 1).nonzero()[0].tolist():
-        table.extend(requests[index].slot, requests[index].pages)
+        table.extend(requests[index].slot, requests[index].held.pages)
     adapters = [request.adapter_slot for request in requests]
     return StepInput(
         slots=slots,
@@ -120,7 +120,7 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
         (rows,) = table.ends_at(slots, columns).nonzero()
         pages, own = np.full(len(columns), -1, np.int64), columns[rows]
         pages[rows] = [
-            plan.decodes[row].pages[column]
+            plan.decodes[row].held.pages[column]
             for row, column in zip(rows.tolist(), own.tolist(), strict=True)
         ]
         table.append(slots[rows], own, pages[rows])
@@ -144,7 +144,7 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
 def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
     (rows,) = table.is_short(plan.slots, plan.starts // page_size).nonzero()
     for index in rows.tolist():
-        table.extend(int(plan.slots[index]), plan.decodes[index].pages)
+        table.extend(int(plan.slots[index]), plan.decodes[index].held.pages)
 
 
 def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], Int64Array | None]:
@@ -158,7 +158,7 @@ def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], 
     for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
         request = item.request
         tokens += [request.tokens[item.start], *drafts]
-        table.extend(request.slot, request.pages)
+        table.extend(request.slot, request.held.pages)
         if plan.has_trees:
             own = [1]
             for row, parent in enumerate(parents_of(drafts), 1):
@@ -181,11 +181,11 @@ def _pieces(
     for request, start, num_tokens, samples, has_lead in chunks:
         first, count = start - has_lead, num_tokens + has_lead
         # Published pages may belong to others too, and have the KV of their tokens.
-        num_known = min(count, request.num_published_pages * page_size - first)
+        num_known = min(count, request.held.num_published * page_size - first)
         recomputed_rows = max(int(has_lead), num_known)
         pieces.append((request.slot, first, count, int(samples), recomputed_rows))
         tokens += request.tokens[first : start + num_tokens]
-        table.extend(request.slot, request.pages)
+        table.extend(request.slot, request.held.pages)
     return np.ascontiguousarray(np.array(pieces, np.int64).T)
 
 

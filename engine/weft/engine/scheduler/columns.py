@@ -126,7 +126,7 @@ class RunningColumns:
     @classmethod
     def of(cls, fixed: RequestColumns, page_size: int) -> RunningColumns:
         starts = [request.num_computed + request.num_launched for request in fixed.requests]
-        limits = [len(request.pages) * page_size for request in fixed.requests]
+        limits = [len(request.held.pages) * page_size for request in fixed.requests]
         return cls(fixed, np.array(starts, np.int64), np.array(limits, np.int64))
 
     def joined(self, request: Request, page_size: int) -> RunningColumns:
@@ -134,7 +134,7 @@ class RunningColumns:
         return RunningColumns(
             self.fixed.joined(request),
             np.append(self.starts, start),
-            np.append(self.limits, len(request.pages) * page_size),
+            np.append(self.limits, len(request.held.pages) * page_size),
         )
 
     def without(self, request: Request) -> RunningColumns:

@@ -115,13 +115,13 @@ class RunningPlans:
             request = requests[index]
             if request.state is not State.RUNNING or not self._grow(request, int(starts[index])):
                 chosen[index] = False
-            columns.limits[index] = len(request.pages) * self._page_size
+            columns.limits[index] = len(request.held.pages) * self._page_size
         if lacking and self._columns is not columns:
             # A later request's growth may have preempted an earlier one.
             chosen &= np.array([r.state is State.RUNNING for r in requests])
         self._planned, self._drafts, plan = (columns, chosen), None, Plan()
         if shape.num_drafts:
-            rows = [row for row in np.flatnonzero(chosen).tolist() if requests[row].speculates]
+            rows = [row for row in np.flatnonzero(chosen).tolist() if requests[row].drafts.wanted]
             if self.drafts_on_device and len(requests) > MAX_DRAFTED_BESIDE:
                 self._drafts = rows, shape
             else:
@@ -189,22 +189,22 @@ class RunningPlans:
         requests, size = [columns.fixed.requests[row] for row in rows], self._page_size
         starts, namespace = columns.starts[rows], requests[0].namespace
         for request, start in zip(requests, starts.tolist(), strict=True):
-            if len(request.pages) * size != start or request.namespace != namespace:
+            if len(request.held.pages) * size != start or request.namespace != namespace:
                 return False
         if len(rows) > self._memory.num_available_pages:
             return False
         pages = self._memory.allocate(len(rows), namespace)
         for request, page in zip(requests, pages, strict=True):
-            request.pages.append(page)
+            request.held.pages.append(page)
         self._pages.grown(requests)
         columns.limits[rows] = starts + size
         return True
 
     def _grow(self, request: Request, position: int) -> bool:
         """False if the request has to wait: it was preempted itself, or pages come back soon."""
-        while len(request.pages) * self._page_size <= position:
+        while len(request.held.pages) * self._page_size <= position:
             try:
-                request.pages += self._memory.allocate(1, request.namespace)
+                request.held.pages += self._memory.allocate(1, request.namespace)
             except OutOfPages:
                 if self._pages.num_returning:
                     return False
@@ -242,10 +242,10 @@ class RunningPlans:
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
         """Never preempts another request. Returns the number of drafts for which there is room."""
-        while len(request.pages) * self._page_size <= start + num_drafts:
+        while len(request.held.pages) * self._page_size <= start + num_drafts:
             if self._memory.num_available_pages < 1:
-                return len(request.pages) * self._page_size - start - 1
-            request.pages += self._memory.allocate(1, request.namespace)
+                return len(request.held.pages) * self._page_size - start - 1
+            request.held.pages += self._memory.allocate(1, request.namespace)
             self._pages.grown((request,))
         return num_drafts
 
@@ -257,7 +257,7 @@ def _can_go_on(requests: Sequence[Request], *, is_drafting: bool) -> BoolArray:
     return np.array(
         [
             not request.num_verifying
-            and not (is_drafting and request.speculates and request.num_launched)
+            and not (is_drafting and request.drafts.wanted and request.num_launched)
             for request in requests
         ]
     )

@@ -193,7 +193,7 @@ class Scheduler:
             assert self._fills is not None
             self._fills.abandon(request)
         request.error = error
-        if error is None and request.session_id:
+        if error is None and request.session.id:
             for on_leaving in self._events.leaving:
                 on_leaving(request)
         self.pages.drop(request)
@@ -253,7 +253,7 @@ class Scheduler:
     def _has_overflow(self) -> bool:
         """Whether the next prompts are computed here only because prefill workers are busy."""
         return any(
-            request.may_overflow and not self._is_behind_fill(request)
+            request.sources.may_overflow and not self._is_behind_fill(request)
             for request in chain(self.prefilling, islice(self.waiting, 1))
         )
 
@@ -319,22 +319,22 @@ class Scheduler:
         for request in islice(self.waiting.candidates(now), MAX_PASSED_OVER):
             if ahead_of is not None and not self._goes_before(request, ahead_of):
                 return None
-            if request.num_launched or now < request.lookup_until:
+            if request.num_launched or now < request.sources.lookup_until:
                 continue
-            if request.leader is not None and self.sharing.still_waits(request):
+            if request.sharing.leader is not None and self.sharing.still_waits(request):
                 continue
             if not self._may_take_off(request):
                 return None
             if ahead_of is not None and not self._may_go_ahead(request):
                 return None
-            has_pages = bool(request.pages)
+            has_pages = bool(request.held.pages)
             if not has_pages:
                 found = self.pages.find(request)
                 request.num_found_tokens = found.num_tokens(self._limits.page_size)
                 makers = [*self.prefilling, *self.filling, *self._arriving]
                 if makers and self.sharing.waits(request, found, makers):
-                    assert request.leader is not None
-                    self.pages.note_follower(request.leader, request)
+                    assert request.sharing.leader is not None
+                    self.pages.note_follower(request.sharing.leader, request)
                     continue
                 self.pages.take(request, found)
             if self._admit(request, now, has_pages=has_pages):
@@ -419,7 +419,7 @@ class Scheduler:
             for index in np.flatnonzero(plan.is_late).tolist():
                 request = plan.decodes[index]
                 num_pages = request.num_computed // page_size
-                if request.state is running and num_pages > request.num_published_pages:
+                if request.state is running and num_pages > request.held.num_published:
                     self._publish_computed(request)
         for item, most in zip(plan.verifies, plan.most_accepted, strict=True):
             request = item.request
@@ -430,7 +430,7 @@ class Scheduler:
                 # The step has computed the KV up to the request's last token; earlier steps did the
                 # rest.
                 request.num_computed = len(request.tokens)
-                if request.num_computed // page_size > request.num_published_pages:
+                if request.num_computed // page_size > request.held.num_published:
                     self._publish_computed(request)
         for request, start, num_tokens, *_ in plan.chunks:
             request.num_launched -= num_tokens
@@ -456,25 +456,25 @@ class Scheduler:
             self._publish_computed(request)
 
     def _publish_computed(self, request: Request) -> None:
-        known = request.num_published_pages
+        known = request.held.num_published
         if request.num_computed // self._limits.page_size > known:
             self.publish(request)
             for on_computed in self._events.computed:
-                on_computed(request, known, request.num_published_pages)
+                on_computed(request, known, request.held.num_published)
         if self.pages.states is not None:
             self.pages.states.committed(request)
-        if request.is_fill and known == request.num_published_pages:
+        if request.is_fill and known == request.held.num_published:
             self.progressed.append(request)  # Its pages were cached; it computed states.
 
     def publish(self, request: Request) -> None:
         """Puts the request's full pages into the prefix cache."""
-        known = request.num_published_pages
+        known = request.held.num_published
         if not self.pages.publish(request):
             return
         if request.is_fill:
             self.progressed.append(request)
         for on_published in self._events.published:
-            on_published(request, known, request.num_published_pages)
+            on_published(request, known, request.held.num_published)
 
     # -- remote fills ----------------------------------------------------------------------------
 
@@ -515,7 +515,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         """The lookup in the prefix cache serves the reported queue length."""
-        if not request.pages:
+        if not request.held.pages:
             request.num_found_tokens = self.pages.num_cached_tokens(request)
         self.waitlist.enqueue(request)
 
@@ -533,7 +533,7 @@ class Scheduler:
         self.waiting.on_ended(request)
         self.pages.drop(request)
         self._give_slot_back(request)
-        request.candidates.clear()
+        request.sources.candidates.clear()
         request.timeline.num_preemptions += 1
         self.num_preemptions += 1
         self._transition(request, State.PREEMPTED)
@@ -558,7 +558,7 @@ class Scheduler:
             num_tokens = to_border if to_border > 0 or items else num_tokens
         if num_tokens <= 0:
             return 0
-        num_pages = -(-(start + num_tokens) // page_size) - len(request.pages)
+        num_pages = -(-(start + num_tokens) // page_size) - len(request.held.pages)
         if num_pages > 0:
             self.pages.take_promised(request, num_pages)
         is_last = num_tokens == pending
@@ -587,7 +587,7 @@ class Scheduler:
         """With `has_pages`, the request came with pages of its own instead of a cached prefix."""
         if not self._promise(request):
             return False
-        request.lookup_until = 0.0
+        request.sources.lookup_until = 0.0
         request.slot = self._free_slots.pop()
         self.waitlist.admit(request)
         self.pages.note_hit(request)
@@ -612,15 +612,15 @@ class Scheduler:
         fill or load would bring. Only a fill or load keeps them.
         """
         may_be_filled = request.num_reusable_tokens and (
-            request.candidates or self._limits.has_tiers
+            request.sources.candidates or self._limits.has_tiers
         )
         if self._fills is None or not may_be_filled:
             return State.PREFILLING
         end_token = request.num_reusable_tokens
-        if request.candidates and request.candidates[0].kind == "kvstore":
-            end_token = request.candidates[0].match_tokens
+        if request.sources.candidates and request.sources.candidates[0].kind == "kvstore":
+            end_token = request.sources.candidates[0].match_tokens
         self.pages.take_uncontinuable(request, end_token)
-        if request.candidates and not self._fills.has_room(request):
+        if request.sources.candidates and not self._fills.has_room(request):
             # Without these pages the fill can be cut into pieces that do have room.
             self.pages.untake_uncontinuable(request)
         state = self._fills.next_state(request)
@@ -629,7 +629,7 @@ class Scheduler:
         return state
 
     def _promise(self, request: Request) -> bool:
-        needed = self._num_pages(request) - len(request.pages)
+        needed = self._num_pages(request) - len(request.held.pages)
         wanted = needed + self._num_pages_to_come(request)
         if wanted > self._memory.num_available_pages:
             # Without the copy, one page less may be needed.
@@ -656,7 +656,7 @@ class Scheduler:
 
     def _make_room_for_urgent(self, now: float, threshold: int) -> None:
         urgent = next(self.waiting.candidates(now), None)
-        if urgent is None or urgent.num_launched or now < urgent.lookup_until:
+        if urgent is None or urgent.num_launched or now < urgent.sources.lookup_until:
             return
         limit = urgent.priority + threshold
         victims = [
@@ -665,10 +665,10 @@ class Scheduler:
             # A running request that has aged enough would precede the candidate again at once.
             if request.priority >= limit and self.waiting.precedes(urgent, request)
         ]
-        if not victims or (urgent.leader is not None and self.sharing.still_waits(urgent)):
+        if not victims or (urgent.sharing.leader is not None and self.sharing.still_waits(urgent)):
             return
-        wanted = self._num_pages(urgent) - len(urgent.pages)
-        if not urgent.pages:
+        wanted = self._num_pages(urgent) - len(urgent.held.pages)
+        if not urgent.held.pages:
             wanted -= self.pages.num_cached_tokens(urgent) // self._limits.page_size
         gain = sum(self._victims.num_own_pages(request) for request in victims)
         if wanted > self._num_pages_soon + gain:
@@ -699,11 +699,11 @@ class Scheduler:
 
     def _offer_matched(self, request: Request) -> None:
         """The store may lack pages that are cached here, so they are offered again."""
-        held = request.num_store_pages
-        if held is None or held >= request.num_published_pages:
+        held = request.sources.num_stored_pages
+        if held is None or held >= request.held.num_published:
             return
         for on_computed in self._events.computed:
-            on_computed(request, held, request.num_published_pages)
+            on_computed(request, held, request.held.num_published)
 
     def _enter_prefilling(self, request: Request) -> None:
         insort(self.prefilling, request, key=self.waiting.rank)

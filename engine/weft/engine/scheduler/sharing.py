@@ -28,15 +28,15 @@ class PrefixSharing:
         """Whether the request's leader is still computing pages, and has published none since the
         last look.
         """
-        leader = request.leader
+        leader = request.sharing.leader
         assert leader is not None
         # A leader counts as RUNNING while its last chunk is still under way.
         makes_pages = leader.state in _MAKES_PAGES or (
             leader.state is State.RUNNING and leader.num_launched > 0
         )
-        if makes_pages and leader.num_published_pages == request.leader_pages:
+        if makes_pages and leader.held.num_published == request.sharing.num_leader_pages:
             return True
-        request.leader = None
+        request.sharing.leader = None
         return False
 
     def waits(self, request: Request, found: Match, active: Iterable[Request]) -> bool:
@@ -55,8 +55,8 @@ class PrefixSharing:
         for other in active:
             # It has published exactly the cached prefix, so both continue from the same page.
             if (
-                other.num_published_pages != num_pages
-                or other.cache_leaf is not leaf
+                other.held.num_published != num_pages
+                or other.held.leaf is not leaf
                 or other.num_tokens < end
                 or other.keys.namespace != request.keys.namespace
             ):
@@ -69,7 +69,7 @@ class PrefixSharing:
         return False
 
     def _follow(self, request: Request, leader: Request) -> None:
-        request.leader, request.leader_pages = leader, leader.num_published_pages
-        if not request.was_follower:
-            request.was_follower = True
+        request.sharing.leader, request.sharing.num_leader_pages = leader, leader.held.num_published
+        if not request.sharing.has_followed:
+            request.sharing.has_followed = True
             self.num_waits += 1

@@ -29,9 +29,9 @@ class Victims:
 
     def num_own_pages(self, request: Request) -> int:
         """Number of pages that only this request uses, which preemption would free."""
-        return len(request.pages) - self._memory.num_shared_pages(request.pages)
+        return len(request.held.pages) - self._memory.num_shared_pages(request.held.pages)
 
     def _key(self, request: Request) -> tuple[int, int, int]:
-        num_shared = self._memory.num_shared_pages(request.pages) * self._page_size
+        num_shared = self._memory.num_shared_pages(request.held.pages) * self._page_size
         lost = max(0, request.num_computed - num_shared)
         return (-request.priority if self._by_priority else 0, lost, -request.arrival)

@@ -194,10 +194,10 @@ class FillCosts:
         """Decides for a fill of [start_token, end_token), which begins after the request's pages.
         `companion_pages` more pages are written after its last step.
         """
-        num_local = request.num_tokens - 1 - request.num_computed - request.num_partial_tokens
+        num_local = request.num_tokens - 1 - request.num_computed - request.held.num_partial_tokens
         if self._local_max is not None:
             return FillDecision(num_local > self._local_max, None, None)
-        candidate = request.candidates[0]
+        candidate = request.sources.candidates[0]
         if not (candidate.tokens_per_second and self._bytes_per_s):
             return FillDecision(True, None, None)
         load = self.local_load()

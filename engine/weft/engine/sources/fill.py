@@ -190,7 +190,7 @@ class FillListener(Protocol):
         ...
 
     def fill_failed(self, request: Request) -> None:
-        """Called when a filler has failed; `request.candidates` holds the remaining ones."""
+        """Called when a filler has failed; its `candidates` are the remaining ones."""
         ...
 
     def publish(self, request: Request) -> None:

@@ -108,16 +108,16 @@ class OwnerFills:
 
     def next_state(self, request: Request) -> State:
         self._pass_over_silent(request)
-        if request.candidates and self._is_blocked(request):
+        if request.sources.candidates and self._is_blocked(request):
             self.counters.local_decisions += 1
             return State.PREFILLING
-        while request.candidates and self._end_token(request) <= self._next_token(request):
-            if request.candidates[0].kind != "kvstore":
+        while request.sources.candidates and self._end_token(request) <= self._next_token(request):
+            if request.sources.candidates[0].kind != "kvstore":
                 return State.PREFILLING
-            request.candidates.pop(0)
-        if not request.candidates:
+            request.sources.candidates.pop(0)
+        if not request.sources.candidates:
             return State.PREFILLING
-        if request.candidates[0].kind == "kvstore":
+        if request.sources.candidates[0].kind == "kvstore":
             return State.LOADING
         return State.FILLING if self._is_remote(request) else State.PREFILLING
 
@@ -129,7 +129,7 @@ class OwnerFills:
         decision = self._costs.decide(request, begin, end_token, self._page_bytes, num_more)
         request.timeline.remote_cost_s = decision.remote_s
         request.timeline.local_cost_s = decision.local_s
-        request.is_overflow = decision.is_overflow
+        request.sources.is_overflow = decision.is_overflow
         if not decision.is_remote:
             self.counters.local_decisions += 1
         return decision.is_remote
@@ -150,13 +150,13 @@ class OwnerFills:
         begin = self._next_token(request)
         wanted = (self._end_token(request) - begin) // size
         free, most = (self._fitting(request, count) for count in self._room())
-        is_load = request.candidates[0].kind == "kvstore" and wanted <= free
+        is_load = request.sources.candidates[0].kind == "kvstore" and wanted <= free
         if not (is_load or self._line.may_begin(request)):
             return True
         num_pages, least = min(wanted, free), min(most, self._landing.least_pages)
         has_more = self.block_pages is not None
-        if has_more and request.candidates[0].kind == "kvstore" and num_pages < wanted:
-            request.candidates.pop(0)  # This source has no block before the end.
+        if has_more and request.sources.candidates[0].kind == "kvstore" and num_pages < wanted:
+            request.sources.candidates.pop(0)  # This source has no block before the end.
             return False
         if num_pages < self._line.enough_pages(request, wanted, most, least):
             self._line.waits(request)
@@ -164,20 +164,20 @@ class OwnerFills:
         self._line.leaves(request)
         num_more = self.num_more(request, begin + num_pages * size)
         pages = self._memory.allocate(num_pages, request.namespace, promised=True)
-        request.num_promised_pages -= num_pages
+        request.held.num_promised -= num_pages
         pages += self._memory.allocate(num_more, request.namespace)
         now, lease_id = self._clock(), secrets.token_bytes(LEASE_ID_BYTES)
         fill = Fill(
             lease_id=lease_id,
             request=request,
-            candidate=request.candidates[0],
+            candidate=request.sources.candidates[0],
             start_token=begin,
             end_token=begin + num_pages * size,
             pages=pages,
             landed=self._landing.reserve(pages),
             record=FillRecord(
-                source=request.candidates[0].kind,
-                worker_id=request.candidates[0].worker_id,
+                source=request.sources.candidates[0].kind,
+                worker_id=request.sources.candidates[0].worker_id,
                 transport="",
                 start_token=begin,
                 end_token=begin + num_pages * size,
@@ -355,8 +355,8 @@ class OwnerFills:
         """
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size
-        if request.candidates and request.candidates[0].kind == "kvstore":
-            return min(end, request.candidates[0].match_tokens)
+        if request.sources.candidates and request.sources.candidates[0].kind == "kvstore":
+            return min(end, request.sources.candidates[0].match_tokens)
         if end > self._next_token(request) and self.block_pages is None:
             return len(request.tokens) // size * size
         return end
@@ -364,7 +364,7 @@ class OwnerFills:
     def _next_token(self, request: Request) -> int:
         if self.block_pages is None:
             return request.num_computed
-        return len(request.pages) * self._config.page_size
+        return len(request.held.pages) * self._config.page_size
 
     @property
     def num_block_pages(self) -> int:
@@ -375,7 +375,8 @@ class OwnerFills:
         """Pages that follow those of KV in a fill that ends at `end_token`."""
         if self.block_pages is None:
             return 0
-        is_stored = bool(request.candidates) and request.candidates[0].kind == "kvstore"
+        candidates = request.sources.candidates
+        is_stored = bool(candidates) and candidates[0].kind == "kvstore"
         return self.block_pages.num_pages_of(request, end_token, is_stored=is_stored)
 
     def _room(self) -> tuple[int, int]:
@@ -429,17 +430,17 @@ class OwnerFills:
         """Whether the first candidate answers and suits the request's state, which was chosen for
         it. A load without room has dropped its store.
         """
-        if not request.candidates or self._is_silent(request.candidates[0]):
+        if not request.sources.candidates or self._is_silent(request.sources.candidates[0]):
             return False
-        return request.state is not State.LOADING or request.candidates[0].kind == "kvstore"
+        return request.state is not State.LOADING or request.sources.candidates[0].kind == "kvstore"
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
         limit = self._clock() - SILENCE_S
         return any(fill.is_owed_by(candidate, limit) for fill in self._fills.values())
 
     def _pass_over_silent(self, request: Request) -> None:
-        while request.candidates and self._is_silent(request.candidates[0]):
-            candidate = request.candidates.pop(0)
+        while request.sources.candidates and self._is_silent(request.sources.candidates[0]):
+            candidate = request.sources.candidates.pop(0)
             self.counters.fills_avoided += 1
             at = self._clock() - request.timeline.submitted_at
             why = "it has not answered about an earlier fill"
@@ -524,10 +525,11 @@ class OwnerFills:
         self._landing.release(spare, fill.landed[num_pages:])
         del fill.pages[num_pages:], fill.landed[num_pages:]
         self._memory.promise(len(spare))
-        request.num_promised_pages += len(spare)
+        request.held.num_promised += len(spare)
         fill.end_token = fill.record.end_token = end_token
         # The owner does not ask the store again for pages that the store no longer holds.
-        request.candidates[0] = replace(request.candidates[0], match_tokens=end_token)
+        candidates = request.sources.candidates
+        candidates[0] = replace(candidates[0], match_tokens=end_token)
         return True
 
     def _on_written(self, fill: Fill, event: FillEvent, *, is_told: bool) -> None:
@@ -596,7 +598,7 @@ class OwnerFills:
         if self.audit is not None:
             digests = fill.chunks[index].digests or []
             self.audit.accepted(fill.pages[:num_kv], digests[:num_kv])
-        request.pages += fill.pages[:num_kv]
+        request.held.pages += fill.pages[:num_kv]
         fill.block_pages += fill.pages[num_kv:num_pages]
         self._landing.accepted(fill.landed[:num_pages])
         del fill.pages[:num_pages], fill.landed[:num_pages]
@@ -713,7 +715,7 @@ class OwnerFills:
             fill.candidate.worker_id,
             why,
         )
-        request.candidates.pop(0)
+        request.sources.candidates.pop(0)
         assert self.listener is not None
         self.listener.fill_failed(request)
 

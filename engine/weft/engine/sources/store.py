@@ -166,7 +166,7 @@ class StoreLink:
             traceparent=request.traceparent,
         )
         self._asked[lookup.lookup] = request
-        request.lookup_until = self._clock() + LOOKUP_TIMEOUT_S
+        request.sources.lookup_until = self._clock() + LOOKUP_TIMEOUT_S
         self.counters.store_lookups += 1
         self.counters.store_lookup_pages += num_pages
         self._send(lookup)
@@ -181,9 +181,9 @@ class StoreLink:
                 self._known.clear()
                 self._sends_data = False
         request = self._asked.pop(answer.lookup, None)
-        if request is None or request.lookup_until == 0.0:
+        if request is None or request.sources.lookup_until == 0.0:
             return
-        request.lookup_until = 0.0
+        request.sources.lookup_until = 0.0
         if answer.epochs:
             self._note_held(request, sum(segment.num_pages for segment in answer.segments))
         candidates: list[FillCandidate] = []
@@ -200,11 +200,11 @@ class StoreLink:
             )
             candidates.append(candidate)
         self.counters.store_hit_pages += num_pages
-        request.candidates[:0] = candidates
+        request.sources.candidates[:0] = candidates
 
     def _note_held(self, request: Request, num_pages: int) -> None:
         """Notes the pages of a prompt that the store lacks: they are due for a put again."""
-        request.num_store_pages = num_pages
+        request.sources.num_stored_pages = num_pages
         for key in request.keys.upto(request.tokens, self._num_pages(request))[num_pages:]:
             self._known.pop(key, None)
             if self._blocks is not None:
@@ -269,11 +269,11 @@ class StoreLink:
             key = keys[index]
             self._due.pop(key, None)
             self._note_known(key)
-            self._memory.retain([request.pages[index]])
+            self._memory.retain([request.held.pages[index]])
             parent = keys[index - 1] if index else b""
             # With blocks, all pages of a prompt are on one replica, as the blocks are.
             shard = keys[shard_start(index) if self._blocks is None else 0]
-            page = request.pages[index]
+            page = request.held.pages[index]
             self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
         self.counters.store_dropped_pages += len(new[room:])
         self._make_due(keys[index] for index in new[room:])

@@ -24,14 +24,21 @@ class LeaseState(Enum):
 class FillJob(Protocol):
     """The source of a lease's pages: a prompt being computed, or pages that a store holds."""
 
-    lease_id: bytes
-    pages: list[int]
-    """Page i holds positions from i * page_size on. Pages before the lease's start are unused."""
     num_computed: int
     """Position before which the KV exists in `pages`."""
     num_cached_tokens: int
     digests: Sequence[int] | None
     """Digests of `pages` if the source keeps them; None: shipping computes them."""
+
+    @property
+    def lease_id(self) -> bytes: ...
+
+    @property
+    def pages(self) -> list[int]:
+        """Page i holds positions from i * page_size on. Pages before the lease's start are
+        unused.
+        """
+        ...
 
     @property
     def tokens(self) -> Sequence[int]:

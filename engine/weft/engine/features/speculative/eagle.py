@@ -89,9 +89,9 @@ class EagleDrafter(Drafter):
         columns = []
         for item in items:
             request = item.request
-            self._table.extend(request.slot, request.pages)
+            self._table.extend(request.slot, request.held.pages)
             start = ON_DEVICE if item.starts_late else item.start
-            limit = len(request.pages) * self._page_size
+            limit = len(request.held.pages) * self._page_size
             columns.append((request.slot, start, limit, item.max_accepted, request.adapter_slot))
         arrays = TreeArrays(*np.array(columns, np.int64).T)
         shapes = [item.tree for item in items if item.tree is not None]
@@ -111,7 +111,7 @@ class EagleDrafter(Drafter):
             return drafts
         grown = [items[index] for index in wanted]
         size = self._page_size
-        limits = np.array([len(item.request.pages) * size for item in grown], np.int64)
+        limits = np.array([len(item.request.held.pages) * size for item in grown], np.int64)
         depths = np.array([item.tree.depth if item.tree else 0 for item in grown], np.int64)
         tokens, words = self._trees.grow(self._lasts(grown), limits, depths, _largest(grown))
         columns = zip(tokens.t().tolist(), words.t().tolist(), strict=True)
@@ -138,7 +138,7 @@ class EagleDrafter(Drafter):
         slots, tokens = list[int](), list[int]()
         for item in items:
             request = item.request
-            self._table.extend(request.slot, request.pages)
+            self._table.extend(request.slot, request.held.pages)
             slots.append(request.slot)
             tokens.append(request.tokens[item.start])
         return LastTokens(*np.array((slots, [item.start for item in items], tokens), np.int64))

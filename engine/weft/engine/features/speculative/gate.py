@@ -183,11 +183,11 @@ class MeasuredGate(DraftGate):
         if trial is not None and trial.num_left and trial.shape in self._options(num_requests):
             trial.num_left -= 1
             return trial.shape
-        speculating = [request for request in requests if request.speculates]
+        speculating = [request for request in requests if request.drafts.wanted]
         asked = speculating[:MAX_ASKED]
         if not asked or not self._times.is_measured(num_requests, NO_DRAFTS):
             return NO_DRAFTS
-        num_new = sum(request.acceptance is None for request in asked)
+        num_new = sum(request.drafts.acceptance is None for request in asked)
         are_new = 4 * num_new > len(asked)
         self._num_settled = 0 if are_new else self._num_settled + 1
         if are_new or choice.num_steps >= choice.look_at:
@@ -226,7 +226,7 @@ class MeasuredGate(DraftGate):
         for index, (item, run) in enumerate(zip(plan.verifies, runs[:MAX_ASKED], strict=False)):
             if item.tree is not None:
                 self._observe_tree(item, run, plan.drafts[index])
-            elif not item.request.is_draft_behind:
+            elif not item.request.drafts.is_behind:
                 num_accepted = max(0, len(run.tokens) - 1)
                 self._note_chain(item.request, num_accepted, item.max_drafts, run.num_drafts)
         if self._has_prompts or duration_s <= 0:
@@ -267,7 +267,7 @@ class MeasuredGate(DraftGate):
         self, request: Request, num_accepted: int, max_drafts: int, num_drafts: int
     ) -> None:
         self._own(request).observe(num_accepted, max_drafts, num_drafts)
-        if not request.lacks_draft_room:
+        if not request.drafts.lacks_room:
             self._acceptance.observe(num_accepted, max_drafts, num_drafts)
 
     def _observe_tree(self, item: VerifyItem, run: Run, drafts: Sequence[int]) -> None:
@@ -417,9 +417,9 @@ class MeasuredGate(DraftGate):
         self._allowance_s += num_steps * allowance_s
 
     def _own(self, request: Request) -> Acceptance:
-        if request.acceptance is None:
-            request.acceptance = self._acceptance.of_one(OWN_DECAY, OWN_WEIGHT)
-        return request.acceptance
+        if request.drafts.acceptance is None:
+            request.drafts.acceptance = self._acceptance.of_one(OWN_DECAY, OWN_WEIGHT)
+        return request.drafts.acceptance
 
     def _choice(self, num_requests: int) -> _Choice:
         size = size_class(num_requests)

@@ -89,14 +89,14 @@ class ModelDrafter(Drafter):
                 self.forget(request.slot)  # A request this long never gets drafts again.
             text = self._with_room(request.slot, start + num_drafts) if num_drafts > 0 else None
             end = min(start + 1, begin + left)
-            request.is_draft_behind = text is not None and end <= start
-            request.lacks_draft_room = text is None
+            request.drafts.is_behind = text is not None and end <= start
+            request.drafts.lacks_room = text is None
             if text is None or end == begin:
                 continue
             left -= end - begin
             # The KV before `begin` stays valid even if the step fails.
             text.num_tokens, text.tail = begin, []
-            num_drafts = 0 if request.is_draft_behind else num_drafts
+            num_drafts = 0 if request.drafts.is_behind else num_drafts
             tokens = request.tokens[begin:end]
             pieces.append(_Piece(index, text, request.slot, begin, tokens, num_drafts))
         return sorted(pieces, key=lambda piece: -piece.num_drafts)

@@ -58,8 +58,8 @@ class TieredFills:
 
     def _pass_over_stores(self, request: Request) -> None:
         """Drops stores that lack the request's next page, or are slower than computing."""
-        while request.candidates and request.candidates[0].kind == "kvstore":
-            store = request.candidates[0]
+        while request.sources.candidates and request.sources.candidates[0].kind == "kvstore":
+            store = request.sources.candidates[0]
             num_tokens = store.match_tokens - request.num_computed
             if num_tokens > 0 and store.first_token <= request.num_computed:
                 num_bytes = int(num_tokens * self._token_bytes)
@@ -67,7 +67,7 @@ class TieredFills:
                 cost = LoadCost("store", num_tokens, num_bytes)
                 if self._policy.num_loaded([cost], self._prefill_rate()):
                     return
-            request.candidates.pop(0)
+            request.sources.candidates.pop(0)
 
     def _filled(self, record: FillRecord) -> None:
         if record.source == "kvstore":

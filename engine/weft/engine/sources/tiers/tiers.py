@@ -178,7 +178,7 @@ class Tiers:
             save = self.host.save(name, request.priority)
             if save is None:
                 return
-            page = request.pages[index]
+            page = request.held.pages[index]
             self._memory.retain([page])
             self._saver.give(HostSave(save, self._save_pool, page, self.host, self._saved))
         if self._blocks is not None:
@@ -347,15 +347,15 @@ class Tiers:
         just admitted, or was filled up to a page border.
         """
         if request.state is State.PREEMPTED:
-            request.skips_tiers = False
-        if request.skips_tiers:
+            request.sources.skips_tiers = False
+        if request.sources.skips_tiers:
             return False
         first = begin = request.num_computed // self._page_size
         end = request.num_reusable_tokens // self._page_size
         if end <= first:
             return False
         if self._blocks is not None:
-            first = len(request.pages)  # The pool may have pages after its last block.
+            first = len(request.held.pages)  # The pool may have pages after its last block.
         runs, found = self._find(request, first, end), None
         if self._blocks is not None:
             held = runs[-1].end_page if runs else min(first, end)
@@ -408,7 +408,7 @@ class Tiers:
             return False
         num_pages = sum(run.num_pages for run in planned.runs)
         pages = self._memory.allocate(num_pages, request.namespace, promised=True)
-        request.num_promised_pages -= num_pages
+        request.held.num_promised -= num_pages
         load = TierLoad(request, pages.copy(), self._clock(), block=planned.block)
         self._loads[id(request)] = load
         size, begin = self._page_size, request.num_computed
@@ -575,7 +575,7 @@ class Tiers:
             assert load.block is not None
             load.block.num_missing -= good
         else:
-            taker = request.pages if load.block is None else load.block.pages
+            taker = request.held.pages if load.block is None else load.block.pages
             taker += load.pages[:good]
             del load.pages[:good]
         if load.block is None:
@@ -599,7 +599,7 @@ class Tiers:
             self._end_block(load, load.block, request)
         self._memory.release(load.pages)
         self._memory.promise(len(load.pages))
-        request.num_promised_pages += len(load.pages)
+        request.held.num_promised += len(load.pages)
         self.listener.fill_completed(request)
 
     def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
@@ -612,7 +612,7 @@ class Tiers:
         assert self.listener is not None
         end = block.border * self._page_size
         num_tokens = end - request.num_computed
-        request.pages += block.pages
+        request.held.pages += block.pages
         request.num_computed = end
         request.num_cached_tokens += num_tokens
         # Records of tiers follow one another, and the last one ends at the border.
@@ -665,7 +665,9 @@ class Tiers:
         for load in list(self._loads.values()):
             if load.last_progress_at <= limit:
                 assert load.request is not None
-                load.request.skips_tiers = True  # Otherwise it would queue for the same load.
+                load.request.sources.skips_tiers = (
+                    True  # Otherwise it would queue for the same load.
+                )
                 self._give_up(load)
 
     def _give_up(self, load: TierLoad) -> None:

@@ -56,7 +56,7 @@ class WriteThrough:
 
     def on_matched(self, request: Request) -> None:
         """Called when a request found pages here. Those found often enough are offered."""
-        end, node = request.num_published_pages, request.cache_leaf
+        end, node = request.held.num_published, request.held.leaf
         if self._policy.is_written_through(0):
             # The tiers were offered these pages when they entered the pool.
             if self._store is not None:

@@ -131,7 +131,7 @@ class WatchedTrees:
                 continue
             assert len(tree) <= item.max_drafts
             # Where there are no pages for all levels there are fewer.
-            num_places = len(item.request.pages) * self._page_size - item.start - 1
+            num_places = len(item.request.held.pages) * self._page_size - item.start - 1
             if isinstance(tree, TokenTree) and num_places >= self._gate.last.num_places:
                 self.trees.append((item.request.tokens[: item.start + 1], item, tree))
         return self._known.draft(items)

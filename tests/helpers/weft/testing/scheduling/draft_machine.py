@@ -97,7 +97,7 @@ class DraftMachine:
 
     def _new(self) -> Request:
         request = bare_request([1], 16, bytes(32))
-        request.speculates = self.wants_drafts[self._num_born % len(self.wants_drafts)]
+        request.drafts.wanted = self.wants_drafts[self._num_born % len(self.wants_drafts)]
         # Its generation, from which its chance follows, wherever it is kept.
         request.seed = self._num_born // self.num_requests
         request.max_tokens = random.Random(self._num_born).randint(*self.num_tokens)
@@ -106,7 +106,7 @@ class DraftMachine:
 
     def _step(self, shape: DraftShape) -> tuple[Plan, list[Run]]:
         wanted = shape.num_drafts
-        drafted = [request for request in self.requests if request.speculates and wanted]
+        drafted = [request for request in self.requests if request.drafts.wanted and wanted]
         others = [request for request in self.requests if request not in drafted]
         plan = Plan(others, chunks=self.prompts)
         tree = shape if shape.is_tree else None

@@ -32,7 +32,7 @@ from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import EvictionName
 from weft.engine.loop.chats import Sessions
 from weft.engine.requests.pages import RequestPages
-from weft.engine.requests.request import Request, RequestKey, State
+from weft.engine.requests.request import ChatSession, PageSources, Request, RequestKey, State
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan, PlanItem
@@ -99,11 +99,11 @@ class Others:
         return 0
 
     def next_state(self, request: Request) -> State:
-        while request.candidates and self._end(request) <= request.num_computed:
-            request.candidates.pop(0)
-        if not request.candidates:
+        while request.sources.candidates and self._end(request) <= request.num_computed:
+            request.sources.candidates.pop(0)
+        if not request.sources.candidates:
             return State.PREFILLING
-        return State.LOADING if request.candidates[0].kind == "kvstore" else State.FILLING
+        return State.LOADING if request.sources.candidates[0].kind == "kvstore" else State.FILLING
 
     def has_room(self, request: Request) -> bool:
         return True
@@ -112,7 +112,7 @@ class Others:
         if id(request) not in self.open:
             count = (self._end(request) - request.num_computed) // PAGE
             pages = self._system.memory.allocate(count, request.namespace, promised=True)
-            request.num_promised_pages -= count
+            request.held.num_promised -= count
             self.open[id(request)] = (request, pages)
         return True
 
@@ -129,19 +129,19 @@ class Others:
                 self.quarantined.remove(pages)
                 system.memory.end_quarantine(pages)
         for request, pages in list(self.open.values()):
-            kind = request.candidates[0].kind
+            kind = request.sources.candidates[0].kind
             if rng.random() < 0.1:
                 del self.open[id(request)]
                 system.memory.quarantine(pages)
                 self.quarantined.append(pages)
-                request.candidates.pop(0)
+                request.sources.candidates.pop(0)
                 system.scheduler.fill_failed(request)
                 continue
             for page in pages[: rng.randint(0, len(pages))]:
                 first = request.num_computed
                 for offset in range(PAGE):
                     system.write(request, page, offset, first + offset)
-                request.pages.append(page)
+                request.held.pages.append(page)
                 request.num_computed += PAGE
                 pages.remove(page)
                 self.num_filled[kind] += 1
@@ -152,7 +152,7 @@ class Others:
 
     def _end(self, request: Request) -> int:
         end = (request.num_tokens - 1) // PAGE * PAGE
-        first = request.candidates[0]
+        first = request.sources.candidates[0]
         return min(end, first.match_tokens) if first.kind == "kvstore" else end
 
 
@@ -281,9 +281,8 @@ class System:
             max_tokens=max_tokens,
             arrival=self.num_added,
             timeline=Timeline(submitted_at=self.now),
-            candidates=[PREFILL] * num_fillers,
-            session_id=self.rng.choice(["", "a", "b", "c"]),
-            ends_session=self.rng.random() < 0.1,
+            sources=PageSources([PREFILL] * num_fillers),
+            session=ChatSession(self.rng.choice(["", "a", "b", "c"]), self.rng.random() < 0.1),
         )
         self.tiers.look_up(request)
         self.store.look_up(request)
@@ -346,7 +345,7 @@ class System:
         copies: list[PageCopy] = []
         self.pages.make_copies(copies.extend)
         items = list(plan)
-        return Step(number, plan, items, copies, [list(item.request.pages) for item in items])
+        return Step(number, plan, items, copies, [list(item.request.held.pages) for item in items])
 
     def _run(self, step: Step) -> None:
         """The device gets to it, perhaps long after it was told."""

@@ -81,7 +81,7 @@ class OverlapMachine:
 
     def _new(self) -> Request:
         request = bare_request([1], 16, bytes(32))
-        request.speculates = True
+        request.drafts.wanted = True
         # The same ones, whatever else was drawn.
         request.max_tokens = random.Random(self._num_born).randint(*self.num_tokens)
         self._num_born += 1

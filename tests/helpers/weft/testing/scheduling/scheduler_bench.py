@@ -18,7 +18,7 @@ from weft.contract.pages import PageCopy
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import PolicyName
 from weft.engine.requests.pages import RequestPages
-from weft.engine.requests.request import Request, RequestKey, State
+from weft.engine.requests.request import PageSources, Request, RequestKey, State
 from weft.engine.requests.window_pages import WindowPages
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan, PlanItem
@@ -177,7 +177,7 @@ class FakeFills:
         """A window group; a fill brings of it what the request needs behind its last page."""
 
     def next_state(self, request: Request) -> State:
-        is_remote = bool(request.candidates) and self._end(request) > self._begin(request)
+        is_remote = bool(request.sources.candidates) and self._end(request) > self._begin(request)
         is_wanted = self.rng.random() < 0.8
         return State.FILLING if is_remote and is_wanted else State.PREFILLING
 
@@ -191,7 +191,7 @@ class FakeFills:
             first = self._begin(request)
             count = (self._end(request) - first) // PAGE
             pages = self.memory.allocate(count, promised=True)
-            request.num_promised_pages -= count
+            request.held.num_promised -= count
             for index, page in enumerate(pages):
                 begin = first + index * PAGE
                 self.content[page] = request.tokens[begin : begin + PAGE]
@@ -212,7 +212,7 @@ class FakeFills:
             if self.rng.random() < self.idle_chance:
                 continue
             accepted = self.rng.randint(0, len(pages))
-            request.pages += pages[:accepted]
+            request.held.pages += pages[:accepted]
             del pages[:accepted]
             if self.window is None:
                 request.num_computed += accepted * PAGE
@@ -229,11 +229,11 @@ class FakeFills:
                 self.memory.release(pages)
                 if self.window is not None:
                     self.window.give_back(request)
-                request.candidates.pop()
+                request.sources.candidates.pop()
                 self.scheduler.fill_failed(request)
 
     def _begin(self, request: Request) -> int:
-        return request.num_computed if self.window is None else len(request.pages) * PAGE
+        return request.num_computed if self.window is None else len(request.held.pages) * PAGE
 
     def _end(self, request: Request) -> int:
         return (request.num_tokens - 1) // PAGE * PAGE
@@ -325,7 +325,7 @@ class Bench:
             timeline=Timeline(submitted_at=self.now),
             priority=priority,
             tenant=tenant,
-            candidates=[CANDIDATE, CANDIDATE] if remote else [],
+            sources=PageSources([CANDIDATE, CANDIDATE] if remote else []),
             adapter=adapter,
             deadline=deadline,
             first_token_deadline=first_token_deadline,
@@ -374,7 +374,7 @@ class Bench:
             is_under_way = request.state is State.RUNNING and request.num_launched > 0
             start = request.num_computed + request.num_launched
             assert item.start == start, "tokens are computed in order, once"
-            assert len(request.pages) * PAGE >= end, "computed tokens have pages"
+            assert len(request.held.pages) * PAGE >= end, "computed tokens have pages"
             assert item.num_tokens <= max(limits.chunk_tokens, 1)
             assert item.draws == (end == request.num_tokens + is_under_way)
             is_within = end // PAGE == item.start // PAGE
@@ -387,7 +387,7 @@ class Bench:
         copies: list[PageCopy] = []
         self.scheduler.pages.make_copies(copies.extend)
         items = list(plan)
-        pages = [list(item.request.pages) for item in items]
+        pages = [list(item.request.held.pages) for item in items]
         slots = np.zeros(len(items), np.int64)
         if plan.columns is not None and plan.columns.adapter_slots is not None:
             slots[: len(plan.decodes)] = plan.columns.adapter_slots

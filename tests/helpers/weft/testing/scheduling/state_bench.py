@@ -340,7 +340,7 @@ class StateBench:
             arrival=self.num_added,
             timeline=Timeline(submitted_at=self.now),
         )
-        request.speculates = self.scheduler.running_plans.gate is not None
+        request.drafts.wanted = self.scheduler.running_plans.gate is not None
         if num_siblings:
             self._siblings[request] = [
                 list(generated[: self.rng.randint(0, len(generated))]) for _ in range(num_siblings)
@@ -454,7 +454,11 @@ class StateBench:
             arrival=self.num_added,
             timeline=Timeline(submitted_at=first.timeline.submitted_at),
         )
-        request.speculates, request.sample, request.is_sibling = first.speculates, sample, True
+        request.drafts.wanted, request.sample, request.is_sibling = (
+            first.drafts.wanted,
+            sample,
+            True,
+        )
         if first.state is State.RUNNING:
             self.scheduler.pages.share(first, request)
         self.scheduler.add(request)
