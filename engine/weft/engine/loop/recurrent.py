@@ -120,8 +120,7 @@ class StatePacker:
         block = self._states.block_at(job, end_token // self._page_size)
         if block is None or job.held.num_promised < self.num_pages:
             return None
-        job.held.num_promised -= self.num_pages
-        pages = self._memory.allocate(self.num_pages, job.namespace, promised=True)
+        pages = job.held.take_promised(self._memory, self.num_pages, job.namespace)
         return self._fill(pages, block)
 
     def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:

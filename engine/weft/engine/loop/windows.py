@@ -96,8 +96,7 @@ class WindowPacker:
         count = self._carried(job.companion_pages, end_token)
         if job.held.num_promised < job.companion_pages:
             return None
-        job.held.num_promised -= job.companion_pages
-        into = self._memory.allocate(job.companion_pages, job.namespace, promised=True)
+        into = job.held.take_promised(self._memory, job.companion_pages, job.namespace)
         if self.on_allocated is not None:
             self.on_allocated()
         # Otherwise the next step would zero them.

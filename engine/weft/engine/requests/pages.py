@@ -198,8 +198,7 @@ class RequestPages:
         source = request.held.partial_page
         if source is None:
             return
-        (page,) = self.memory.allocate(1, request.namespace, promised=True)
-        request.held.num_promised -= 1
+        (page,) = request.held.take_promised(self.memory, 1, request.namespace)
         request.held.pages.append(page)
         request.num_computed += request.held.num_partial_tokens
         request.held.partial_page, request.held.num_partial_tokens = None, 0
@@ -295,8 +294,7 @@ class RequestPages:
 
     def promise(self, request: Request, num_pages: int) -> None:
         """Reserves pages for an admitted request, for which `has_room_beside` was True."""
-        self.memory.promise(num_pages)
-        request.held.num_promised = num_pages
+        request.held.promise(self.memory, num_pages)
         for other in self._beside:
             other.reserve(request)
 
@@ -320,8 +318,7 @@ class RequestPages:
         )
         pages = [node.page for node in found.path[len(request.held.pages) :]]
         self.memory.retain(pages)
-        self.memory.unpromise(len(pages))
-        request.held.num_promised -= len(pages)
+        request.held.unpromise(self.memory, len(pages))
         request.held.pages += pages
 
     def has_uncontinuable(self, request: Request) -> bool:
@@ -347,19 +344,17 @@ class RequestPages:
         what was reserved for this one.
         """
         num_pages = self.drop_uncontinuable(request)
-        self.memory.promise(num_pages)
-        request.held.num_promised += num_pages
+        request.held.promise(self.memory, num_pages)
 
     def take_promised(self, request: Request, num_pages: int) -> None:
         """Turns reserved pages into the request's next ones."""
-        request.held.pages += self.memory.allocate(num_pages, request.namespace, promised=True)
-        request.held.num_promised -= num_pages
+        held = request.held
+        held.pages += held.take_promised(self.memory, num_pages, request.namespace)
         self.grown((request,))
 
     def return_promise(self, request: Request) -> None:
         """Releases reserved pages that were not taken."""
-        self.memory.unpromise(request.held.num_promised)
-        request.held.num_promised = 0
+        request.held.unpromise(self.memory, request.held.num_promised)
 
     def _drop_copies(self, request: Request) -> None:
         for copy in [copy for copy in self._copies if copy.destination in request.held.pages]:

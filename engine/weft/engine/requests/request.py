@@ -13,6 +13,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.requests.acceptance import Acceptance
+from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import Node
 
 
@@ -78,7 +79,7 @@ NO_SESSION = ChatSession()
 
 @dataclass(eq=False, slots=True)
 class HeldPages:
-    """A request's pages of the first group. `RequestPages` takes, publishes and returns them."""
+    """A request's pages of the first group. `RequestPages` publishes and returns them."""
 
     pages: list[int] = field(default_factory=list)
     """Page i holds positions [i * page_size, (i + 1) * page_size)."""
@@ -92,6 +93,21 @@ class HeldPages:
     """During admission: a cached page whose first tokens continue the request after `pages`."""
     num_partial_tokens: int = 0
     """Number of matching tokens in that page."""
+
+    def promise(self, memory: PageMemory, num_pages: int) -> None:
+        """Reserves pages of those that are free or can be evicted."""
+        memory.promise(num_pages)
+        self.num_promised += num_pages
+
+    def take_promised(self, memory: PageMemory, num_pages: int, namespace: bytes) -> list[int]:
+        """Turns reserved pages into allocated ones, which are not yet among `pages`."""
+        self.num_promised -= num_pages
+        return memory.allocate(num_pages, namespace, promised=True)
+
+    def unpromise(self, memory: PageMemory, num_pages: int) -> None:
+        """Gives reserved pages back."""
+        memory.unpromise(num_pages)
+        self.num_promised -= num_pages
 
 
 @dataclass(eq=False, slots=True)

@@ -163,8 +163,7 @@ class OwnerFills:
             return True
         self._line.leaves(request)
         num_more = self.num_more(request, begin + num_pages * size)
-        pages = self._memory.allocate(num_pages, request.namespace, promised=True)
-        request.held.num_promised -= num_pages
+        pages = request.held.take_promised(self._memory, num_pages, request.namespace)
         pages += self._memory.allocate(num_more, request.namespace)
         now, lease_id = self._clock(), secrets.token_bytes(LEASE_ID_BYTES)
         fill = Fill(
@@ -524,8 +523,7 @@ class OwnerFills:
         spare = fill.pages[num_pages:]
         self._landing.release(spare, fill.landed[num_pages:])
         del fill.pages[num_pages:], fill.landed[num_pages:]
-        self._memory.promise(len(spare))
-        request.held.num_promised += len(spare)
+        request.held.promise(self._memory, len(spare))
         fill.end_token = fill.record.end_token = end_token
         # The owner does not ask the store again for pages that the store no longer holds.
         candidates = request.sources.candidates

@@ -407,8 +407,7 @@ class Tiers:
         if planned is None:
             return False
         num_pages = sum(run.num_pages for run in planned.runs)
-        pages = self._memory.allocate(num_pages, request.namespace, promised=True)
-        request.held.num_promised -= num_pages
+        pages = request.held.take_promised(self._memory, num_pages, request.namespace)
         load = TierLoad(request, pages.copy(), self._clock(), block=planned.block)
         self._loads[id(request)] = load
         size, begin = self._page_size, request.num_computed
@@ -598,8 +597,7 @@ class Tiers:
         if load.block is not None:
             self._end_block(load, load.block, request)
         self._memory.release(load.pages)
-        self._memory.promise(len(load.pages))
-        request.held.num_promised += len(load.pages)
+        request.held.promise(self._memory, len(load.pages))
         self.listener.fill_completed(request)
 
     def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
