@@ -1,4 +1,4 @@
-"""Settings of whoever keeps pages: workers and KV stores."""
+"""Settings of everyone who keeps pages: workers and KV stores."""
 
 from __future__ import annotations
 

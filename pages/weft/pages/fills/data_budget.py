@@ -18,7 +18,7 @@ class DataBudget:
 
     @property
     def first_waiting(self) -> int | None:
-        """The stream whose turn it is to ask; None: none waits."""
+        """The stream whose turn it is; None: none is waiting."""
         return next(iter(self._waiting), None)
 
     def ask(self, stream: int, num_bytes: int) -> bool:
@@ -36,5 +36,5 @@ class DataBudget:
         self._waiting.pop(stream, None)
 
     def taken(self, stream: int) -> None:
-        """Notes that a stream has passed on all that it was given, or has ended."""
+        """Notes that a stream has passed on all of its bytes, or has ended."""
         self._total -= self._given.pop(stream, 0)

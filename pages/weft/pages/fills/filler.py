@@ -74,7 +74,6 @@ class Filler:
     Args:
         page_size: Token positions per page; None: each handle states its own.
         epoch: Incarnation of this engine.
-        jobs: Source of the pages.
         reply: Puts an event into the outbox.
         nixl_version: Version of NIXL; None: NIXL is not available.
         memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
@@ -197,8 +196,8 @@ class Filler:
         self._ship_waiting()
 
     def on_query(self, query: LeaseQuery) -> str:
-        """State of a lease, which is stopped if active. An unknown lease counts as used from now
-        on.
+        """State of a lease, which is stopped if active. A lease that is unknown now is declined if
+        it starts later.
         """
         lease = self._leases.get(query.lease_id)
         if lease is None:
@@ -217,7 +216,7 @@ class Filler:
 
         Args:
             job: Has a part in the step.
-            end_token: Position before which its KV will exist after the step.
+            end_token: Position up to which its KV will exist after the step.
             after: Mark that follows the step's work.
         """
         lease = self._leases.get(job.lease_id)
@@ -330,8 +329,8 @@ class Filler:
         return self._leases.values()
 
     def num_leaving_tokens(self) -> int:
-        """Tokens whose pages are computed and have not all been written. A block counts
-        no tokens.
+        """Tokens whose pages are computed and have not all been written. A block counts no
+        tokens.
         """
         return sum(
             max(0, min(chunk.end_token, lease.end_token) - chunk.start_token)
@@ -393,9 +392,7 @@ class Filler:
             self._used.popitem(last=False)
 
     def _is_computing(self, lease: Lease) -> bool:
-        """Whether the lease's job is queued or computing, with no write under way. During a write,
-        only the end of the write is a sign of life.
-        """
+        """False during a write, since only the end of the write is a sign of life then."""
         return lease.job is not None and not lease.shipping
 
     def _say_accepted(self, lease: Lease) -> None:
@@ -447,7 +444,7 @@ class Filler:
         self._ship_held(lease)
 
     def _ship_held(self, lease: Lease) -> None:
-        """Passes chunks to the shipper: over NIXL at once, as data one after the other."""
+        """Chunks go over NIXL at once, and as data one after the other."""
         while lease.held:
             if lease.handle.nixl is None:
                 is_first = len(lease.held) == len(lease.shipping)
@@ -515,7 +512,7 @@ class Filler:
             self._stop(lease, why)
 
     def _finish_if_done(self, lease: Lease) -> None:
-        """Ends a lease without chunks under way: done, failed or stopped."""
+        """The lease becomes done, failed or stopped."""
         if lease.shipping or lease.is_stranded or lease.handle.lease_id not in self._leases:
             return
         if lease.state is LeaseState.ACTIVE:

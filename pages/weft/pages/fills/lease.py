@@ -58,8 +58,8 @@ class Jobs(Protocol):
         ...
 
     def waits_s(self, job: FillJob) -> tuple[float, float]:
-        """Seconds from its begin until a job was admitted, and until its first step was planned; 0
-        each: it did not wait.
+        """Seconds from its begin until a job was admitted, and until its first step was planned;
+        (0, 0): it did not wait.
         """
         ...
 
@@ -74,7 +74,7 @@ class BlockSource(Protocol):
     """
 
     def num_pages_of(self, handle: KvHandle) -> int:
-        """Number of such pages of a handle; 0: it asks for none."""
+        """Number of such pages in a handle's request; 0: it requests none."""
         ...
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
@@ -107,7 +107,7 @@ class Lease:
     early: deque[ShipChunk] = field(default_factory=deque)
     """Chunks after `next_token` that are read early: steps under way compute their pages."""
     held: deque[ShipChunk] = field(default_factory=deque)
-    """Chunks of `shipping` that wait until the stream has taken the ones before."""
+    """Chunks of `shipping` that wait until the stream has taken the earlier ones."""
     num_announced: int = 0
     """Number of chunks whose digests were sent."""
     num_said: int = 0

@@ -11,10 +11,8 @@ from weft.contract.clock import Clock
 
 
 class QuarantineWatch:
-    """Measures for how long more than a share of a pool has been in quarantine.
-
-    Args:
-        max_fraction: Largest fraction of the usable pages; 1: never too many.
+    """Measures for how long more than `max_fraction` of the usable pages have been in quarantine;
+    1: never too many.
     """
 
     def __init__(self, max_fraction: float, clock: Clock) -> None:

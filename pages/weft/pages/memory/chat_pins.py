@@ -19,7 +19,7 @@ MAX_SESSIONS = 1 << 16
 
 
 class SessionKey(NamedTuple):
-    """A session in one namespace; sessions of different tenants' salts are distinct."""
+    """A session in one namespace. Sessions of tenants with different salts are distinct."""
 
     cache_salt: str
     session_id: str
@@ -78,11 +78,8 @@ class SessionPins:
     def pin(self, key: SessionKey, tenant: str, leaf: Node, now: float) -> None:
         """Pins the pages of a session's finished request in place of the session's earlier ones.
 
-        If the request has more pages than may be pinned, only the first ones are pinned.
-
-        Args:
-            leaf: Cached node at which the request's pages end.
-            now: Monotonic seconds.
+        If the request has more pages than may be pinned, only the first ones are pinned. `leaf` is
+        the cached node at which its pages end; `now` is in monotonic seconds.
         """
         most = min(self._max_pages, self._max_tenant_pages)
         num_pages = _depth(leaf)

@@ -16,7 +16,9 @@ MAX_RUN_TOKENS = 256
 
 
 def runs_of(pages: Iterable[tuple[int, int]], max_pages: int) -> list[KvRun]:
-    """Joins (key, parent) pairs into runs of at most `max_pages` where they follow one another."""
+    """Joins (key, parent) pairs into runs of at most `max_pages` where one is the parent of the
+    next.
+    """
     runs: list[KvRun] = []
     keys: list[int] = []
     last = -1

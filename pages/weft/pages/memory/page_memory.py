@@ -2,7 +2,7 @@
 
 Every usable page is in exactly one of four states:
 
-    free         reference count 0, not indexed; its content means nothing
+    free         reference count 0, not indexed; its content is not needed
     used         reference count >= 1 (requests, reservations of fills, shipping)
     cached       reference count 0, indexed; evictable unless a page that follows it is used
     quarantined  a write to it may still arrive; leaves only by `end_quarantine`

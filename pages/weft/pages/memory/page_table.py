@@ -23,12 +23,9 @@ _NO_CHANGES = PageChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class PageTable:
-    """Page numbers by slot. The row after the last slot has only the null page.
-
-    Args:
-        max_pages: Pages of the longest request.
-        keeps_changes: Whether changed entries are remembered for `take_changes`, which the caller
-            must then call.
+    """Page numbers by slot. The row after the last slot has only the null page. With
+    `keeps_changes`, changed entries are remembered for `take_changes`, which the caller must then
+    call.
     """
 
     def __init__(self, max_requests: int, max_pages: int, *, keeps_changes: bool) -> None:

@@ -155,12 +155,9 @@ class PageKeyCache:
         group: bytes = b"",
         priority: int = 0,
     ) -> bool:
-        """Indexes `page`, which is in use. False: another page already has the key.
-
-        Args:
-            key: 32 bytes.
-            parent: Key of the page before it; empty: unknown.
-            group: Group of the page, for `evict_of`.
+        """Indexes `page`, which is in use, under a key of 32 bytes. False: another page already has
+        the key. `parent` is the key of the page before it, empty if unknown; `group` is for
+        `evict_of`.
         """
         if key in self._by_key:
             return False

@@ -135,7 +135,7 @@ class StateIndex:
         return None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless blocks, nodes and the heap belong together."""
+        """Raises AssertionError unless blocks, nodes and the heap agree."""
         assert {kept.node: kept for kept in self._of_block.values()} == self._of_node
         assert all(node.page >= 0 for node in self._of_node), "a node has left the tree"
         waiting = {kept.block for _, ticket, kept in self._heap if kept.ticket == ticket}

@@ -64,8 +64,8 @@ class Match(NamedTuple):
     num_partial_tokens: int
     """Number of matching tokens in `partial`, fewer than a page."""
     num_rerun: int = 0
-    """Last pages of the path whose tokens are computed again, because only their KV is cached and
-    the states of recurrent layers are not.
+    """Last pages of the path whose tokens are computed again, because their KV is cached but the
+    states of recurrent layers are not.
     """
 
     def num_tokens(self, page_size: int) -> int:
@@ -112,11 +112,8 @@ class PrefixTree:
 
     def find(self, namespace: bytes, data: bytes) -> Match:
         """Finds the longest cached prefix of a prompt, exact to the token. Changes nothing. A later
-        lookup may return the same object, so callers must not change its path.
-
-        Args:
-            namespace: 32 bytes.
-            data: The prompt, as `token_bytes` packs it.
+        lookup may return the same object, so callers must not change its path. `namespace` has 32
+        bytes; `data` is the prompt as `token_bytes` packs it.
         """
         if self._found is not None and self._found[:2] == (namespace, data):
             return self._found[2]
@@ -200,10 +197,8 @@ class PrefixTree:
         return added[-1], added
 
     def append(self, leaf: Node, tokens: bytes, key: bytes, page: int, priority: int) -> Node:
-        """Indexes one page after an indexed page in use, as generated tokens fill it.
-
-        Returns:
-            The node for these tokens: a new one, or an existing one with another page.
+        """Indexes one page after an indexed page in use, as generated tokens fill it. Returns the
+        node for these tokens: a new one, or an existing one with another page.
         """
         children = leaf.children
         if children is not None:
@@ -225,7 +220,6 @@ class PrefixTree:
         pages: Sequence[int],
         priority: int,
     ) -> list[Node]:
-        """Adds a chain of pages in use below a node that has no such child."""
         self._time += 1
         self._found = None
         if parent.children is None:
@@ -254,7 +248,7 @@ class PrefixTree:
         return page in self._node_by_page
 
     def mark_used(self, pages: Sequence[int]) -> None:
-        """Given a prompt's pages in order, no call of `_hold` climbs more than one node, because
+        """A prompt's pages come in order. So no call of `_hold` climbs more than one node, because
         the page before is used already.
         """
         nodes = self._node_by_page
@@ -278,7 +272,7 @@ class PrefixTree:
                 self._let_go(node)
 
     def _hold(self, node: Node) -> None:
-        """Marks a node, and its ancestors as far as necessary, as held."""
+        """Its ancestors become held too, as far as they are not."""
         while True:
             self.num_evictable_pages -= 1
             node.ticket = 0
@@ -289,7 +283,7 @@ class PrefixTree:
                 return
 
     def _let_go(self, node: Node) -> None:
-        """Marks a node as not held any more, and its ancestors that were held only through it."""
+        """Its ancestors that were held only through it are not held any more either."""
         while True:
             self.num_evictable_pages += 1
             if not node.children:
@@ -303,13 +297,9 @@ class PrefixTree:
     # -- pins ------------------------------------------------------------------------------------
 
     def pin(self, leaf: Node, stamp: int) -> None:
-        """Pins a page and its ancestors: they are evicted after pages that are not pinned. A pin
-        never keeps a request from getting pages.
-
-        Args:
-            leaf: A cached page.
-            stamp: Number that rises with each pin. Among pinned pages, those with the smallest are
-                evicted first.
+        """Pins a cached page and its ancestors: they are evicted after pages that are not pinned. A
+        pin never keeps a request from getting pages. `stamp` rises with each pin; of the pinned
+        pages, those with the smallest are evicted first.
         """
         node = leaf
         while node.parent is not None:

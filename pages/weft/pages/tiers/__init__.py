@@ -1,1 +1,1 @@
-"""Tiers: where pages are kept beside the pool, in host memory or on disk."""
+"""Tiers: storage of pages in addition to the pool, in host memory or on disk."""

@@ -170,10 +170,8 @@ def disk_tier(
     """Creates a tier of at most `num_bytes` bytes in a folder, with the pages found there.
 
     Files with pages of another size are removed, and so are the oldest files if there are too many.
-
-    Args:
-        is_sure: Whether `page_bytes` is certain. If not, files of other sizes are kept until
-            `discard_others`.
+    If `page_bytes` is not certain (`is_sure`), files of other sizes are kept until
+    `discard_others`.
 
     Raises:
         ConfigError: Not a single page fits.

@@ -56,10 +56,8 @@ class KeyedPages:
         return key in self._incoming or self.has(key)
 
     def pin(self, key: bytes, *, is_reader: bool = True) -> PagePlace | None:
-        """Pins a page in its place until `unpin`; None: it is not held.
-
-        Args:
-            is_reader: Whether a request reads the page, which renews the page's age.
+        """Pins a page in its place until `unpin`; None: it is not held. If `is_reader`, a request
+        reads the page, which renews the page's age.
         """
         entry = self.cache.get(key)
         if entry is None:

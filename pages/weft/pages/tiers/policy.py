@@ -8,7 +8,7 @@ from typing import NamedTuple
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""
 TRY_AGAIN = 32
-"""One in this many unprofitable loads is done nevertheless, so that a tier that was slow for a
+"""One in this many unprofitable loads is made nevertheless, so that a tier that was slow for a
 while is measured again.
 """
 
@@ -29,12 +29,9 @@ class TierPolicy:
 
         bytes / the tier's measured bytes a second  <  tokens / measured prefill tokens a second
 
-    While one of the speeds is unknown, pages are loaded, which measures it.
-
-    Args:
-        write_through_threshold: Number of requests that find a page before it is copied.
-        load_back_threshold: With N the speeds do not count: N tokens or more are loaded, and fewer
-            are computed. None: the rule decides.
+    While one of the speeds is unknown, pages are loaded, which measures it. With a
+    `load_back_threshold`, the speeds do not count: that many tokens or more are loaded, and fewer
+    are computed.
     """
 
     def __init__(self, write_through_threshold: int = 0, load_back_threshold: int | None = None):
@@ -49,11 +46,8 @@ class TierPolicy:
         return num_hits >= self.write_through_threshold
 
     def num_loaded(self, runs: Sequence[LoadCost], prefill_tokens_per_s: float) -> int:
-        """Number of these consecutive runs of pages, from the first on, to load.
-
-        Args:
-            runs: In the order of the prompt.
-            prefill_tokens_per_s: Measured local rate; 0: unknown.
+        """Number of these consecutive runs of pages, from the prompt's first one on, to load.
+        `prefill_tokens_per_s` is the measured local rate; 0: unknown.
         """
         if self.load_back_threshold is not None:
             num_tokens = sum(run.num_tokens for run in runs)

@@ -137,11 +137,8 @@ class PageSave:
         self.outcome: Outcome = ""
 
     def run(self, content: Page, digest: int | None = None) -> bool:
-        """Stores the page; in any thread. False: it could not be written.
-
-        Args:
-            content: Bytes of the page; must not change before `end`.
-            digest: Digest of the content, if it is known.
+        """Stores the page; in any thread. False: it could not be written. `content` must not change
+        before `end`; `digest` is its digest, if known.
         """
         medium = self._tier.medium
         self.place = self.place._replace(digest=digest_of(content) if digest is None else digest)
@@ -178,10 +175,8 @@ class PageSave:
 
 
 class Tier:
-    """Pages by key in one medium. Used by one thread, except for loads and saves.
-
-    Args:
-        name: `host` or `disk`.
+    """Pages by key in one medium. Used by one thread, except for loads and saves. `name` is `host`
+    or `disk`.
     """
 
     def __init__(self, name: str, pages: KeyedPages, medium: Medium, page_bytes: int) -> None:
@@ -298,7 +293,7 @@ class Tier:
         self.pages.abandon(save.name.key, save.place.slot)
 
     def write_failed(self, error: Exception) -> None:
-        """Logs a failed write, once until a write succeeds again. From any thread."""
+        """Logs a failed write, once until a write succeeds again. Any thread may call it."""
         if self._is_writing_well:
             logger.warning("%s: pages cannot be saved: %s", self.name, error)
         self._is_writing_well = False

@@ -13,11 +13,9 @@ RAN_OUT = "the lease ran out"
 
 
 class LeaseTerm:
-    """Validity of a lease for writes. The engine renews it, the shipping thread checks it.
-
-    Args:
-        lease_s: Seconds for which the lease is valid from now and from each renewal.
-        clock: Monotonic seconds of the filler; the clock must run while its process is stopped.
+    """Validity of a lease for writes, `lease_s` from now and from each renewal. The engine renews
+    it, the shipping thread checks it. `clock` is the filler's, in monotonic seconds, and must run
+    while its process is stopped.
     """
 
     def __init__(self, lease_s: float, clock: Clock) -> None:

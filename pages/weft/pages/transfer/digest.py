@@ -51,15 +51,13 @@ def native_digest() -> NativeLibrary:
 def digest_pages(
     pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]
 ) -> NDArray[np.uint64]:
-    """Computes the digests of pages of a pool in one thread. The C form releases the GIL.
+    """Computes the digests of pages of a pool, uint64 `[len(pages)]` in their order, in one thread.
+    The C form releases the GIL.
 
     Args:
         pool: uint8 `[num_pages, page_bytes]`. The bytes of a page are contiguous; pages may be
             further apart (a head range of a wider pool). Not changed.
         pages: Page numbers, in any order, repetitions allowed.
-
-    Returns:
-        uint64 `[len(pages)]`, in the order of `pages`.
 
     Raises:
         ValueError: Shape or page number does not fit; page_bytes is no multiple of 8.
@@ -124,7 +122,7 @@ def _numpy_digests(pool: NDArray[np.uint8], numbers: NDArray[np.int64]) -> NDArr
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Applies the finaliser in place. Array arithmetic wraps without a warning."""
+    """Works in place. Array arithmetic wraps without a warning."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor)

@@ -32,11 +32,8 @@ class Digested(NamedTuple):
 
 
 class DigestThread:
-    """Implements `PagePort` over a pool in host memory, into which peers write.
-
-    Args:
-        pool: [num_pages, page_bytes] uint8.
-        wake: Called by any thread after a result was queued.
+    """Implements `PagePort` over a pool in host memory, uint8 `[num_pages, page_bytes]`, into which
+    peers write. Any thread may call `wake`, after a result was queued.
     """
 
     max_put_pages = MAX_PUT_PAGES

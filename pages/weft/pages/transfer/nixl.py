@@ -182,17 +182,17 @@ class SendAgents(PeerPool):
     ) -> TransferHandle:
         """Posts one write of pages with its notification. May copy the bytes before it returns.
 
+        The caller must poll the handle until the write ends, since polling sends the notification.
+        `poll` also reports a failure of the post itself.
+
         Args:
             peer_key: Owner and epoch; one agent each.
             target: The owner's pool, from its handle.
-            local_pages: Source page numbers; must not change before the write is done.
+            local_pages: Source page numbers. Their content must not change before the write is
+                done.
             remote_pages: Destination page numbers, as many, all different.
             notification: Arrives at the owner after the bytes.
             check: Called right before NIXL is told to write; raises TransferError to prevent it.
-
-        Returns:
-            The handle. The caller must poll it until the write ends, since polling sends the
-            notification. `poll` also reports a failure of the post itself.
 
         Raises:
             TransportMismatch: Target or page numbers do not fit; nothing was posted.
@@ -221,17 +221,16 @@ class ReadAgents(PeerPool):
     ) -> TransferHandle:
         """Posts one read of pages. May copy the bytes before it returns.
 
+        The caller must poll the handle until the read ends. The read returns the content of the
+        memory at that time: NIXL does not report that the source has changed or now holds other
+        pages.
+
         Args:
             peer_key: Source and its epoch; one agent each.
             target: The source's pool.
             remote_pages: Source page numbers.
             local_pages: Destination page numbers, as many, all different. Nothing else may use
                 these pages until the handle says "done" or `close_peer` has returned.
-
-        Returns:
-            The handle. The caller must poll it until the read ends. The read returns the content
-            of the memory at that time: NIXL does not report that the source has changed or now
-            holds other pages.
 
         Raises:
             TransportMismatch: Target or page numbers do not fit; nothing was posted.

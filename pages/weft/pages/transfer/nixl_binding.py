@@ -32,7 +32,7 @@ choice, the thread spins and takes a core. Each time it wakes, it takes a core f
 step for which the step's other threads wait.
 """
 DEVICE_PROGRESS_DELAY_US = 1000
-"""The longest sleep if a device computes beside this process, so that cores are free."""
+"""The longest sleep if a device computes and the cores of this process are free."""
 
 _LANE_LINE = re.compile(r"UCX\s+INFO\s+(\S+) (intra-node|inter-node) cfg#\d+ (.*)$")
 _TRANSPORT = re.compile(r"[\w.]+/[\w.:]+")
@@ -86,11 +86,7 @@ def is_destroyed(agent: weakref.ref[Any]) -> bool:
 
 
 class Binding:
-    """A package of NIXL as loaded in this process.
-
-    Args:
-        version: Its version, which both ends of a transfer compare.
-    """
+    """A package of NIXL as loaded in this process. Both ends of a transfer compare its version."""
 
     def __init__(self, module: str, version: str) -> None:
         self.version = version
@@ -100,7 +96,7 @@ class Binding:
         logging.raiseExceptions = raise_exceptions  # The import changes it for the whole process.
         _adopt_logger()
         named = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
-        # pybind11 converts C++ exceptions without a class of their own to RuntimeError, ValueError
+        # pybind11 converts C++ exceptions that have no Python class to RuntimeError, ValueError
         # or TypeError.
         self.errors: tuple[type[Exception], ...] = (
             *(error for error in named if isinstance(error, type)),
@@ -219,7 +215,7 @@ class _UcxLog:
         return None if lanes is None else " | ".join(lanes)
 
     def take(self) -> None:
-        """Reads what UCX has logged since the last call: keeps lanes, passes complaints on."""
+        """Keeps the lanes that UCX has logged since the last call, and passes complaints on."""
         if self._fd is None:
             return
         with self._lock:

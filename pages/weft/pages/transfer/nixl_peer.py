@@ -269,7 +269,6 @@ class Peer:
         return lanes or "lanes unknown"
 
     def _require_one_sided_reads(self, agent: _PeerAgent) -> None:
-        """Refuses reads in which the other process would have to take part."""
         if agent.reads_one_sided:
             return
         lanes = self._binding.lanes(agent.name)
@@ -311,9 +310,7 @@ class Peer:
             transfer._finish(failure)
 
     def _connected(self, target: NixlTargetInfo) -> _PeerAgent:
-        """The agent for this target: the existing one, or a new one after a failure or a change of
-        target.
-        """
+        """The existing agent, or a new one after a failure or a change of target."""
         agent = self._agent
         if agent is not None and (self._is_broken or agent.target != target):
             if self._num_pending():
@@ -330,9 +327,7 @@ class Peer:
         return agent
 
     def _destroy(self) -> bool:
-        """Destroys the agent, the only way to stop its transfers. Returns whether some were
-        unfinished.
-        """
+        """Only this stops the agent's transfers. Returns whether some were unfinished."""
         if self._agent is not None:
             had_pending = self._num_pending() > 0
             for transfer in list(self._transfers):

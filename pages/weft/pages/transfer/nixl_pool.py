@@ -93,13 +93,12 @@ class PeerPool:
         return peer.num_pending() if peer else 0
 
     def close_peer(self, peer_key: PeerKey, *, timeout_s: float = 10.0) -> bool:
-        """Destroys the agent of a peer, which ends all transfers with it.
+        """Destroys the agent of a peer, which ends all transfers with it. Returns whether a
+        transfer was unfinished or had failed.
 
-        Returns:
-            Whether a transfer was unfinished or had failed. After such a write, bytes that the
-                kernel or the network has taken can still arrive until the owner reopens its receive
-                agent, and pages must stay in quarantine. After reads nothing arrives in either
-                case.
+        After such a write, bytes that the kernel or the network has taken can still arrive until
+        the owner reopens its receive agent, and pages must stay in quarantine. After reads nothing
+        arrives in either case.
 
         Raises:
             TransferError: A post did not return within `timeout_s`, or the agent could not be
@@ -135,7 +134,7 @@ class PeerPool:
         return f"NIXL {self._binding.version} over UCX, {lanes or 'no peer connected'}"
 
     def _peer(self, key: PeerKey) -> Peer:
-        """The peer's entry, created if necessary. Its agent is created later, without the lock."""
+        """Creates the entry if necessary. Its agent is created later, without the lock."""
         while True:
             with self._lock:
                 peer = self._peers.get(key)
@@ -159,7 +158,7 @@ class PeerPool:
                 raise TransferError(f"all {self._max_peers} agents are busy")
 
     def _close_earlier(self, key: PeerKey) -> None:
-        """Closes agents of earlier processes of the same worker. Agents with pending transfers stay
+        """Agents of earlier processes of the same worker stay while they have pending transfers,
         until they are idle.
         """
         with self._lock:

@@ -135,10 +135,7 @@ def metadata_digest(metadata: bytes) -> bytes:
 
 def check_target(target: NixlTargetInfo, *, version: str, page_bytes: int) -> None:
     """Checks a peer's description of its pool before NIXL dials the addresses in its metadata.
-
-    Args:
-        version: This side's version of nixl.
-        page_bytes: This side's size of a page.
+    `version` of nixl and `page_bytes` are this side's.
 
     Raises:
         TransportMismatch: A field does not fit; the message names it.
@@ -178,11 +175,8 @@ def check_pages(
     num_sources: int,
     num_destinations: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Converts the page numbers (sources, destinations) of a transfer to NIXL's form.
-
-    Args:
-        sources: Page numbers in the pool that is read.
-        destinations: Page numbers in the pool that is written.
+    """Converts the page numbers (sources, destinations) of a transfer to NIXL's form. Sources are
+    in the pool that is read, destinations in the pool that is written.
 
     Raises:
         TransportMismatch: Counts differ or are 0, a number is out of range, or a destination is

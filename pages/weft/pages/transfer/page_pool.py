@@ -38,11 +38,7 @@ class PagePool(Protocol):
 
 
 class HostPool:
-    """Implements `PagePool` over a pool in host memory.
-
-    Args:
-        rows: uint8 `[num_pages, page_bytes]`.
-    """
+    """Implements `PagePool` over a pool in host memory, uint8 `[num_pages, page_bytes]`."""
 
     def __init__(self, rows: NDArray[np.uint8]) -> None:
         self._rows = rows

@@ -58,11 +58,8 @@ class _Posted:
 
 
 class ShipThread:
-    """Implements `Shipper` and `EarlyReader` over NIXL writes or `data` events.
-
-    Args:
-        agents: NIXL send agents; None: NIXL is not available.
-        wake: Called by any thread after a result or event was queued.
+    """Implements `Shipper` and `EarlyReader` over NIXL writes or `data` events. Without `agents`,
+    NIXL is not available. Any thread may call `wake`, after a result or event was queued.
     """
 
     def __init__(
@@ -212,9 +209,7 @@ class ShipThread:
         return True
 
     def _begin(self, chunk: ShipChunk) -> bool:
-        """Starts reading the queue's first chunk, unless that has begun early. False: there is no
-        room for it now.
-        """
+        """The reading may have begun early. False: there is no room for it now."""
         self._take_early_orders()  # The order to read a chunk precedes that to ship it.
         result = ShipResult(chunk.lease_id, chunk.index)
         reading = self._early.pop((chunk.lease_id, chunk.index), None)
@@ -265,7 +260,7 @@ class ShipThread:
         return True
 
     def _send(self, read: _Read) -> TransferHandle | None:
-        """Posts a chunk's write; None: all of it has been sent."""
+        """None: all of it has been sent."""
         chunk, result = read.chunk, read.result
         result.digests = read.reading.digests()
         result.digest_s = read.reading.digest_s()

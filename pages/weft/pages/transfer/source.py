@@ -16,11 +16,9 @@ from weft.pages.transfer.digest import digest_pages
 
 
 class Reading:
-    """Pages of a pool that are being made ready for shipping, in this class from the pool itself.
-
-    Args:
-        pages: Pages to ship from, in order.
-        digests: Digests of the pages as they are in the pool; 0 each if none are computed.
+    """Pages of a pool, in order, that are being made ready for shipping, in this class from the
+    pool itself. `digests` are those of the pages as they are in the pool; 0 each if none are
+    computed.
     """
 
     def __init__(
@@ -45,10 +43,8 @@ class Reading:
 
 class PageSource:
     """Source of pages for the shipping thread, the only caller of `begin` and `end`. In this class
-    the pages are those of a pool in host memory.
-
-    Args:
-        exchanged: uint8 `[num_pages, page_bytes]`: the registered memory that is shipped from.
+    the pages are those of a pool in host memory, uint8 `[num_pages, page_bytes]`, which is
+    registered.
     """
 
     reads_early = False
@@ -69,16 +65,14 @@ class PageSource:
         digests: Sequence[int] | None,
         after: WorkMark | None = None,
     ) -> Reading | None:
-        """Starts making pages ready. This class computes the digests at once.
+        """Starts making pages ready; None: there is no room until another reading ends. This class
+        computes the digests at once.
 
         Args:
             pages: Pages of the pool; they do not change until the reading has ended.
             digests: Digests of these pages, if they are known.
             after: Mark after the step that computes the pages, if `reads_early`; None: the pages
                 have their content.
-
-        Returns:
-            None: There is no room now. Ending other readings makes room.
         """
         assert after is None, "the step that computes the pages is under way"
         if not self._has_digests:
