@@ -52,7 +52,7 @@ from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.features.constraints.vocabulary import load_vocabulary, tokenizer_of
 from weft.engine.loop.llm import LLM
 from weft.engine.requests.request import RequestKey, State
-from weft.engine.sampling.draws import Drawer
+from weft.engine.sampling.draws import StepSampler
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
@@ -409,7 +409,7 @@ def host(run: Run) -> None:
         constraints = Constraints(config, model.vocab_size, model.eos_token_ids, lambda: None)
         constraints._maker = MaskMaker(threads)
         sampler = Sampler(model.vocab_size, batch, device=torch.device("cpu"))
-        device, drawer = sampler._device, Drawer(sampler, constraints)
+        device, step_sampler = sampler._device, StepSampler(sampler, constraints)
         assert device is not None
         requests: list[Any] = [HostRequest(i, texts[index]) for i, index in enumerate(chosen)]
         for request, index in zip(requests, chosen, strict=True):
@@ -425,8 +425,8 @@ def host(run: Run) -> None:
             marks = [time.perf_counter()]
             constraints.begin_masks(requests, rows=sampler.mask_memory, is_awaited=True)
             marks.append(time.perf_counter())
-            drawer._has_masks = True
-            drawer._take_masks(requests)
+            step_sampler._has_masks = True
+            step_sampler._take_masks(requests)
             device.send_changes()
             marks.append(time.perf_counter())
             for matcher, request in zip(alone, requests, strict=True):

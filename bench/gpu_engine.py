@@ -256,8 +256,8 @@ def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list
 
     def noted(step: Any) -> Any:
         launched = launch(step)
-        if launched.drawable is not None:
-            seen.append(launched.drawable.logits().float().clone())
+        if launched.logits is not None:
+            seen.append(launched.logits.compute().float().clone())
         return launched
 
     executor.launch = noted  # type: ignore[method-assign]

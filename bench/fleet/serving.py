@@ -23,8 +23,8 @@ from weft.gateway.admission.slo import (
     SloTicket,
     Targets,
 )
-from weft.gateway.admission.slo.forecast import Side
-from weft.gateway.routing import PolicyOptions, RoutingRequest, Speed
+from weft.gateway.admission.slo.forecast import IndexedPool
+from weft.gateway.routing import PolicyOptions, RoutingRequest, Throughput
 
 from fleet.simulation import GatewayView
 from fleet.trace import Arrival, PageNames
@@ -109,8 +109,8 @@ class _Gateway:
         self.prefill = side("cache_aware", "prefill", setup.num_prefill)
         self.decode = side("total_requests", "decode", setup.num_decode)
         forecaster = LatencyForecaster(
-            lambda: Side(self.prefill.view, self.prefill.policy.index),
-            lambda: Side(self.decode.view, None),
+            lambda: IndexedPool(self.prefill.view, self.prefill.policy.index),
+            lambda: IndexedPool(self.decode.view, None),
             setup.num_gateways,
         )
         self.gate = LatencyGate(forecaster, setup.ahead_s)
@@ -279,10 +279,10 @@ class ServingSimulation:
             load, num_requests = side.loads[at], worker.num_requests
             if isinstance(worker, DecodeWorker):
                 if num_requests:
-                    load.take_speed(Speed(0.0, worker.step_time_s, num_requests))
+                    load.take_speed(Throughput(0.0, worker.step_time_s, num_requests))
                 num_requests += self._filling[at]
             else:
-                load.take_speed(Speed(self._setup.prefill_rate))
+                load.take_speed(Throughput(self._setup.prefill_rate))
             load.report(num_requests, worker.queued_tokens, worker.num_tokens)
         self._at(now + self._setup.report_s, partial(self._report, kind, at))
 

@@ -14,7 +14,7 @@ import torch
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor import device_check
 from weft.engine.executor.device_sampling import RowsOnDevice
-from weft.engine.sampling.draws import Drawer
+from weft.engine.sampling.draws import StepSampler
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan
 from weft.testing.scheduling.bare_request import bare_request
@@ -183,17 +183,17 @@ def test_a_slot_is_free_again_where_there_was_no_memory_for_it(
 ) -> None:
     sampler = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
     nothing = SimpleNamespace(grammars={})
-    drawer = Drawer(sampler, nothing)  # type: ignore[arg-type]
+    step_sampler = StepSampler(sampler, nothing)  # type: ignore[arg-type]
     own = SamplingParams(temperature=0.0, logit_bias={7: 5.0}, presence_penalty=0.1)
     requests = [bare_request([1], 16, bytes(32), params=own, slot=slot) for slot in range(2)]
-    drawer.prepare(Plan(), requests[:1])
+    step_sampler.prepare(Plan(), requests[:1])
     monkeypatch.setattr(torch, "cat", _no_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        drawer.prepare(Plan(), requests)
+        step_sampler.prepare(Plan(), requests)
     monkeypatch.undo()
-    drawer.free(1)
-    drawer.prepare(Plan(), requests)
-    assert drawer.num_slots == 2
+    step_sampler.free(1)
+    step_sampler.prepare(Plan(), requests)
+    assert step_sampler.num_slots == 2
     drawn = sampler.draw(torch.zeros(2, VOCAB), np.arange(2), np.array([3, 3]))
     assert drawn.token_ids.tolist() == [7, 7]
 

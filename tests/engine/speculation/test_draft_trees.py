@@ -471,7 +471,7 @@ def test_min_tokens_hold_inside_constrained_trees(model_dir: Path) -> None:
     texts = {(tuple(prompt), number): prompt + ids for number, (prompt, ids) in pairs}
     with llm(model_dir, drafter="ngram", max_step_tokens=600) as drafting:
         most = drafting.engine.config.max_running_requests
-        drafting.engine._drawer._sampler = Sampler(
+        drafting.engine._step_sampler._sampler = Sampler(
             VOCAB, most, device=torch.device("cpu"), max_masked_rows=64 * most
         )
         speculate(drafting.engine, TreeDrafter(texts, VOCAB, 0.8), MIXED)

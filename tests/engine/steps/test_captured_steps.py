@@ -23,7 +23,7 @@ from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.requests.request import Request
 from weft.engine.sampling.draws import PendingTokens
-from weft.engine.sampling.sampler import RowsUnderWay, SamplerRow
+from weft.engine.sampling.sampler import PendingRows, SamplerRow
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
 from weft.kernels import cpu
@@ -348,26 +348,26 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
     with LLM(target_dir, overlap="on", **settings) as captured:
         engine = captured.engine
         RecordedSteps(engine, 0)
-        sampler, edited = engine._drawer._sampler, set[int]()
-        add, begin, draw = sampler.add, sampler.begin, engine._drawer.begin
+        sampler, edited = engine._step_sampler._sampler, set[int]()
+        add, begin, draw = sampler.add, sampler.begin, engine._step_sampler.begin
 
         def added(slot: int, row: SamplerRow, *tokens: Sequence[int]) -> None:
             add(slot, row, *tokens)
             (edited.add if row.params.has_penalties else edited.discard)(slot)
 
-        def drawn(plan: Plan, requests: Sequence[Request], drawable: Logits) -> PendingTokens:
-            num_eager[0] += not edited.isdisjoint(drawable.slots.tolist())
+        def drawn(plan: Plan, requests: Sequence[Request], logits: Logits) -> PendingTokens:
+            num_eager[0] += not edited.isdisjoint(logits.slots.tolist())
             num_ended[0] += any(request.slot < 0 for request in requests)
-            return draw(plan, requests, drawable)
+            return draw(plan, requests, logits)
 
-        def begun(*inputs: Any, **named: Any) -> RowsUnderWay:
+        def begun(*inputs: Any, **named: Any) -> PendingRows:
             num_eager[1] += 1
             return begin(*inputs, **named)
 
         num_eager, num_ended = [0, 0], [0]
         monkeypatch.setattr(sampler, "add", added)
         monkeypatch.setattr(sampler, "begin", begun)
-        monkeypatch.setattr(engine._drawer, "begin", drawn)
+        monkeypatch.setattr(engine._step_sampler, "begin", drawn)
         found = captured.generate(prompts, params, stop, max_at_once=MAX_REQUESTS)
     check_texts(target_dir, prompts, params, found, expected)
     assert num_ended[0] > 2
@@ -406,9 +406,9 @@ def test_what_is_drawn_beside_short_prompts_is_captured(
 
         def noted(step: StepInput) -> Launched:
             launched = launch(step)
-            if len(step.draws) and launched.drawable is not None:
+            if len(step.draws) and launched.logits is not None:
                 num_drafts = 0 if step.drafts is None else sum(step.drafts.counts)
-                steps.append((launched.drawable.captured is not None, num_drafts))
+                steps.append((launched.logits.captured is not None, num_drafts))
             return launched
 
         monkeypatch.setattr(engine._executor, "launch", noted)

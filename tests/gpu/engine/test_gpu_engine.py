@@ -138,8 +138,8 @@ def note_logits(llm: LLM) -> list[torch.Tensor]:
 
     def noted(step: Any) -> Any:
         launched = launch(step)
-        if launched.drawable is not None:
-            seen.append(launched.drawable.logits().float().clone())
+        if launched.logits is not None:
+            seen.append(launched.logits.compute().float().clone())
         return launched
 
     llm.engine._executor.launch = noted  # type: ignore[method-assign]

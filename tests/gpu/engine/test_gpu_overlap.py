@@ -169,7 +169,7 @@ def test_a_host_that_stalls_changes_no_token(
         for owner, name in (
             (engine.scheduler, "plan"),
             (engine.scheduler, "commit"),
-            (engine._drawer, "prepare"),
+            (engine._step_sampler, "prepare"),
             (engine._executor, "launch"),
             (engine._executor, "keep"),
             (engine, "step_done"),

@@ -16,9 +16,9 @@ from weft.gateway.admission.slo import (
     SloTicket,
     Targets,
 )
-from weft.gateway.admission.slo.forecast import Side
+from weft.gateway.admission.slo.forecast import IndexedPool
 from weft.gateway.admission.slo.gate import SHORT_PROMPT_TOKENS
-from weft.gateway.routing import LoadEstimate, PolicyOptions, PoolView, Speed, make_policy
+from weft.gateway.routing import LoadEstimate, PolicyOptions, PoolView, Throughput, make_policy
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.step_model import StepModel
 from weft.testing.services.routing_pool import PAGE, pool
@@ -108,14 +108,16 @@ class Fleet:
         self.loads = [LoadEstimate() for _ in range(num_prefill)]
         for at, load in enumerate(self.loads):
             load.show_in(self.prefill, at)
-            load.take_speed(Speed(RATE))
+            load.take_speed(Throughput(RATE))
         self.owners = [LoadEstimate() for _ in range(num_decode)]
         for at, load in enumerate(self.owners):
             load.show_in(self.decode, at)
             for requests in range(1, 20):
-                load.take_speed(Speed(0.0, 0.010 + 0.001 * requests, requests))
+                load.take_speed(Throughput(0.0, 0.010 + 0.001 * requests, requests))
         self.forecaster = LatencyForecaster(
-            lambda: Side(self.prefill, self.pages), lambda: Side(self.decode, None), num_replicas
+            lambda: IndexedPool(self.prefill, self.pages),
+            lambda: IndexedPool(self.decode, None),
+            num_replicas,
         )
 
     def queue(self, *tokens: int) -> None:
@@ -133,7 +135,7 @@ def test_a_prompt_that_is_computed_anew_is_computed_by_its_owner() -> None:
     scored = replace(plain, is_computed_anew=True)
     fleet = Fleet()
     for load in fleet.owners:
-        load.take_speed(Speed(1000.0))
+        load.take_speed(Throughput(1000.0))
         load.report(1, 10_000, 10_000)
     member = fleet.prefill.workers[0]
     fleet.pages.add(member.worker_id, member.epoch, plain.page_keys(member).upto(400)[:400])
@@ -161,7 +163,7 @@ def test_the_forecast_is_that_of_the_best_worker() -> None:
         for at, load in enumerate(fleet.loads):
             queued, rate = rng.randrange(100), rng.choice([0.0, 500.0, 2000.0])
             load.report(0, queued, queued)
-            load.take_speed(Speed(rate))
+            load.take_speed(Throughput(rate))
             num_pages = rng.randrange((len(prompt) - 1) // PAGE + 1)
             member = fleet.prefill.workers[at]
             keys = request.page_keys(member).upto(num_pages)[:num_pages]
@@ -181,7 +183,7 @@ def test_decode_workers_compute_where_there_is_no_prefill_worker() -> None:
     fleet = Fleet(num_prefill=0)
     assert fleet.forecaster.forecast(route([1] * 50)).first_token_s is None
     for load in fleet.owners:
-        load.take_speed(Speed(100.0))
+        load.take_speed(Throughput(100.0))
         load.report(1, 150, 150)
     assert fleet.forecaster.forecast(route([1] * 50)).first_token_s == pytest.approx(2.0)
     assert fleet.forecaster.backlog_s() == pytest.approx(1.5)
@@ -280,7 +282,7 @@ def test_nobody_waits_for_a_pace_that_is_not_granted(granted: float | None) -> N
 def test_unknown_rates_refuse_nobody() -> None:
     fleet = Fleet()
     for load in fleet.loads:
-        load.take_speed(Speed())
+        load.take_speed(Throughput())
     gate = LatencyGate(fleet.forecaster, 0.5)
     assert gate.offer(make(10**5, first=0.01), 0.0)
 
@@ -558,7 +560,7 @@ def test_status_shows_what_admission_forecasts(is_holding: bool) -> None:
     for _ in range(50):
         fleet = Fleet(num_prefill=rng.choice([0, 3]))
         for load in fleet.loads or fleet.owners:
-            load.take_speed(Speed(rng.uniform(50.0, 2000.0)))
+            load.take_speed(Throughput(rng.uniform(50.0, 2000.0)))
             load.report(1, queued := rng.randrange(4000), queued)
         gate = LatencyGate(fleet.forecaster, rng.uniform(0.1, 2.0), lambda: is_holding)
         gate.bias_s = rng.uniform(-0.5, 2.0)
@@ -585,7 +587,7 @@ def test_status_shows_what_admission_forecasts(is_holding: bool) -> None:
 def test_prompts_that_wait_are_in_the_forecast_that_status_shows() -> None:
     """Eight prompts before a busy worker: the next one waits for them, and for itself."""
     fleet = Fleet(num_prefill=0, num_decode=1)
-    fleet.owners[0].take_speed(Speed(200.0))
+    fleet.owners[0].take_speed(Throughput(200.0))
     fleet.owners[0].report(8, 0, 0)
     gate = LatencyGate(fleet.forecaster, 1.0, lambda: False)
     assert gate.first_token_s(0.0) == pytest.approx(SHORT_PROMPT_TOKENS / 200.0)

@@ -292,7 +292,7 @@ class LocalExecutor:
             is_late = has_trees or arrays.owners.max(initial=-1) >= 0
             if is_late or arrays.is_decode:
                 on_device = partial(self._inputs.drawing_rows, arrays)
-        drawable = Logits(
+        logits = Logits(
             partial(self._logits, hidden, arrays),
             arrays.drawing_slots,
             arrays.drawing_positions,
@@ -300,7 +300,7 @@ class LocalExecutor:
             captured=self._captured(arrays, bucket),
             rows=None if self._verifying is None else partial(_rows_of, self._verifying),
         )
-        return Launched(drawable, scores, vectors)
+        return Launched(logits, scores, vectors)
 
     def _launch_decodes(self, step: StepInput, bucket: GraphBucket) -> Logits:
         assert self.graphs is not None

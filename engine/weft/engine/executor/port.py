@@ -20,8 +20,8 @@ from weft.pages.transfer.page_pool import PagePool
 class Logits(NamedTuple):
     """Logits to draw tokens from, with the slots and positions of their rows."""
 
-    logits: Callable[[], torch.Tensor]
-    """Computes [L, vocab] float32 on the model's device; not called where `captured` draws."""
+    compute: Callable[[], torch.Tensor]
+    """[L, vocab] float32 on the model's device; not called where `captured` draws."""
     slots: Int64Array
     """[L]: the slot of each row."""
     positions: Int64Array
@@ -41,7 +41,7 @@ class Logits(NamedTuple):
 class Launched(NamedTuple):
     """Results of a step that has begun."""
 
-    drawable: Logits | None
+    logits: Logits | None
     """Rows of logits: one for each decode, then one for each row of the verified requests, then one
     for each chunk of a prompt that draws. None: no row draws.
     """

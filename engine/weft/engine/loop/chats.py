@@ -33,10 +33,10 @@ class Sessions:
 
     def on_leaving(self, request: Request) -> None:
         """Called when a session's request ends without an error, while it still has its pages."""
-        if request.session.is_last:
-            self.release(request.cache_salt, request.session.id)
+        if request.chat.is_last:
+            self.release(request.cache_salt, request.chat.id)
         elif request.held.leaf is not None and request.held.leaf.page >= 0:
-            key = SessionKey(request.cache_salt, request.session.id, request.namespace)
+            key = SessionKey(request.cache_salt, request.chat.id, request.namespace)
             self.pins.pin(key, request.tenant, request.held.leaf, self._clock())
 
     def release(self, cache_salt: str, session_id: str) -> None:

@@ -38,7 +38,7 @@ from weft.engine.loop.tiers import make_tiers
 from weft.engine.loop.windows import StoredWindows, WindowPacker
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import Request, RequestKey, State
-from weft.engine.sampling.draws import Drawer, SampledTokens
+from weft.engine.sampling.draws import SampledTokens, StepSampler
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
@@ -178,7 +178,7 @@ class Engine:
         most = config.max_running_requests
         sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
         self._constraints = parts.constraints
-        self._drawer = Drawer(sampler, parts.constraints)
+        self._step_sampler = StepSampler(sampler, parts.constraints)
         self.drafter = parts.drafter
         if self.drafter is not None:
             self.scheduler.running_plans.draft(
@@ -240,7 +240,7 @@ class Engine:
     def _make_pipeline(self) -> StepPipeline:
         return StepPipeline(
             self._executor,
-            self._drawer,
+            self._step_sampler,
             self.scheduler,
             self,
             self._clock,
@@ -680,7 +680,7 @@ class Engine:
 
     def _on_slot_free(self, slot: int) -> None:
         self._executor.reset_slot(slot)
-        self._drawer.free(slot)
+        self._step_sampler.free(slot)
         if self.drafter is not None:
             self.drafter.forget(slot)
 
@@ -698,7 +698,7 @@ class Engine:
         """Sizes of everything that grows with requests, by name, as `snapshot` reports them."""
         return {
             "groups": len(self._groups),
-            "sampling_slots": self._drawer.num_slots,
+            "sampling_slots": self._step_sampler.num_slots,
             "steps_under_way": self.pipeline.num_steps,
             **self.scheduler.sizes(),
             "window_requests": sum(len(window) for window in self.parts.windows),

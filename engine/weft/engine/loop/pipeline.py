@@ -30,7 +30,7 @@ from weft.engine.executor.port import Executor, Logits
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
 from weft.engine.requests.request import Request
-from weft.engine.sampling.draws import Drawer, PendingTokens, SampledTokens
+from weft.engine.sampling.draws import PendingTokens, SampledTokens, StepSampler
 from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.ports import Drafter
@@ -66,7 +66,7 @@ class _Step:
     """When the step began; the end of the step before, if the host was not idle in between."""
     drawing: Sequence[Request]
     """Requests that get a token."""
-    drawable: Logits | None = None
+    logits: Logits | None = None
     draw: PendingTokens | None = None
     mark: Mark | None = None
     """Mark of the step's device work that follows the sampling; None: there is none."""
@@ -99,7 +99,7 @@ class StepPipeline:
     def __init__(
         self,
         executor: Executor,
-        drawer: Drawer,
+        step_sampler: StepSampler,
         scheduler: Scheduler,
         owner: StepOwner,
         clock: Clock,
@@ -111,7 +111,7 @@ class StepPipeline:
     ) -> None:
         self._drafter = drafter
         self._executor = executor
-        self._drawer = drawer
+        self._step_sampler = step_sampler
         self._scheduler = scheduler
         self._owner = owner
         self._clock = clock
@@ -242,7 +242,7 @@ class StepPipeline:
             if faults.ENGINE_STEP.is_armed:
                 faults.ENGINE_STEP.fire()
             if is_ready:
-                self._drawer.prepare(plan, drawing)
+                self._step_sampler.prepare(plan, drawing)
             self._scheduler.pages.make_copies(self._executor.copy)
             if plan.verifies:
                 assert self._drafter is not None
@@ -256,7 +256,7 @@ class StepPipeline:
             if self._scheduler.pages.states is not None:
                 made.states = plan.begin_states(self._scheduler.pages.states)
             launched = self._executor.launch(made)
-            step.drawable, plan.scores, plan.vectors = launched
+            step.logits, plan.scores, plan.vectors = launched
         except Exception as error:
             self._fail(step, error)
         if self.leaves:
@@ -266,7 +266,7 @@ class StepPipeline:
     def _draw(self, step: _Step, *, is_ready: bool) -> None:
         """All earlier steps must be committed."""
         try:
-            if step.drawable is None:
+            if step.logits is None:
                 step.mark = step.mark or self._executor.mark()
             else:
                 if not is_ready:
@@ -274,9 +274,9 @@ class StepPipeline:
                     none_ended = self._scheduler.running_plans.has_exactly(plan.columns)
                     if none_ended and step.drawing is plan.decodes:
                         slots = plan.slots
-                    self._drawer.prepare(plan, step.drawing, slots, is_late=True)
-                step.draw = self._drawer.begin(step.plan, step.drawing, step.drawable)
-                step.drawable = None
+                    self._step_sampler.prepare(plan, step.drawing, slots, is_late=True)
+                step.draw = self._step_sampler.begin(step.plan, step.drawing, step.logits)
+                step.logits = None
                 if not step.draw.are_kept:
                     self._executor.keep(step.draw.tokens)
                 if step.plan.has_trees or self._executor.works_behind_draws:
@@ -307,7 +307,7 @@ class StepPipeline:
             step.ended_at = self._clock()
         # The time that a slow grammar took is not part of the step's duration. It must not change
         # the forecast of later steps, or the age at which the engine counts as stalled.
-        lost_s = self._drawer.take_lost_s()
+        lost_s = self._step_sampler.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
         if self.leaves:
@@ -319,9 +319,9 @@ class StepPipeline:
         work on it.
         """
         logger.exception("a step failed", exc_info=error)
-        self._drawer.give_up()
+        self._step_sampler.give_up()
         plan, step.plan = step.plan, Plan()
-        step.drawable = step.draw = None
+        step.logits = step.draw = None
         self._owner.step_failed(plan, error)
         try:
             step.mark = self._executor.mark()

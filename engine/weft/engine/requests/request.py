@@ -215,7 +215,7 @@ class Request:
     """Tenant that is charged, where tenants are treated fairly."""
     num_charged_tokens: int = 0
     """Generated tokens charged to the tenant so far."""
-    session: ChatSession = NO_SESSION
+    chat: ChatSession = NO_SESSION
     traceparent: str = ""
     digests: Sequence[int] | None = None
     """Digests of its pages, if they are known; None: shipping computes them."""

@@ -18,7 +18,7 @@ from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.port import Logits
 from weft.engine.requests.request import Request, end_of
-from weft.engine.sampling.sampler import DrawnRows, RowsUnderWay, Sampler, SamplerRow
+from weft.engine.sampling.sampler import PendingRows, SampledRows, Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource
 
@@ -49,7 +49,7 @@ class PendingTokens(NamedTuple):
     """Requests that get a token in this step, in row order: running requests without drafts,
     requests with drafts (one row for each drafted token and one more), then prompts that end here.
     """
-    under_way: RowsUnderWay
+    under_way: PendingRows
     positions: Int64Array
     """[L]: positions of the tokens, by row."""
     mask_errors: dict[int, WeftError]
@@ -220,9 +220,9 @@ def _is_end(request: Request, token: int, num_drawn: int) -> bool:
     return end_of(request, token, request.num_generated + num_drawn) is not None
 
 
-def _fetch_rows(drawable: Logits) -> Rows:
-    assert drawable.rows is not None, "the step verifies no drafts"
-    fetched = Fetched(drawable.rows())
+def _fetch_rows(logits: Logits) -> Rows:
+    assert logits.rows is not None, "the step verifies no drafts"
+    fetched = Fetched(logits.rows())
     return lambda: fetched.wait().numpy()
 
 
@@ -236,9 +236,9 @@ def _needs_drafts(item: VerifyItem) -> bool:
     return item.max_drafts > 0 and item.request.params.constraint is not None
 
 
-def _await_drafts(plan: Plan, drawable: Logits) -> None:
+def _await_drafts(plan: Plan, logits: Logits) -> None:
     if isinstance(plan.drafts, LaterDrafts) and not plan.drafts.is_coming:
-        plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
+        plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(logits)))
 
 
 def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
@@ -252,7 +252,7 @@ def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
     return found
 
 
-class Drawer:
+class StepSampler:
     """Samples the tokens of a step; keeps a sampler row for each slot.
 
     Args:
@@ -300,79 +300,79 @@ class Drawer:
             rows = self._sampler.mask_memory
             self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
 
-    def begin(self, plan: Plan, requests: Sequence[Request], drawable: Logits) -> PendingTokens:
+    def begin(self, plan: Plan, requests: Sequence[Request], logits: Logits) -> PendingTokens:
         """Samples one token for each request; with drafts, one for each accepted draft and one
         more.
 
         Args:
             requests: Requests given to `prepare` last. Tokens of those that have ended since mean
                 nothing.
-            drawable: Logits of decodes, of requests with drafts (a row for each token), of chunks.
+            logits: Of decodes, of requests with drafts (a row for each token), of chunks.
         """
         if not plan.verifies:
             errors = self._take_masks(requests)
-            under_way = self._begin(drawable)
-            return PendingTokens(plan, requests, under_way, drawable.positions, errors)
+            under_way = self._begin(logits)
+            return PendingTokens(plan, requests, under_way, logits.positions, errors)
         firsts = first_rows(plan, len(requests))
         if not self._sampler.is_on_device and any(
             item.request.draws_in_turn for item in plan.verifies if item.max_drafts
         ):
-            _await_drafts(plan, drawable)
-            return self._draw_in_turn(plan, requests, firsts, drawable)
+            _await_drafts(plan, logits)
+            return self._draw_in_turn(plan, requests, firsts, logits)
         failed, slot_override = self._take_masks(requests), None
         if self._awaits_drafts(plan):
-            _await_drafts(plan, drawable)
+            _await_drafts(plan, logits)
             more, slot_override = self._take_masks_behind_drafts(plan, firsts)
             failed |= more
         errors = {int(firsts[index]): error for index, error in failed.items()}
         under_way, rows = (
-            self._begin(drawable, firsts, slot_override, has_trees=plan.has_trees),
+            self._begin(logits, firsts, slot_override, has_trees=plan.has_trees),
             None,
         )
         if isinstance(plan.drafts, LaterDrafts):
-            rows = _kept(under_way.rows or _fetch_rows(drawable))
+            rows = _kept(under_way.rows or _fetch_rows(logits))
             plan.drafts.come_with(partial(_drafts_of, plan, rows))
-        return PendingTokens(plan, requests, under_way, drawable.positions, errors, firsts, rows)
+        return PendingTokens(plan, requests, under_way, logits.positions, errors, firsts, rows)
 
     def _begin(
         self,
-        drawable: Logits,
+        logits: Logits,
         firsts: Int64Array | None = None,
         slot_override: Int64Array | None = None,
         *,
         has_trees: bool = False,
-    ) -> RowsUnderWay:
+    ) -> PendingRows:
         """Samples for the requests given to `prepare` last.
 
         Args:
             firsts: Result of `first_rows`; None: each request has one row.
             slot_override: Slots by row, if some rows have masks of their own; else None.
         """
-        positions = drawable.positions
-        if drawable.captured is not None:
+        positions = logits.positions
+        if logits.captured is not None:
             # Rows of requests that have ended since are sampled too: their slots are not reused
             # yet.
-            own = drawable.slots
+            own = logits.slots
             way = self._sampler.common_way(own)
             if way is not None:
                 columns = (own, positions, slot_override)
-                return self._sampler.begin_captured(drawable.captured, way, *columns)
+                return self._sampler.begin_captured(logits.captured, way, *columns)
         slots, drafted = self._prepared, None
         if firsts is not None:
             if self._sampler.is_on_device and self._sampler.counts_tokens(slots):
-                assert drawable.rows is not None, "the step verifies no drafts"
+                assert logits.rows is not None, "the step verifies no drafts"
                 of_rows = np.repeat(firsts[:-1], firsts[1:] - firsts[:-1])
-                drafted = RowsBehindDrafts(of_rows, drawable.rows(), has_trees)
+                drafted = RowsBehindDrafts(of_rows, logits.rows(), has_trees)
             slots = np.repeat(slots, firsts[1:] - firsts[:-1])
-        if drawable.on_device is None:
+        if logits.on_device is None:
             return self._sampler.begin(
-                drawable.logits(), slots, positions, drafted=drafted, slot_override=slot_override
+                logits.compute(), slots, positions, drafted=drafted, slot_override=slot_override
             )
         # The row of a request that has ended since uses an unused slot.
-        has_slots = slot_override is None and np.array_equal(slots, drawable.slots)
-        on_device = partial(drawable.on_device, has_slots=has_slots)
+        has_slots = slot_override is None and np.array_equal(slots, logits.slots)
+        on_device = partial(logits.on_device, has_slots=has_slots)
         return self._sampler.begin(
-            drawable.logits(), slots, positions, on_device, drafted, slot_override
+            logits.compute(), slots, positions, on_device, drafted, slot_override
         )
 
     def take_lost_s(self) -> float:
@@ -455,17 +455,17 @@ class Drawer:
         plan: Plan,
         requests: Sequence[Request],
         first_row_of: Int64Array,
-        drawable: Logits,
+        logits: Logits,
     ) -> PendingTokens:
         """Samples the first token of each request, then the second of those whose draft was
         accepted, and so on: each may depend on the tokens before it (penalties, constraints).
         """
         num_rows, rows = int(first_row_of[-1]), first_row_of[:-1]
-        output = DrawnRows(np.full(num_rows, -1, np.int64), [None] * num_rows)
+        output = SampledRows(np.full(num_rows, -1, np.int64), [None] * num_rows)
         begin = len(plan.decodes)
         firsts = rows[begin:]
-        mask_errors, logits = self._take_masks(requests), drawable.logits()
-        self._draw_rows(requests, rows, logits, drawable.positions, output)
+        mask_errors, tensor = self._take_masks(requests), logits.compute()
+        self._draw_rows(requests, rows, tensor, logits.positions, output)
         paths = [[0] for _ in plan.verifies]
         going_on = [i for i in range(len(plan.verifies)) if begin + i not in mask_errors]
         while going_on := [
@@ -482,12 +482,12 @@ class Drawer:
             if going_on:
                 reached = np.array([paths[index][-1] for index in going_on], np.int64)
                 at = firsts[going_on] + reached
-                self._draw_rows(left, at, logits, drawable.positions, output)
+                self._draw_rows(left, at, tensor, logits.positions, output)
         errors = {int(rows[index]): error for index, error in mask_errors.items()}
-        under_way = RowsUnderWay(
-            torch.from_numpy(output.token_ids), lambda: output, drawable.positions
+        under_way = PendingRows(
+            torch.from_numpy(output.token_ids), lambda: output, logits.positions
         )
-        return PendingTokens(plan, requests, under_way, drawable.positions, errors, first_row_of)
+        return PendingTokens(plan, requests, under_way, logits.positions, errors, first_row_of)
 
     def _draw_rows(
         self,
@@ -495,7 +495,7 @@ class Drawer:
         rows: Int64Array,
         logits: torch.Tensor,
         positions: Int64Array,
-        output: DrawnRows,
+        output: SampledRows,
     ) -> None:
         chosen, slots = logits[torch.from_numpy(rows)], self._slots(requests)
         drawn = self._sampler.draw(chosen, slots, positions[rows])

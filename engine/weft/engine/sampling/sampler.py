@@ -62,7 +62,7 @@ class SamplerRow:
 
 
 @dataclass(slots=True)
-class DrawnRows:
+class SampledRows:
     """Tokens of one step, by row of the logits."""
 
     token_ids: Int64Array
@@ -73,7 +73,7 @@ class DrawnRows:
     """Errors of rows without a token; the other rows are not affected."""
 
 
-class RowsUnderWay:
+class PendingRows:
     """Tokens of one step that a device is sampling or has sampled.
 
     Args:
@@ -88,7 +88,7 @@ class RowsUnderWay:
     def __init__(
         self,
         tokens: torch.Tensor,
-        output: Callable[[], DrawnRows],
+        output: Callable[[], SampledRows],
         positions: Int64Array,
         *,
         are_kept: bool = False,
@@ -100,7 +100,7 @@ class RowsUnderWay:
         self._output = output
         self._positions = positions
 
-    def wait(self) -> DrawnRows:
+    def wait(self) -> SampledRows:
         output = self._output()
         if len(output.token_ids) and output.token_ids.min() < 0:
             _explain(output, self._positions)
@@ -296,7 +296,7 @@ class Sampler:
         """Whether the next token of any of these slots depends on its tokens so far."""
         return not self._counting.isdisjoint(slots.tolist())
 
-    def draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> DrawnRows:
+    def draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampledRows:
         return self.begin(logits, slots, positions).wait()
 
     def begin(
@@ -307,7 +307,7 @@ class Sampler:
         on_device: Callable[[], RowsOnDevice] | None = None,
         drafted: RowsBehindDrafts | None = None,
         slot_override: Int64Array | None = None,
-    ) -> RowsUnderWay:
+    ) -> PendingRows:
         """Samples one token per row and counts it. Does not wait for a device.
 
         Args:
@@ -335,7 +335,7 @@ class Sampler:
             drawn = self._draw(on_host, slots, positions)
             tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
         self._num_generated[slots] += 1
-        return RowsUnderWay(tokens, output, positions)
+        return PendingRows(tokens, output, positions)
 
     def common_way(self, slots: Int64Array) -> Way | None:
         """How a graph can sample rows of these slots; None: no graph can.
@@ -355,7 +355,7 @@ class Sampler:
         slots: Int64Array,
         positions: Int64Array,
         slot_override: Int64Array | None = None,
-    ) -> RowsUnderWay:
+    ) -> PendingRows:
         """Like `begin`, by a graph.
 
         Args:
@@ -370,22 +370,24 @@ class Sampler:
         draws = draw(way, slot_override)
         self._num_generated[slots] += 1
 
-        def output() -> DrawnRows:
-            return DrawnRows(draws.wait(), [None] * len(slots))
+        def output() -> SampledRows:
+            return SampledRows(draws.wait(), [None] * len(slots))
 
         rows = draws.wait_for_rows
-        return RowsUnderWay(draws.tokens, output, positions, are_kept=True, rows=rows)
+        return PendingRows(draws.tokens, output, positions, are_kept=True, rows=rows)
 
-    def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> DrawnRows:
+    def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampledRows:
         if self._is_special[slots].any():
             return self._sample_special(logits, slots, positions)
         tokens = sample_rows(logits, slots, positions, self._columns)
-        return DrawnRows(tokens, [None] * len(slots))
+        return SampledRows(tokens, [None] * len(slots))
 
-    def _draw_greedily(self, logits: torch.Tensor) -> tuple[torch.Tensor, Callable[[], DrawnRows]]:
+    def _draw_greedily(
+        self, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], SampledRows]]:
         tokens = greedy_rows(logits)
         fetched = Fetched(tokens)
-        return tokens, lambda: DrawnRows(fetched.wait().numpy(), [None] * len(tokens))
+        return tokens, lambda: SampledRows(fetched.wait().numpy(), [None] * len(tokens))
 
     def _note_greedy(self, slot: int) -> None:
         columns = self._columns
@@ -401,7 +403,7 @@ class Sampler:
         positions: Int64Array,
         on_device: RowsOnDevice | None,
         drafted: RowsBehindDrafts | None,
-    ) -> tuple[torch.Tensor, Callable[[], DrawnRows]]:
+    ) -> tuple[torch.Tensor, Callable[[], SampledRows]]:
         assert self._device is not None
         if self._lacking_stops:
             for slot in self._lacking_stops.intersection(slots.tolist()):
@@ -410,12 +412,12 @@ class Sampler:
         num_tops = self._num_tops(slots)
         draw = self._device.draw(logits, slot_override, positions, num_tops, on_device, drafted)
 
-        def output() -> DrawnRows:
+        def output() -> SampledRows:
             tokens, found = draw.wait()
             logprobs: list[TokenLogprob | None] = [None] * len(tokens)
             for row, logprob in found.items():
                 logprobs[row] = logprob
-            return DrawnRows(tokens, logprobs)
+            return SampledRows(tokens, logprobs)
 
         return draw.tokens, output
 
@@ -439,7 +441,7 @@ class Sampler:
 
     def _sample_special(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
-    ) -> DrawnRows:
+    ) -> SampledRows:
         # Rows may share memory when they are forks of one prompt; edits must not.
         logits = logits.contiguous()
         rows = logits.numpy()
@@ -454,7 +456,7 @@ class Sampler:
         for r, edits in edited:
             if edits.counts is not None and tokens[r] >= 0:
                 edits.counts.add_output(int(tokens[r]))
-        return DrawnRows(tokens, self._logprobs(logits, slots, tokens))
+        return SampledRows(tokens, self._logprobs(logits, slots, tokens))
 
     def _logprobs(
         self, logits: torch.Tensor, slots: Int64Array, tokens: Int64Array
@@ -516,7 +518,7 @@ def _without(
     return words
 
 
-def _explain(output: DrawnRows, positions: Int64Array) -> None:
+def _explain(output: SampledRows, positions: Int64Array) -> None:
     for r in np.flatnonzero(output.token_ids < 0).tolist():
         where = f"at position {int(positions[r])}"
         if output.token_ids[r] == ERROR_NOT_FINITE:

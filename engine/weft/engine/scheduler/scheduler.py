@@ -193,7 +193,7 @@ class Scheduler:
             assert self._fills is not None
             self._fills.abandon(request)
         request.error = error
-        if error is None and request.session.id:
+        if error is None and request.chat.id:
             for on_leaving in self._events.leaving:
                 on_leaving(request)
         self.pages.drop(request)

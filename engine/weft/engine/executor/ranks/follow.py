@@ -188,7 +188,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
 
 def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGroup) -> None:
     """Runs the frames that rank 0 sends, until the group ends, which raises RanksLost."""
-    drawable: Logits | None = None
+    logits: Logits | None = None
     while True:
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.
         frame = decode(group.take(spins=executor.is_asynchronous))
@@ -198,16 +198,16 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
                 if draft_limits is not None:
                     assert drafting is not None
                     step.drafts = drafting.later(step, draft_limits)
-                drawable = executor.launch(step).drawable
+                logits = executor.launch(step).logits
             case DraftOrder(lasts, counts, pages):
                 assert drafting is not None
                 pages.enter(executor.page_table)
                 with torch.inference_mode():
                     drafting.eager.run(lasts, counts)
             case Draw(way):
-                assert drawable is not None
-                assert drawable.captured is not None
-                drawable.captured(way, None)
+                assert logits is not None
+                assert logits.captured is not None
+                logits.captured(way, None)
             case Tokens(tokens):
                 executor.keep(torch.from_numpy(tokens))
             case SharedTokens(num_tokens):

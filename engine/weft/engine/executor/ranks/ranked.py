@@ -73,10 +73,10 @@ class RankedExecutor(LocalExecutor):
             raise RanksLost(f"rank 0 failed in step {group.num_frames}: {error}") from error
         if not self.is_asynchronous:
             group.await_ended()
-        drawable = launched.drawable
-        if drawable is not None and drawable.captured is not None:
-            captured = partial(self._draw_on_all, drawable.captured)
-            launched = launched._replace(drawable=drawable._replace(captured=captured))
+        logits = launched.logits
+        if logits is not None and logits.captured is not None:
+            captured = partial(self._draw_on_all, logits.captured)
+            launched = launched._replace(logits=logits._replace(captured=captured))
         return launched
 
     def chains(self, model: DraftedModel) -> Chains:

@@ -21,7 +21,7 @@ from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
 from weft.gateway.fleet.worker_ids import WorkerIds
-from weft.gateway.routing import LoadEstimate, Speed, WorkerView
+from weft.gateway.routing import LoadEstimate, Throughput, WorkerView
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.model_card import ModelCard
 from weft.v1 import worker_pb2, worker_pb2_grpc
@@ -259,7 +259,7 @@ class FleetWorker:
             report.request_tokens,
         )
         self.load.take_speed(
-            Speed(
+            Throughput(
                 report.prefill_tokens_per_second,
                 report.decode_step.ToNanoseconds() / 1e9,
                 report.decode_step_requests,

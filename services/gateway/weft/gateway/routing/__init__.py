@@ -16,7 +16,7 @@ from weft.gateway.routing.random_choice import RandomChoice
 from weft.gateway.routing.round_robin import RoundRobin
 from weft.gateway.routing.total_requests import TotalRequests
 from weft.gateway.routing.total_tokens import TotalTokens
-from weft.gateway.routing.view import LoadEstimate, PoolView, Speed, WorkerView
+from weft.gateway.routing.view import LoadEstimate, PoolView, Throughput, WorkerView
 
 POLICIES: dict[str, type[Policy]] = {
     "random": RandomChoice,
@@ -50,7 +50,7 @@ __all__ = [
     "PolicyOptions",
     "PoolView",
     "RoutingRequest",
-    "Speed",
+    "Throughput",
     "WorkerView",
     "make_policy",
 ]

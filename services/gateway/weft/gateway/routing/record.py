@@ -20,14 +20,14 @@ COLUMNS = (*LOADS, *UNREPORTED, *SPEEDS)
 """Columns of a view that are recorded; the others follow from its workers."""
 
 
-class Line(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
+class RecordLine(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
     """One event of one pool."""
 
     pool: str
     """Name of the pool, MODEL/ROLE."""
 
 
-class Started(Line, tag="began"):
+class Started(RecordLine, tag="began"):
     """Creation of the policy; the first line of each pool."""
 
     policy: str
@@ -36,7 +36,7 @@ class Started(Line, tag="began"):
     """`PolicyOptions` without the clock."""
 
 
-class Members(Line, tag="members"):
+class Members(RecordLine, tag="members"):
     """The workers among which the following choices are made."""
 
     workers: list[WorkerView]
@@ -54,7 +54,7 @@ class Queried(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter: bytes = b""
 
 
-class Routed(Line, tag="chose"):
+class Routed(RecordLine, tag="chose"):
     """A recorded choice."""
 
     now: float
@@ -67,7 +67,7 @@ class Routed(Line, tag="chose"):
     """Positions and matched tokens, best first."""
 
 
-class PagesReported(Line, tag="told"):
+class PagesReported(RecordLine, tag="told"):
     """An update of the index for one worker."""
 
     how: str
@@ -77,11 +77,11 @@ class PagesReported(Line, tag="told"):
     keys: list[int] = []
 
 
-class Cleared(Line, tag="cleared"):
+class Cleared(RecordLine, tag="cleared"):
     """Clearing of the index."""
 
 
-class Flushed(Line, tag="flushed"):
+class Flushed(RecordLine, tag="flushed"):
     """A flush of the pages that workers were sent."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from weft.contract.errors import PeerUnavailable, WeftError
-from weft.gateway.admission.slo.forecast import LatencyForecaster, Side
+from weft.gateway.admission.slo.forecast import IndexedPool, LatencyForecaster
 from weft.gateway.fleet.discovery import Role
 from weft.gateway.fleet.fleet import ModelFleet
 from weft.gateway.fleet.session import DecodeSession
@@ -114,15 +114,15 @@ class Router:
         self._prefill = prefill
         self._max_prefill_candidates = max_prefill_candidates
         self.forecaster = LatencyForecaster(
-            partial(self._side, "prefill"), partial(self._side, "decode"), num_replicas
+            partial(self._indexed, "prefill"), partial(self._indexed, "decode"), num_replicas
         )
         """Forecast of the service that a request would get now."""
 
-    def _side(self, role: Role) -> Side:
+    def _indexed(self, role: Role) -> IndexedPool:
         if role == "prefill" and not self._max_prefill_candidates:
-            return Side(_NOBODY, None)
+            return IndexedPool(_NOBODY, None)
         view = self._fleet.pool(role).view(asyncio.get_running_loop().time())
-        return Side(view, self.index(role))
+        return IndexedPool(view, self.index(role))
 
     def place(
         self, request: RoutingRequest, excluded: Collection[tuple[str, int]] = ()

@@ -107,7 +107,7 @@ class PoolView:
         return view, kept
 
 
-class Speed(NamedTuple):
+class Throughput(NamedTuple):
     """A worker's speed as it reports it; 0: not known."""
 
     tokens_per_s: float = 0.0
@@ -156,7 +156,7 @@ class LoadEstimate:
         self._show()
         self._show_speed()
 
-    def take_speed(self, speed: Speed) -> None:
+    def take_speed(self, speed: Throughput) -> None:
         """Takes the worker's report of its speed."""
         self._tokens_per_s = speed.tokens_per_s
         self._steps.observe(speed.step_requests, speed.step_s)

@@ -70,7 +70,7 @@ class RecordedSteps(StepGraphs):
             device=torch.device("cpu"),
             max_masked_rows=most * max_drafts,
         )
-        engine._drawer._sampler = sampler
+        engine._step_sampler._sampler = sampler
         executor.capture_draws(sampler.plain_tables)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple:  # type: ignore[type-arg]

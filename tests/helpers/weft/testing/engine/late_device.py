@@ -22,7 +22,7 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.engine import Engine
-from weft.engine.sampling.sampler import DrawnRows, Sampler
+from weft.engine.sampling.sampler import SampledRows, Sampler
 
 
 class _Later:
@@ -34,10 +34,10 @@ class _Later:
 class _Samples:
     are_kept, rows = False, None
 
-    def __init__(self, device: LateDevice, tokens: _Later, outputs: list[DrawnRows]) -> None:
+    def __init__(self, device: LateDevice, tokens: _Later, outputs: list[SampledRows]) -> None:
         self._device, self.tokens, self._outputs = device, tokens, outputs
 
-    def wait(self) -> DrawnRows:
+    def wait(self) -> SampledRows:
         self._device.work()
         return self._outputs[0]
 
@@ -86,7 +86,7 @@ class LateDevice:
         self._queue: deque[Callable[[], None]] = deque()
         self._memories = engine.memories
         self._memory = engine.memory
-        self._sampler = engine._drawer._sampler
+        self._sampler = engine._step_sampler._sampler
         self._executor = executor = engine._executor
         self._pools: list[tuple[torch.Tensor, ...]] = [(pool,) for pool in executor._pools]
         if engine.parts.states is not None:
@@ -140,7 +140,7 @@ class LateDevice:
         arrays = StepArrays.of_step(step, table, self._executor.page_size)
         tables = (table, *self._executor.window_tables)
         copies = [one.pages.copy() for one in tables]
-        logits = _Later()
+        computed = _Later()
 
         def run() -> None:
             current = [one.pages for one in tables]
@@ -152,14 +152,14 @@ class LateDevice:
                 for one, pages in zip(tables, current, strict=True):
                     one.pages = pages
             if value is not None:
-                logits.value = value
+                computed.value = value
 
         self._enqueue(run)
         if not len(arrays.logits_rows):
             return Launched(None)
-        later: Any = logits
-        drawable = Logits(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
-        return Launched(drawable)
+        later: Any = computed
+        logits = Logits(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
+        return Launched(logits)
 
     def begin(
         self,

@@ -282,7 +282,7 @@ class System:
             arrival=self.num_added,
             timeline=Timeline(submitted_at=self.now),
             sources=PageSources([PREFILL] * num_fillers),
-            session=ChatSession(self.rng.choice(["", "a", "b", "c"]), self.rng.random() < 0.1),
+            chat=ChatSession(self.rng.choice(["", "a", "b", "c"]), self.rng.random() < 0.1),
         )
         self.tiers.look_up(request)
         self.store.look_up(request)

@@ -19,7 +19,7 @@ class Forecast(NamedTuple):
     """Prompt tokens that the worker of `first_token_s` does not hold."""
 
 
-class Side(NamedTuple):
+class IndexedPool(NamedTuple):
     """A pool and its prefix index."""
 
     view: PoolView
@@ -44,7 +44,10 @@ class LatencyForecaster:
     """
 
     def __init__(
-        self, prefill: Callable[[], Side], decode: Callable[[], Side], num_replicas: int = 1
+        self,
+        prefill: Callable[[], IndexedPool],
+        decode: Callable[[], IndexedPool],
+        num_replicas: int = 1,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
@@ -118,6 +121,6 @@ class LatencyForecaster:
         """Prompt tokens that all workers together compute per second; 0: unknown."""
         return float(self._computing().view.tokens_per_s.sum())
 
-    def _computing(self, *, is_by_owner: bool = False) -> Side:
+    def _computing(self, *, is_by_owner: bool = False) -> IndexedPool:
         prefill = self._prefill()
         return prefill if len(prefill.view) and not is_by_owner else self._decode()
