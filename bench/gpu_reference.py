@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from weft.checkpoint.config import ModelConfig
-from weft.engine.model.archs.registry import model_class
+from weft.engine.model.loader import class_of
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme
@@ -94,7 +94,7 @@ def check_tokens(
     """
     where = torch.device(device)
     kept = KeptWeights(where)
-    model_class(config.architecture)(config, Weights(kept, PlainScheme(), torch.bfloat16, where))
+    class_of(config)(config, Weights(kept, PlainScheme(), torch.bfloat16, where))
     model = reference_model(model_dir, kept.take(), where)
     found = Agreement()
     by_length = sorted(answers, key=lambda answer: len(answer.prompt))

@@ -258,9 +258,18 @@ def load_class(architecture: str) -> Any:
     raise unsupported(architecture, supported_architectures())
 
 
-def configuration_reader(architecture: str) -> Callable[..., Any] | None:
+ConfigReader = Callable[[Mapping[str, Any], Mapping[str, Any], str], Any]
+"""Reads a model's configuration: (content of config.json, content of generation_config.json or an
+empty mapping, name of the source in messages) -> a `ModelConfig`, or an instance of a frozen
+subclass with further fields, which the model's constructor gets. Every value that changes hidden
+states must be a field, since the fields identify cached pages. Raises ModelError where a value is
+missing, malformed or not supported.
+"""
+
+
+def configuration_reader(architecture: str) -> ConfigReader | None:
     """The function that reads config.json in place of `ModelConfig`, for a family, for encoders, or
-    for a class from another distribution; None: `ModelConfig` reads it.
+    for a class from another distribution, whose `read_config` it is; None: `ModelConfig` reads it.
     """
     if language_model_name(architecture) in _BUILT_IN:
         return None
@@ -269,13 +278,13 @@ def configuration_reader(architecture: str) -> Callable[..., Any] | None:
         return _reader(f"families.{family[0]}", family[1])
     if architecture in _ENCODERS:
         return _reader("encoder_config", "read_encoder_config")
-    reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
+    reader: ConfigReader | None = getattr(load_class(architecture), "read_config", None)
     return reader
 
 
-def _reader(module: str, name: str) -> Callable[..., Any]:
+def _reader(module: str, name: str) -> ConfigReader:
     # By name, since modules of readers import `ModelConfig`, whose module imports this one.
-    found: Callable[..., Any] = getattr(import_module(f"weft.checkpoint.{module}"), name)
+    found: ConfigReader = getattr(import_module(f"weft.checkpoint.{module}"), name)
     return found
 
 

@@ -188,7 +188,7 @@ class ModelConfig:
         where: str = "config.json",
     ) -> ModelConfig:
         """Normalises parsed JSON, of transformers 4 or 5 layout. For an architecture of another
-        distribution, its class does so (`interface.py`).
+        distribution, its class does so (`ConfigReader`).
 
         Args:
             where: What messages call the source.

@@ -70,9 +70,7 @@ def tells_texts_apart(config: ModelConfig) -> bool:
 def read_encoder_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """Reads the config.json of an encoder, as `weft.engine.model.interface.ConfiguredModelClass`
-    requires.
-    """
+    """The `ConfigReader` of encoders."""
     fields = Fields(with_usual_names(raw), where)
     architecture = str(raw["architectures"][0])
     own = _READERS[encoder_stem(architecture)](fields)

@@ -205,7 +205,8 @@ def draft_entries(
 
 
 class DraftEntries:
-    """`draft_entries` as a `Follower` of the taps that write `aux`.
+    """`draft_entries` as work that continues from the taps that write `aux`, in the threads of the
+    native operation or concurrently with the following layers.
 
     It has the arguments and errors of `draft_entries`, and checks indices after it has run.
     """
@@ -231,12 +232,17 @@ class DraftEntries:
             self._describe(self._native)
 
     def native(self) -> cpu.DraftWriteStruct | None:
+        """The work for native operations, valid as long as this object lives; None if it has no
+        native form.
+        """
         return None if self._described is None else self._described[0]
 
     def done(self) -> None:
+        """Called when the native operation has run it."""
         self._is_done = True
 
     def begin(self) -> None:
+        """Called on a GPU once all states have been tapped, before the layers that follow."""
         device = self._arguments[0].device
         if is_forking(device):
             self._beside = SideStreamWork(device, self._launch_beside, "drafts")

@@ -9,10 +9,11 @@ that norm in fewer launches (`weft.kernels.gpu.stream`). No layer writes to the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from weft.kernels import cpu
+from weft.kernels.draft_head import DraftEntries
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.lora import LoraAddition, LoraStep, addition_to, experts_addition
 from weft.kernels.moe import SparseMlpWeight, by_pair, moe, route
@@ -278,23 +279,6 @@ def can_fold(
     return gpu.can_fold(rows, first, to_first, last, to_last)
 
 
-class Follower(Protocol):
-    """Work that continues from the tapped states, in the threads of the native operation or
-    concurrently with the following layers.
-    """
-
-    def native(self) -> cpu.DraftWriteStruct | None:
-        """The work for native operations, valid as long as this object lives; None if it has no
-        native form.
-        """
-
-    def done(self) -> None:
-        """Called when the native operation has run it."""
-
-    def begin(self) -> None:
-        """Called on a GPU once all states have been tapped, before the layers that follow."""
-
-
 class Taps:
     """Collects the residual stream, side by side, as it enters some layers.
 
@@ -309,7 +293,7 @@ class Taps:
     """
 
     def __init__(
-        self, layers: Sequence[int], out: torch.Tensor, follower: Follower | None = None
+        self, layers: Sequence[int], out: torch.Tensor, follower: DraftEntries | None = None
     ) -> None:
         count, width = len(layers), out.shape[1]
         if not 0 < count <= cpu.MAX_TAPS or width % count or not out.is_contiguous():
@@ -337,7 +321,7 @@ class Taps:
             place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer
         ]
 
-    def follower_of(self, first: int, count: int) -> Follower | None:
+    def follower_of(self, first: int, count: int) -> DraftEntries | None:
         """The work that can run directly after these layers, if any."""
         ends = (min(self._layers), max(self._layers))
         return self._follower if first <= ends[0] and ends[1] < first + count else None

@@ -224,7 +224,7 @@ def test_nothing_of_a_former_adapter_is_left_in_its_rows(
     clock = ManualClock()
     settings = {"enable_lora": True, "overlap": "on", "max_loras": 1}
     engine = make_engine(model_dir, "decode", clock, **settings, lora_memory_bytes=64 << 20)
-    pool = engine.adapters._store  # type: ignore[union-attr]
+    pool = engine.adapters._pool  # type: ignore[union-attr]
     read = pool.read
 
     def read_nan(directory: str, *, is_lenient: bool) -> Any:
@@ -288,7 +288,7 @@ def test_rows_in_the_pool_are_the_adapters(dtype: str, tmp_path: Path) -> None:
     parts = ["q", "down", "lm_head", "embed_tokens", "k", "v", "o", "gate", "up"]
     settings = {"dtype": dtype, "lora_projections": parts, "lora_memory_bytes": 64 << 20}
     with LLM(model_dir, **{**SETTINGS, **settings}) as llm:
-        pool: Any = llm.engine.adapters._store  # type: ignore[union-attr]
+        pool: Any = llm.engine.adapters._pool  # type: ignore[union-attr]
         weights = pool.read(str(path), is_lenient=False)
         assert isinstance(weights, HostWeights)
         rows = {

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from weft.checkpoint import architectures, digest
 from weft.checkpoint.dtypes import cpu_has_fast_bfloat16, resolve_dtype
 from weft.contract.errors import ConfigError, ModelError
-from weft.engine.model.archs import registry
 from weft.engine.model.archs.llama import LlamaForCausalLM
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -258,10 +257,10 @@ def test_other_distributions_add_architectures(monkeypatch: pytest.MonkeyPatch) 
         EntryPoint("Broken", "weft.engine.model.archs.llama:Missing", "weft.models"),
     ]
     monkeypatch.setattr(architectures, "entry_points", lambda group: points)
-    assert registry.model_class("Mine") is LlamaForCausalLM
+    assert architectures.load_class("Mine") is LlamaForCausalLM
     assert {"Mine", "Qwen3ForCausalLM"} <= set(architectures.supported_architectures())
     with pytest.raises(ModelError, match="Broken"):
-        registry.model_class("Broken")
+        architectures.load_class("Broken")
 
 
 def test_dtypes_are_resolved_by_device_and_checked(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import GatedMLP, down_spec, gate_up_spec
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.loader import load_model
-from weft.engine.model.weights.changed_weights import ChangedWeights
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.random_weights import RandomWeights
-from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
+from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader, TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights

@@ -54,7 +54,7 @@ class States:
         self.kept = torch.zeros(SLOTS + 1, HIDDEN)
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """See `KeptStates`."""
+        """See `DraftedModel.keep_accepted`."""
         self.kept[slots] = self.rows[rows]
 
 

@@ -30,7 +30,7 @@ from weft.engine.executor.ranks.frames import (
     encode_tokens,
 )
 from weft.engine.executor.step_input import ScoredRows, StepInput
-from weft.engine.model.archs.registry import model_class
+from weft.engine.model.loader import class_of
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme
@@ -221,7 +221,7 @@ def test_the_footprint_is_what_a_rank_reads(kind: str, size: int) -> None:
         weights = Weights(
             reader, PlainScheme(), torch.float32, CPU, shard=shard, expert_shard=of_experts
         )
-        model = model_class(config.architecture)(config, weights)
+        model = class_of(config)(config, weights)
         found = footprint_of_rank(config, size, ep)
         assert found.weights == reader.count
     if size == 1:

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from torch.cuda import CUDAGraph
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.drafts import tree_shapes
-from weft.engine.executor.drafts.captured import Graph
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
@@ -75,7 +75,7 @@ class Noted:
     """A graph whose replays are counted."""
 
     def __init__(
-        self, graph: Graph, counts: Counter[tuple[str, bool]], key: tuple[str, bool]
+        self, graph: CUDAGraph, counts: Counter[tuple[str, bool]], key: tuple[str, bool]
     ) -> None:
         self._graph, self._counts, self._key = graph, counts, key
 

@@ -89,13 +89,13 @@ class NotingFollower:
         self.seen: list[torch.Tensor] = []
 
     def native(self) -> None:
-        """See `Follower.native`."""
+        """See `DraftEntries.native`."""
 
     def done(self) -> None:
-        """See `Follower.done`."""
+        """See `DraftEntries.done`."""
 
     def begin(self) -> None:
-        """See `Follower.begin`."""
+        """See `DraftEntries.begin`."""
         self.seen.append(self._tapped.clone())
 
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from functools import partial
 from operator import is_
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -276,7 +277,7 @@ class Member:
 
 def test_a_pool_never_gives_a_worker_with_a_problem() -> None:
     rng = random.Random(1)
-    members = [Member(name) for name in "abcde"]
+    members: list[Any] = [Member(name) for name in "abcde"]
     members.append(Member("f"))
     members[-1].member = None  # not met yet
     healthy = WorkerPool(lambda: members)

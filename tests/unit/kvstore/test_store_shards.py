@@ -88,7 +88,9 @@ class FakeEngine:
 class Bench:
     def __init__(self, num_replicas: int) -> None:
         self.engine: Any = FakeEngine()
-        self.replicas = [FakeReplica(f"replica-{number}:1") for number in range(num_replicas)]
+        self.replicas: list[Any] = [
+            FakeReplica(f"replica-{number}:1") for number in range(num_replicas)
+        ]
         self.client = StoreClient(self.engine, self.replicas)
 
     async def put(self, keys: Sequence[bytes], first: int = 0) -> StorePutResult:

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.checkpoint.adapters.limits import LoraLimits
-from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace
+from weft.checkpoint.adapters.rows import DevicePlace
 from weft.contract.adapters import AdapterOrder
 from weft.contract.errors import AdapterError, PeerUnavailable, WeftError
 from weft.engine.base.config import PolicyName
 from weft.engine.features.lora import manager as manager_module
 from weft.engine.features.lora.manager import AdapterManager
+from weft.engine.model.adapters.weights import HostWeights
 from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.testing.scheduling.adapter_bench import ROW_BYTES, AdapterBench, FakeWeights
@@ -327,14 +328,14 @@ class _SilentDisk:
         self.is_over = threading.Event()
         self.replies: dict[int, WeftError | None] = {}
 
-    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
+    def read(self, directory: str, *, is_lenient: bool) -> HostWeights:
         if directory.startswith("silent"):
             self.answers.wait()
         elif directory == "dead":
             self.is_over.wait()
         return fake(directory)
 
-    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
+    def write(self, place: DevicePlace, weights: HostWeights) -> None:
         pass
 
     def reply(self, query: int, error: WeftError | None) -> None:

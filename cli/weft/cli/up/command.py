@@ -6,18 +6,18 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import IO, cast
 
+import grpc
 from rich.console import Console
 from rich.markup import escape
-from weft.cli.channel import cli_identity
+from weft.cli.channel import cli_identity, explain
 from weft.cli.operators import Operators, find_services
 from weft.cli.output import SteadyOutput, finish_output
 from weft.cli.rest_binary import find_rest_binary
-from weft.cli.up.adapters import load_adapters
 from weft.cli.up.checks import check_workers
 from weft.cli.up.console import ConsoleReporter
 from weft.cli.up.devices import with_devices
@@ -34,10 +34,12 @@ from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.cli.up.summary import keep_summary
 from weft.common.admin import read_token
 from weft.common.settings import load_settings, require_paths
-from weft.contract.errors import ConfigError, WeftError
+from weft.contract.errors import AdapterError, ConfigError, WeftError
 from weft.engine.base.gpus import num_usable_gpus
+from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _TAIL_LINES = 25
+_ADAPTER_TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,7 +99,7 @@ async def _serve(
             operators = Operators(
                 find_services(state, [first]), read_token(state.admin_token), identity
             )
-            await load_adapters(settings, operators, reporter.notice)
+            await _load_adapters(settings, operators, reporter.notice)
         edges = plan.rest_edges.values() or [None] * len(plan.gateways)
         for gateway, edge in zip(plan.gateways.values(), edges, strict=True):
             url = None if edge is None else f"{plan.rest_scheme}://{edge}"
@@ -132,6 +134,27 @@ async def _serve(
     finally:
         summary.cancel()
         await asyncio.gather(summary, return_exceptions=True)
+
+
+async def _load_adapters(
+    settings: UpSettings, operators: Operators, tell: Callable[[str], None]
+) -> None:
+    """Adapters that are registered already stay as they are."""
+    (address,) = operators.addresses.values()
+    async with operators.open_channel(address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        for text in settings.adapter:
+            model, name, path = settings.parse_adapter(text)
+            request = gateway_pb2.LoadAdapterRequest(
+                name=name, path=path, model=model, replace=True
+            )
+            try:
+                await stub.LoadAdapter(
+                    request, timeout=_ADAPTER_TIMEOUT_S, metadata=operators.metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                raise AdapterError(f"--adapter {text}: {explain(error, address)}") from error
+            tell(f"adapter {name} is loaded from {path}")
 
 
 def _check_platform() -> None:

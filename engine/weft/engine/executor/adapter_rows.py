@@ -26,7 +26,7 @@ from weft.checkpoint.adapters.projections import (
     WHOLE_SUFFIX,
     Projection,
 )
-from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Rows
+from weft.checkpoint.adapters.rows import DevicePlace, Rows
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.vocabularies import num_tokens
 from weft.contract.errors import AdapterError, ConfigError, ModelError
@@ -169,7 +169,7 @@ class _RowComponents:
 
 
 class LoraPool:
-    """Rows and tables of adapters; the `AdapterStore` of the LoRA manager.
+    """Rows and tables of adapters, which the LoRA manager fills.
 
     `read` and `write` are called by one thread each. `write` touches only memory that no step uses.
     On a GPU it works on a stream of its own, so neither it nor the steps wait for the other. Rank 0
@@ -304,7 +304,12 @@ class LoraPool:
         """The LoRA inputs of the draft head's only layer, number 0, for these segments."""
         return LoraStep(segments=segments, **self._draft_groups)
 
-    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
+    def read(self, directory: str, *, is_lenient: bool) -> HostWeights:
+        """Reads and checks an adapter.
+
+        Raises:
+            AdapterError: The adapter cannot be used.
+        """
         with torch.inference_mode():
             adapter = read_adapter(
                 Path(directory),
@@ -380,8 +385,10 @@ class LoraPool:
                 parts.add(projection.kind)
         return parts
 
-    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
-        assert isinstance(weights, HostWeights)
+    def write(self, place: DevicePlace, weights: HostWeights) -> None:
+        """Writes all rows of a place, which no step uses, and its table entries. Returns when the
+        device has them.
+        """
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for rank, tables in enumerate(self._of_ranks):
                 self._write(rank, tables, place, weights)

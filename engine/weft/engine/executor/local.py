@@ -23,7 +23,7 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
-from weft.engine.executor.drafts.keeping import DraftKeeper, KeptStates
+from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
@@ -84,7 +84,7 @@ class LocalExecutor:
         max_step_tokens: Most rows of a step.
         cuda_graphs: Whether to capture steps; only a CUDA device does.
         lora: Adapters on the device; None: none are served.
-        states: Hidden states by slot, which a draft head reads; None: there is no head.
+        drafted: The model with its draft head; None: there is no head.
         max_drafts: Most drafts of a request in a step.
         tree_rows: Rows of each tree whose steps are captured, the root included; empty: drafts form
             chains.
@@ -109,7 +109,7 @@ class LocalExecutor:
         max_step_tokens: int,
         cuda_graphs: bool = True,
         lora: LoraPool | None = None,
-        states: KeptStates | None = None,
+        drafted: DraftedModel | None = None,
         max_drafts: int = 0,
         tree_rows: Sequence[int] = (),
         window_pages: Sequence[int] = (),
@@ -132,7 +132,7 @@ class LocalExecutor:
         width = model.config.hidden_size
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
-        self._has_head = states is not None
+        self._has_head = drafted is not None
         self.page_size = layout.page_size
         if pool is None:
             whole = _new_pool(layout, 0, num_pages, device)
@@ -161,7 +161,7 @@ class LocalExecutor:
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
         self.known = SlotTokens(nothing[:-1], nothing[-1], words)
         """Lengths and last tokens of the slots as the device knows them, ahead of the host."""
-        self._keeper = DraftKeeper(self.known, self._own_pool, states)
+        self._keeper = DraftKeeper(self.known, self._own_pool, drafted)
         self._draws: DrawGraphs | None = None
         self.page_table, *self.window_tables = (
             PageTable(max_requests, max_pages, keeps_changes=is_cuda) for _ in layout.groups

@@ -390,7 +390,7 @@ def _make_executor(
         max_step_tokens=_max_step_tokens(config, models),
         cuda_graphs=config.cuda_graphs,
         lora=lora,
-        states=models.drafted,
+        drafted=models.drafted,
         max_drafts=config.most_drafts,
         tree_rows=tree_rows(config),
         window_pages=pools.window_pages,

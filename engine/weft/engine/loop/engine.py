@@ -149,9 +149,9 @@ class Engine:
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
         if self.sessions is not None:
             events.leaving.append(self.sessions.on_leaving)
-        self.fills.listener = self.scheduler
+        self.fills.scheduler = self.scheduler
         if self.tiers is not None:
-            self.tiers.listener = self.scheduler
+            self.tiers.scheduler = self.scheduler
             if self._block_pages is not None:
                 self._block_pages.on_allocated = self.tiers.write_back
             if self._window_pages is not None:

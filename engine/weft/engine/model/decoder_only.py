@@ -34,10 +34,6 @@ BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
 """
 
 
-def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
-    return GatedMLP.read(config, layer, weights)
-
-
 class LMHead:
     """The language-model head: hidden states to logits."""
 
@@ -76,7 +72,7 @@ class DecoderOnlyLM:
         config: ModelConfig,
         weights: Weights,
         attention: BuildAttention,
-        mlp: BuildMLP = gated_mlp,
+        mlp: BuildMLP = GatedMLP.read,
     ) -> None:
         self._take(config, weights, _build_stack(config, weights.at("model"), attention, mlp))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from weft.checkpoint.config import ModelConfig
@@ -66,25 +65,3 @@ class ModelClass(Protocol):
 
     def __call__(self, config: ModelConfig, weights: Weights) -> Model:
         """Reads every parameter of the model from `weights`."""
-
-
-class ConfiguredModelClass(ModelClass, Protocol):
-    """A class of another distribution that reads config.json itself."""
-
-    def read_config(
-        self, raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-    ) -> ModelConfig:
-        """Reads the model's configuration; a static or class method.
-
-        Args:
-            generation: Content of generation_config.json; empty if there is none.
-            where: Name of the source in messages.
-
-        Returns:
-            The configuration, or an instance of a frozen subclass with further fields, which the
-            model's constructor gets. Every value that changes hidden states must be a field, since
-            the fields identify cached pages.
-
-        Raises:
-            ModelError: A value is missing, malformed or not supported.
-        """

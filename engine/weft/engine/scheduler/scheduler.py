@@ -497,8 +497,8 @@ class Scheduler:
             self._fills.start(request)
 
     def fill_failed(self, request: Request) -> None:
-        """Queues a request again, in its old place. It keeps the accepted pages that it can
-        continue from.
+        """Queues a request again, in its old place, with the candidates that are left. It keeps the
+        accepted pages that it can continue from.
         """
         self.filling.remove(request)
         self.pages.drop_uncontinuable(request)

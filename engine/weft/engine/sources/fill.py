@@ -182,22 +182,6 @@ class Fill:
         )
 
 
-class FillListener(Protocol):
-    """Receives the progress of a request's fills (the scheduler)."""
-
-    def fill_completed(self, request: Request) -> None:
-        """Called when all pages that other workers may fill are accepted."""
-        ...
-
-    def fill_failed(self, request: Request) -> None:
-        """Called when a filler has failed; its `candidates` are the remaining ones."""
-        ...
-
-    def publish(self, request: Request) -> None:
-        """Called when new pages were accepted."""
-        ...
-
-
 @dataclass(slots=True)
 class FillCounters:
     fills_started: int = 0

@@ -33,13 +33,13 @@ from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
 from weft.engine.requests.request import Request, State
+from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
 from weft.engine.sources.fill import (
     BlockPages,
     Fill,
     FillCounters,
-    FillListener,
     FillState,
     OwnerTransport,
 )
@@ -94,7 +94,7 @@ class OwnerFills:
         )
         self._line = FillQueue(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
-        self.listener: FillListener | None = None
+        self.scheduler: Scheduler | None = None
         self.block_pages: BlockPages | None = None
         """Carries states or window pages that requests need besides KV to continue; None: KV is
         enough.
@@ -614,8 +614,8 @@ class OwnerFills:
             begin, request.num_computed = request.num_computed, num_known
             if fill.candidate.kind == "kvstore":
                 request.num_cached_tokens += request.num_computed - begin
-            assert self.listener is not None
-            self.listener.publish(request)
+            assert self.scheduler is not None
+            self.scheduler.publish(request)
         if self.block_pages is not None and is_whole:
             is_stored = fill.candidate.kind == "kvstore"
             self.block_pages.unpack(request, fill.block_pages, fill.end_token, is_stored=is_stored)
@@ -637,9 +637,9 @@ class OwnerFills:
         fill.record.end_s = self._clock() - request.timeline.submitted_at
         del self._by_request[id(request)]
         self.counters.fills_done += 1
-        assert self.listener is not None
+        assert self.scheduler is not None
         if fill.end_token >= self._end_token(request):
-            self.listener.fill_completed(request)
+            self.scheduler.fill_completed(request)
         else:
             self.start(request)
 
@@ -714,8 +714,8 @@ class OwnerFills:
             why,
         )
         request.sources.candidates.pop(0)
-        assert self.listener is not None
-        self.listener.fill_failed(request)
+        assert self.scheduler is not None
+        self.scheduler.fill_failed(request)
 
     def _prove(self, fill: Fill) -> None:
         """Records the proof that a filler has stopped. Over NIXL, bytes may still arrive until a

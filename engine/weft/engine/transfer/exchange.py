@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.pages import StagingPages
-from weft.engine.transfer.staged import StagedPort, StagedSource, StagingMover
+from weft.engine.transfer.mover import PageMover
+from weft.engine.transfer.staged import StagedPort, StagedSource
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
 from weft.pages.transfer.digester import DigestThread
@@ -57,7 +58,7 @@ class DirectExchange:
 class StagedExchange:
     """A staging area for a pool that peers cannot reach."""
 
-    def __init__(self, area: StagingArea, memory: StagingMemory, mover: StagingMover) -> None:
+    def __init__(self, area: StagingArea, memory: StagingMemory, mover: PageMover) -> None:
         self.staging = area
         self.pages = area.pages
         self.region = memory.region

@@ -52,8 +52,8 @@ class Lanes:
 
 
 class DeviceMove:
-    """A `StagingMove`: the events after the copies and after the digests, and the host memory that
-    will hold the digests.
+    """Copies enqueued on a device: the events after the copies and after the digests, and the host
+    memory that will hold the digests.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class DeviceMove:
         self._staged = staged
 
     def is_done(self) -> bool:
+        """Whether the copies have ended. Raises the error that made them fail."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -76,10 +77,12 @@ class DeviceMove:
             self._event.synchronize()
 
     def digests(self) -> list[int]:
+        """Digests of the pages as they are in the pool, once done; 0 each if not requested."""
         found: list[int] = self._digests.numpy()[list(self._staged)].view(np.uint64).tolist()
         return found
 
     def digest_s(self) -> float:
+        """Seconds that the device took for the digests, once done."""
         if self._copied is None or self._event is None:
             return 0.0
         took_ms: float = self._copied.elapsed_time(self._event)
@@ -87,7 +90,8 @@ class DeviceMove:
 
 
 class PageMover:
-    """Implements `StagingMover`. Thread-safe. Every call may take some tens of microseconds.
+    """Copies between pool and staging area. Thread-safe. Every call may take some tens of
+    microseconds.
 
     Args:
         pool: `[num_pages, ...]`, contiguous, or its pages.
@@ -117,10 +121,12 @@ class PageMover:
         self._try(area)
 
     def mark(self) -> WorkMark:
+        """A mark after the work that the engine has enqueued so far. The engine thread calls it."""
         return self._mark()
 
     @property
     def is_direct(self) -> bool:
+        """Whether the staging pages are memory of the pool's GPU. `move_out` then takes a mark."""
         is_whole = len(self._pages.parts) == 1
         return self._is_direct and is_whole and self._pages.device.type == "cuda"
 
@@ -132,6 +138,9 @@ class PageMover:
         with_digests: bool,
         after: WorkMark | None = None,
     ) -> DeviceMove:
+        """Starts copying pages of the pool to staging pages, and computing digests if wanted. The
+        pages are published, or written by work before the mark.
+        """
         lanes = self._lanes
         with (lanes.out if after is None else lanes.early).begin(after) as lane:
             numbers = lane.send(pages)
@@ -151,6 +160,9 @@ class PageMover:
         *,
         with_digests: bool,
     ) -> DeviceMove:
+        """Starts copying staging pages to pages of the pool after a mark, and computing digests of
+        the pool's pages.
+        """
         with self._lanes.into.begin(after) as lane:
             numbers = lane.send(pages)
             if self._is_direct:
@@ -162,7 +174,9 @@ class PageMover:
             return self._finish(lane, numbers, staged, with_digests)
 
     def close(self) -> None:
-        """Waits for the copies under way and releases the staging area."""
+        """Waits for the copies under way and releases the staging area. The caller must start no
+        more copies.
+        """
         for lane in (self._lanes.out, self._lanes.early, self._lanes.into):
             lane.wait()
         self._memory.close()

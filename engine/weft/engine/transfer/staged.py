@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 import numpy as np
 from weft.contract import faults
 from weft.contract.pages import StagingPages
+from weft.engine.transfer.mover import DeviceMove, PageMover
 from weft.engine.transfer.staging import StagingArea
 from weft.pages.marks import WorkMark
 from weft.pages.transfer.digester import (
@@ -30,73 +30,8 @@ MAX_MOVING = 8
 """Most copies that the engine thread has under way. Each takes a pinned buffer for page numbers."""
 
 
-class StagingMove(Protocol):
-    """Copies enqueued on a device."""
-
-    def is_done(self) -> bool:
-        """Whether the copies have ended. Raises the error that made them fail."""
-        ...
-
-    def wait(self) -> None:
-        """Waits until the copies have ended."""
-        ...
-
-    def digests(self) -> list[int]:
-        """Digests of the pages as they are in the pool, once done; 0 each if not requested."""
-        ...
-
-    def digest_s(self) -> float:
-        """Seconds that the device took for them, once done."""
-        ...
-
-
-class StagingMover(Protocol):
-    """Copies between pool and staging area."""
-
-    def mark(self) -> WorkMark:
-        """A mark after the work that the engine has enqueued so far. The engine thread calls it."""
-        ...
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the staging pages are memory of the pool's GPU. Copies then take some tens of
-        microseconds, and `move_out` takes a mark.
-        """
-        ...
-
-    def move_out(
-        self,
-        pages: Sequence[int],
-        staged: Sequence[int],
-        *,
-        with_digests: bool,
-        after: WorkMark | None = None,
-    ) -> StagingMove:
-        """Starts copying pages of the pool to staging pages, and computing digests if wanted. The
-        pages are published, or written by work before the mark.
-        """
-        ...
-
-    def move_in(
-        self,
-        staged: Sequence[int],
-        pages: Sequence[int],
-        after: WorkMark | None,
-        *,
-        with_digests: bool,
-    ) -> StagingMove:
-        """Starts copying staging pages to pages of the pool after a mark, and computing digests of
-        the pool's pages.
-        """
-        ...
-
-    def close(self) -> None:
-        """Releases the mover. The caller must start no more copies."""
-        ...
-
-
 class StagedReading(Reading):
-    def __init__(self, pages: Sequence[int], move: StagingMove) -> None:
+    def __init__(self, pages: Sequence[int], move: DeviceMove) -> None:
         super().__init__(pages)
         self._move = move
 
@@ -113,7 +48,7 @@ class StagedReading(Reading):
 class StagedSource(PageSource):
     """A source of pages that are copied to a staging area."""
 
-    def __init__(self, area: StagingArea, mover: StagingMover, *, has_digests: bool) -> None:
+    def __init__(self, area: StagingArea, mover: PageMover, *, has_digests: bool) -> None:
         super().__init__(area.pages, has_digests=has_digests)
         self._area = area
         self._mover = mover
@@ -166,7 +101,7 @@ class StagedPort:
     """
 
     def __init__(
-        self, area: StagingArea, mover: StagingMover, wake: Callable[[], None], *, has_digests: bool
+        self, area: StagingArea, mover: PageMover, wake: Callable[[], None], *, has_digests: bool
     ) -> None:
         self._area = area
         self._mover = mover
@@ -178,7 +113,7 @@ class StagedPort:
         self._out: deque[Digested] = deque()
         self._num_queued = 0
         """Jobs given to the thread whose results were not taken."""
-        self._moving: deque[tuple[_Job, StagingMove]] = deque()
+        self._moving: deque[tuple[_Job, DeviceMove]] = deque()
         """Copies into the pool that the engine thread has enqueued, in order."""
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weft-landing", daemon=True)
@@ -285,7 +220,7 @@ class StagedPort:
 
     def _run(self) -> None:
         try:
-            moving: deque[tuple[_Job, StagingMove]] = deque()
+            moving: deque[tuple[_Job, DeviceMove]] = deque()
             is_closing = False
             while moving or not is_closing:
                 # The thread enqueues new work before it waits for the oldest copy.
@@ -309,7 +244,7 @@ class StagedPort:
         except Empty:
             return _NOTHING
 
-    def _begin(self, job: _Job) -> StagingMove:
+    def _begin(self, job: _Job) -> DeviceMove:
         if not isinstance(job.tag, tuple):
             return self._mover.move_out(job.pages, job.staged, with_digests=True)
         if self.before_digest is not None:
@@ -318,7 +253,7 @@ class StagedPort:
             faults.FILL_DIGEST.flip_bit(self._area.pages, job.staged)
         return self._mover.move_in(job.staged, job.pages, job.after, with_digests=self._has_digests)
 
-    def _end(self, job: _Job, move: StagingMove) -> None:
+    def _end(self, job: _Job, move: DeviceMove) -> None:
         move.wait()
         self._out.append(Digested(job.tag, move.digests(), job.staged))
         self._wake()

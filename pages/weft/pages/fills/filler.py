@@ -32,12 +32,12 @@ from weft.pages.memory.page_memory import PageMemory
 from weft.pages.transfer.chunks import (
     RAN_OUT,
     ChunkPosted,
-    EarlyReader,
     LeaseTerm,
     ShipChunk,
     Shipper,
     ShipResult,
 )
+from weft.pages.transfer.ship import ShipThread
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Filler:
         block_pages: BlockSource | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
-        early: EarlyReader | None = None,
+        early: ShipThread | None = None,
     ) -> None:
         self._page_size = page_size
         self._epoch = epoch

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from weft.contract.clock import Clock
 from weft.contract.handle import FillEvent, NixlTargetInfo
-from weft.pages.marks import WorkMark
 
 RAN_OUT = "the lease ran out"
 
@@ -93,16 +92,6 @@ class ShipResult:
     """Whether the write failed and its agent could not be destroyed, so that NIXL may still read
     the pages.
     """
-
-
-class EarlyReader(Protocol):
-    """Reads pages for a `Shipper` while the step that computes them is under way."""
-
-    def read_early(self, chunk: ShipChunk, after: WorkMark) -> None:
-        """Starts reading the pages of a chunk that will be shipped once the step before the mark is
-        committed, unless its lease is stopped before.
-        """
-        ...
 
 
 class Shipper(Protocol):

@@ -58,8 +58,8 @@ class _Posted:
 
 
 class ShipThread:
-    """Implements `Shipper` and `EarlyReader` over NIXL writes or `data` events. Without `agents`,
-    NIXL is not available. Any thread may call `wake`, after a result or event was queued.
+    """Implements `Shipper` over NIXL writes or `data` events. Without `agents`, NIXL is not
+    available. Any thread may call `wake`, after a result or event was queued.
     """
 
     def __init__(
@@ -101,6 +101,9 @@ class ShipThread:
         return self._source.reads_early
 
     def read_early(self, chunk: ShipChunk, after: WorkMark) -> None:
+        """Starts reading the pages of a chunk that will be shipped once the step before the mark is
+        committed, unless its lease is stopped before.
+        """
         self._early_orders.append((chunk, after))
         self._signal.set()
 

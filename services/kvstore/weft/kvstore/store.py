@@ -19,7 +19,7 @@ from weft.contract.errors import Draining
 from weft.contract.keys import block_keys, blocks_keys
 from weft.contract.reports import TierReport
 from weft.contract.store import PutOrder
-from weft.kvstore.backends.sources import open_source
+from weft.kvstore.backends import open_source
 from weft.kvstore.counters import Counters
 from weft.kvstore.front import FillFront
 from weft.kvstore.page_arena import PageArena, PageSizeMismatch

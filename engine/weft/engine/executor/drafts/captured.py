@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import PinnedBuffers
-
-
-class DevicePageTable(Protocol):
-    """The page table as steps read it on the device."""
-
-    @property
-    def pages(self) -> torch.Tensor:
-        """[max_requests + 1, max_pages] int32. The last row contains only the null page."""
-
-    def send_pages(self) -> None:
-        """Sends changes of the host's page table."""
+from weft.engine.executor.device_inputs import DeviceInputs
 
 
 class StaticColumns:
     """int64 columns with one value per request, in fixed memory.
 
     Args:
-        pages: On the same device.
+        inputs: Inputs of the steps, on the same device.
         paddings: Values of padding requests in the columns after the first one, which holds slots.
     """
 
-    def __init__(self, pages: DevicePageTable, paddings: Sequence[int], max_requests: int) -> None:
-        self._pages = pages
+    def __init__(self, inputs: DeviceInputs, paddings: Sequence[int], max_requests: int) -> None:
+        self._inputs = inputs
         # A padding request has the dummy slot, which names only the null page.
-        self._paddings = (pages.pages.shape[0] - 1, *paddings)
-        device = pages.pages.device
+        self._paddings = (inputs.pages.shape[0] - 1, *paddings)
+        device = inputs.pages.device
         self._pinned = PinnedBuffers(device)
         size = len(self._paddings) * max_requests
         self._flat = torch.zeros(size, dtype=torch.int64, device=device)
@@ -48,7 +38,7 @@ class StaticColumns:
         """Sends columns padded to `requests` without waiting. This takes one copy unless there are
         new pages.
         """
-        self._pages.send_pages()
+        self._inputs.send_pages()
         sent = self._flat[: len(self._paddings) * requests].view(torch.uint8)
         buffer, host_bytes = self._pinned.take(len(sent))
         host = host_bytes[: len(sent)].view(np.int64).reshape(len(self._paddings), requests)
@@ -59,22 +49,13 @@ class StaticColumns:
         self._pinned.sent()
 
 
-class Graph(Protocol):
-    def replay(self) -> None: ...
-
-
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.cuda.CUDAGraph, torch.Tensor]]
 """Captures a function's device work. Returns the graph, and the tensor that holds its result after
 each replay.
 """
 
-
-class _Ordered(Protocol):
-    def __lt__(self, other: Any, /) -> bool: ...
-
-
-Bucket = TypeVar("Bucket", bound=_Ordered)
-Captured = dict[Bucket, tuple[Graph, torch.Tensor]]
+Bucket = TypeVar("Bucket", bound=tuple[Any, ...])
+Captured = dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]]
 """By bucket: the graph, and the tensor that holds its result."""
 
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,10 +18,11 @@ from weft.checkpoint.adapters.projections import Projection
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import AdapterError
 from weft.engine.base.device_copies import PinnedBuffers
+from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.lora_columns import LoraColumns
 from weft.engine.model.adapters.adapter import LoraPair
 from weft.engine.model.heads.draft_adapter import MODULES, read_draft_pairs
-from weft.kernels.lora import LoraSegments, LoraStep
+from weft.kernels.lora import LoraStep
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +72,6 @@ class DraftAdapterFiles:
         return {_NAMES[module]: pair for module, pair in pairs.items()}
 
 
-class DraftAdapters(Protocol):
-    """Draft adapters on the device (`weft.engine.executor.adapter_rows.LoraPool`)."""
-
-    max_slots: int
-    """Slots of the tables, slot 0 for no adapter included."""
-    has_drafts: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    """[max_slots]: whether the adapter in each slot brings a draft adapter."""
-
-    def draft_step(self, segments: LoraSegments) -> LoraStep:
-        """The LoRA inputs of the head's only layer, number 0, for rows sorted by these segments."""
-
-
 class AdapterRows:
     """The draft adapter of each row of captured drafting, in fixed memory.
 
@@ -93,7 +81,7 @@ class AdapterRows:
 
     def __init__(
         self,
-        adapters: DraftAdapters,
+        adapters: LoraPool,
         device: torch.device,
         max_requests: int,
         rows_each: Sequence[int],

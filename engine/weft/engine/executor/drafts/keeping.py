@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts
 from weft.kernels.tree_rows import accept_trees, move_paths
-
-
-class KeptStates(Protocol):
-    """Hidden states of the target by slot, from which drafts continue."""
-
-    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keeps the hidden states of `rows` of the last forward pass for `slots`; both are [V]
-        int64.
-        """
 
 
 class DraftKeeper:
@@ -24,13 +14,14 @@ class DraftKeeper:
     Args:
         known: Tokens by slot, which this class writes.
         pool: KV pool, in which this class moves the KV of accepted tree paths.
-        states: Hidden states by slot, for a draft head; None: there is no head.
+        drafted: The model with its draft head, whose hidden states this class keeps by slot; None:
+            there is no head.
     """
 
-    def __init__(self, known: SlotTokens, pool: torch.Tensor, states: KeptStates | None) -> None:
+    def __init__(self, known: SlotTokens, pool: torch.Tensor, drafted: DraftedModel | None) -> None:
         self.known = known
         self._pool = pool
-        self._states = states
+        self._drafted = drafted
 
     def accept(self, tokens: torch.Tensor, step: StepRows, verified: Verified) -> None:
         """Accepts the drafts of a step up to the first one that differs from the drawn token.
@@ -44,5 +35,5 @@ class DraftKeeper:
         else:
             last_rows, slots, paths = accept_trees(tokens, step, verified, self.known)
             move_paths(self._pool, step.places, verified.rows, paths)
-        if self._states is not None:
-            self._states.keep_accepted(last_rows, slots)
+        if self._drafted is not None:
+            self._drafted.keep_accepted(last_rows, slots)

@@ -10,12 +10,8 @@ import torch
 from torch.nn import functional
 from weft.contract.arrays import Int64Array
 from weft.engine.base.drafts import DraftShape
-from weft.engine.executor.drafts.captured import (
-    Capture,
-    DevicePageTable,
-    StaticColumns,
-    capture_each,
-)
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.drafts.captured import Capture, StaticColumns, capture_each
 from weft.engine.executor.drafts.draft_rows import AdapterRows
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
@@ -54,7 +50,7 @@ class StaticTrees:
         model: Target and an EAGLE-3 head.
         pool: The target's.
         known: State of the slots on the device; receives the trees.
-        pages: The page table on the same device.
+        inputs: Inputs of the steps, on the same device.
         max_requests: Most requests of a step with trees.
         adapters: Draft adapters of the requests' rows, for one row per request and for as many as
             trees are wide; None: no bucket has any.
@@ -65,7 +61,7 @@ class StaticTrees:
         model: DraftedModel,
         pool: torch.Tensor,
         known: SlotTokens,
-        pages: DevicePageTable,
+        inputs: DeviceInputs,
         page_size: int,
         max_requests: int,
         adapters: AdapterRows | None = None,
@@ -75,10 +71,10 @@ class StaticTrees:
         self._kept = model.kept
         self._pool = pool
         self._known = known
-        self._pages = pages
+        self._inputs = inputs
         self._page_size = page_size
         # Padding requests are at position 0, where a head has no KV.
-        self._columns = StaticColumns(pages, (0, 1, 0), max_requests)
+        self._columns = StaticColumns(inputs, (0, 1, 0), max_requests)
         self._each = torch.arange(max_requests + 1, dtype=torch.int32, device=pool.device)
         self._adapters = adapters
 
@@ -103,7 +99,7 @@ class StaticTrees:
         masks (`draft_tree`), [2, nodes, requests] int64.
         """
         slots, starts, limits, max_depths = self._columns.views(bucket.requests)
-        pages, known, shape = self._pages.pages, self._known, bucket.shape
+        pages, known, shape = self._inputs.pages, self._known, bucket.shape
         num_places = 1 + shape.width * (shape.depth - 1)
         positions, places, _ = chain_places(
             slots, starts, limits, known.starts, pages, num_places, self._page_size

@@ -167,7 +167,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         max_step_tokens=max_step_tokens,
         cuda_graphs=config.cuda_graphs,
         lora=lora,
-        states=drafted,
+        drafted=drafted,
         max_drafts=config.most_drafts,
         num_blocks=num_blocks,
         pool=pool,

@@ -1,10 +1,10 @@
-"""Adapters in host memory, within a limit of bytes. Pure Python."""
+"""Adapters in host memory, within a limit of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.checkpoint.adapters.rows import AdapterWeights
+from weft.engine.model.adapters.weights import HostWeights
 
 
 class HostCache:
@@ -12,7 +12,7 @@ class HostCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._kept: dict[bytes, AdapterWeights] = {}
+        self._kept: dict[bytes, HostWeights] = {}
         """The least recently used first."""
         self.touched: set[bytes] = set()
         """Adapters that were added or evicted. The reader clears it."""
@@ -28,14 +28,14 @@ class HostCache:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._kept
 
-    def get(self, digest: bytes) -> AdapterWeights | None:
+    def get(self, digest: bytes) -> HostWeights | None:
         """An adapter's weights; counts as a use."""
         weights = self._kept.pop(digest, None)
         if weights is not None:
             self._kept[digest] = weights
         return weights
 
-    def put(self, weights: AdapterWeights, wanted: Sequence[bytes] = ()) -> bool:
+    def put(self, weights: HostWeights, wanted: Sequence[bytes] = ()) -> bool:
         """Caches an adapter and evicts others for it. Returns whether the cache kept the adapter.
 
         Args:

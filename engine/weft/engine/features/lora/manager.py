@@ -15,10 +15,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from weft.checkpoint.adapters.limits import LoraLimits
-from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Needs
+from weft.checkpoint.adapters.rows import DevicePlace, Needs
 from weft.contract.adapters import AdapterOrder, AdapterPlace, AdapterState
 from weft.contract.clock import Clock, monotonic
 from weft.contract.errors import (
@@ -31,9 +30,11 @@ from weft.contract.errors import (
 from weft.contract.give_way import HostPriority
 from weft.contract.submits import Submit
 from weft.engine.base.background import BackgroundThread
+from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.features.lora.host_cache import HostCache
 from weft.engine.features.lora.residency import Residency
 from weft.engine.features.lora.rows import RowPool
+from weft.engine.model.adapters.weights import HostWeights
 from weft.engine.scheduler.adapters import Adapters, not_loaded
 
 logger = logging.getLogger(__name__)
@@ -46,24 +47,6 @@ MAX_STALLED = 4
 """Most threads that are still blocked by abandoned reads. With that many, further reads fail while
 the current one stalls.
 """
-
-
-class AdapterStore(Protocol):
-    """Reads adapter weights and writes them to the device. Background threads call it."""
-
-    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
-        """Reads and checks an adapter.
-
-        Raises:
-            AdapterError: The adapter cannot be used.
-        """
-        ...
-
-    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
-        """Writes all rows of a place, which no step uses, and its table entries. Returns when the
-        device has them.
-        """
-        ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -108,7 +91,7 @@ class AdapterManager(Adapters):
     def __init__(
         self,
         limits: LoraLimits,
-        store: AdapterStore,
+        pool: LoraPool,
         wake: Callable[[], None],
         host: HostPriority | None = None,
         clock: Clock = monotonic,
@@ -116,7 +99,7 @@ class AdapterManager(Adapters):
     ) -> None:
         self._limits = limits
         self._on_order = on_order
-        self._store = store
+        self._pool = pool
         self.residency = Residency(RowPool(limits.num_rows, limits.max_loras))
         self._host = HostCache(limits.host_bytes)
         self._entries: dict[bytes, _Entry] = {}
@@ -339,9 +322,9 @@ class AdapterManager(Adapters):
         if place is not None and weights is not None:
             self._write(entry, place, weights)
 
-    def _write(self, entry: _Entry, place: DevicePlace, weights: AdapterWeights) -> None:
+    def _write(self, entry: _Entry, place: DevicePlace, weights: HostWeights) -> None:
         self.num_writes += 1
-        self._writer.give(_Write(self._store, place, weights, lambda e: self._written(entry, e)))
+        self._writer.give(_Write(self._pool, place, weights, lambda e: self._written(entry, e)))
 
     def _written(self, entry: _Entry, error: Exception | None) -> None:
         self.residency.arrived(entry.digest)
@@ -373,7 +356,7 @@ class AdapterManager(Adapters):
             return
         self._reading = entry
         self.num_reads += 1
-        self._reader.give(_Read(self._store, entry, self._was_read))
+        self._reader.give(_Read(self._pool, entry, self._was_read))
 
     def _leave_stalled_read(self) -> bool:
         """Fails a read whose disk does not answer; returns whether it did. The read keeps its
@@ -425,7 +408,7 @@ class AdapterManager(Adapters):
         return None
 
     def _was_read(
-        self, entry: _Entry, weights: AdapterWeights | None, error: Exception | None
+        self, entry: _Entry, weights: HostWeights | None, error: Exception | None
     ) -> None:
         if entry is not self._reading:
             return  # The read was abandoned.
@@ -443,7 +426,7 @@ class AdapterManager(Adapters):
             error = Internal(f"{entry.label} was not read: {type(error).__name__}: {error}")
         self._set_failed(entry, error)
 
-    def _take(self, entry: _Entry, weights: AdapterWeights) -> None:
+    def _take(self, entry: _Entry, weights: HostWeights) -> None:
         """Accepts a read adapter. Raises AdapterError if its digest is wrong or it does not fit."""
         if weights.digest != entry.digest:
             raise AdapterError(
@@ -477,16 +460,16 @@ class AdapterManager(Adapters):
 
 @dataclass(slots=True)
 class _Read:
-    store: AdapterStore
+    pool: LoraPool
     entry: _Entry
-    done: Callable[[_Entry, AdapterWeights | None, Exception | None], None]
-    weights: AdapterWeights | None = None
+    done: Callable[[_Entry, HostWeights | None, Exception | None], None]
+    weights: HostWeights | None = None
     error: Exception | None = None
 
     def run(self) -> None:
         try:
             entry = self.entry
-            self.weights = self.store.read(entry.directory, is_lenient=entry.is_lenient)
+            self.weights = self.pool.read(entry.directory, is_lenient=entry.is_lenient)
         except Exception as error:
             self.error = error
 
@@ -496,15 +479,15 @@ class _Read:
 
 @dataclass(slots=True)
 class _Write:
-    store: AdapterStore
+    pool: LoraPool
     place: DevicePlace
-    weights: AdapterWeights
+    weights: HostWeights
     done: Callable[[Exception | None], None]
     error: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.store.write(self.place, self.weights)
+            self.pool.write(self.place, self.weights)
         except Exception as error:
             self.error = error
 

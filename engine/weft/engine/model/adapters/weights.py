@@ -75,10 +75,12 @@ for a GPU, packed for a CPU.
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """The `AdapterWeights` of this engine."""
+    """An adapter in host memory, as rows of the device's memory."""
 
     digest: bytes
+    """32 bytes that name the adapter's content."""
     rank: int
+    """Largest rank among its modules."""
     kinds: Mapping[str, KindRows]
     """Rows by `Projection.name`."""
     vocab_end: int
@@ -96,6 +98,7 @@ class HostWeights:
 
     @property
     def needs(self) -> dict[str, int]:
+        """Device rows needed of each kind."""
         needs = {name + WHOLE_SUFFIX: 1 for name in self.whole}
         for name, kind in self.kinds.items():
             needs[name] = len(kind.a.rows)

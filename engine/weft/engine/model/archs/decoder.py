@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -55,7 +56,6 @@ from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.layers.rotary import Rotaries
 from weft.engine.model.layers.shared_attention import SharedAttention
-from weft.engine.model.layers.sinusoids import sinusoids
 from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
@@ -159,10 +159,22 @@ def _read_positions(
     if first is None:
         return None
     if parts.has_sinusoids:
-        return sinusoids(first, longest, config.hidden_size).to(weights.device, weights.dtype)
+        return _sinusoids(first, longest, config.hidden_size).to(weights.device, weights.dtype)
     shape = (first + longest, config.hidden_size)
     rows = slice(first, first + longest)
     return weights.read([TensorSlice(f"{config.names.positions}.weight", shape, (rows,))])
+
+
+def _sinusoids(first: int, count: int, width: int) -> torch.Tensor:
+    """Positions from `first` on as sines and cosines of falling frequencies (Vaswani et al., arXiv
+    1706.03762), [count, width] float32, in tensor2tensor's form: all sines before the cosines.
+    `width` must be even.
+    """
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half).float() * -(math.log(10_000.0) / (half - 1)))
+    positions = torch.arange(first, first + count, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
 def _layer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.checkpoint.config import ModelConfig
 from weft.engine.model.archs.qwen3 import qwen3_attention
-from weft.engine.model.decoder_only import DecoderOnlyLM, gated_mlp
+from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.weights.weights import Weights
@@ -14,7 +14,7 @@ def qwen3_moe_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP
     """The layer's experts, or one MLP if the configuration says that the layer has no experts."""
     if config.moe is not None and config.moe.is_sparse(layer):
         return SparseMLP.read(config.moe, layer, config.hidden_size, weights)
-    return gated_mlp(config, layer, weights)
+    return GatedMLP.read(config, layer, weights)
 
 
 class Qwen3MoeForCausalLM(DecoderOnlyLM):

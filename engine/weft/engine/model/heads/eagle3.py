@@ -19,9 +19,8 @@ from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.step import Step
-from weft.engine.model.weights.changed_weights import ChangedWeights
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
-from weft.engine.model.weights.reader import CheckpointReader
+from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights

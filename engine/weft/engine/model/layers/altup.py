@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 from weft.checkpoint.parts import AltUpConfig
-from weft.engine.model.layers.laurel import Laurel
-from weft.engine.model.layers.layer import Layer, Mixer, Query
+from weft.engine.model.layers.layer import Layer, Mixer, Query, shape_of
 from weft.engine.model.layers.per_layer import PerLayerPart
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
@@ -126,6 +125,35 @@ class AltUp(NamedTuple):
 def _of_each(routed: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """[T, C] and [N, C] -> [T, N]: their product, computed for each row by itself."""
     return (routed.unsqueeze(1) * matrix).sum(dim=2)
+
+
+class Laurel:
+    """A learned low-rank augmentation of the stream (LAuReL, arXiv 2411.07501):
+    x + norm(right(left(x))), where x are the rows that attention reads.
+    """
+
+    def __init__(self, left: LinearWeight, right: LinearWeight, norm: Norm) -> None:
+        """Assembles the addition from its products.
+
+        Args:
+            left: [hidden] -> [R].
+            right: [R] -> [hidden].
+        """
+        self._left, self._right, self._norm = left, right, norm
+
+    @classmethod
+    def read(cls, hidden: int, rank: int, eps: float, weights: Weights) -> Laurel:
+        left = LinearSpec(names=("linear_left",), in_features=hidden, rows=(rank,))
+        right = LinearSpec(names=("linear_right",), in_features=rank, rows=(hidden,))
+        norm = Norm(weights.norm("post_laurel_norm", hidden), eps)
+        return cls(weights.linear(left), weights.linear(right), norm)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return x + self._norm(linear(linear(x, self._left), self._right))
+
+    def shape_key(self) -> object:
+        return Laurel, shape_of(self._left)
 
 
 class AltUpLayer:

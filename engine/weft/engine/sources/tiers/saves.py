@@ -1,9 +1,11 @@
-"""Saves: pages on their way from the pool to host memory, and from there to disk."""
+"""Saves: pages on their way from the pool to host memory, and from there to disk. Removals of pages
+that a tier has dropped.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from weft.contract.pages import Page
@@ -78,3 +80,18 @@ class DiskSave:
         self.disk.counters.save_us += int(self.duration_s * 1e6)
         self.save.end()
         self.ended(self)
+
+
+class Removal:
+    """Implements `BackgroundJob`: deletes pages."""
+
+    def __init__(self, tier: Tier, places: Iterable[PagePlace]) -> None:
+        self._tier = tier
+        self._places = list(places)
+
+    def run(self) -> None:
+        while self._places:
+            self._tier.medium.remove(self._places.pop())
+
+    def end(self) -> None:
+        self._tier.remove_with_next_save(self._places)

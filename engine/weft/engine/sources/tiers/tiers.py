@@ -23,7 +23,7 @@ from weft.contract.reports import TierReport
 from weft.contract.timeline import FillRecord
 from weft.engine.base.background import BackgroundThread
 from weft.engine.requests.request import Request, State
-from weft.engine.sources.fill import FillListener
+from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.tiers.blocks import Companion, FoundBlock, names_of, pages_of
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.loads import (
@@ -34,8 +34,7 @@ from weft.engine.sources.tiers.loads import (
     TierRun,
     chunked,
 )
-from weft.engine.sources.tiers.removal import Removal
-from weft.engine.sources.tiers.saves import DigestSave, DiskSave, HostSave
+from weft.engine.sources.tiers.saves import DigestSave, DiskSave, HostSave, Removal
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.prefix_cache import Evicted
 from weft.pages.memory.tree import Node
@@ -135,7 +134,7 @@ class Tiers:
         """Pages copied within a step when the pool evicted them, since start."""
         self._block_room = self._most_written_back
         """Pages of blocks that may still be copied within this turn."""
-        self.listener: FillListener | None = None
+        self.scheduler: Scheduler | None = None
         memory.on_reclaimed = self._reclaimed.append
         self._blocks = blocks
         self._saving: dict[int, int] = {}
@@ -585,20 +584,20 @@ class Tiers:
         record.end_s = self._clock() - request.timeline.submitted_at
         if any(found.outcome in ("corrupt", "failed") for found in chunk.loads):
             record.failure = "a page could not be read or was not what was saved"
-        assert self.listener is not None
+        assert self.scheduler is not None
         if chunk.num_good and load.block is None:
-            self.listener.publish(request)
+            self.scheduler.publish(request)
         if not load.chunks:
             self._end(load, request)
 
     def _end(self, load: TierLoad, request: Request) -> None:
         del self._loads[id(request)]
-        assert self.listener is not None
+        assert self.scheduler is not None
         if load.block is not None:
             self._end_block(load, load.block, request)
         self._memory.release(load.pages)
         request.held.promise(self._memory, len(load.pages))
-        self.listener.fill_completed(request)
+        self.scheduler.fill_completed(request)
 
     def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
         """Gives a request the pages that were loaded, if their block has come too."""
@@ -607,7 +606,7 @@ class Tiers:
             self._give_back(block)
             return
         assert self._blocks is not None
-        assert self.listener is not None
+        assert self.scheduler is not None
         end = block.border * self._page_size
         num_tokens = end - request.num_computed
         request.held.pages += block.pages
@@ -619,7 +618,7 @@ class Tiers:
             num_tokens -= record.accepted_tokens
             if num_tokens <= 0:
                 break
-        self.listener.publish(request)
+        self.scheduler.publish(request)
         self._blocks.adopt(request, block.border, block.pieces)
 
     def _end_fence(self, chunk: LoadChunk) -> None:
@@ -675,8 +674,8 @@ class Tiers:
         record = request.timeline.fills[-1]
         record.failure = f"nothing came for {self._progress_timeout_s:.0f} s"
         record.end_s = self._clock() - request.timeline.submitted_at
-        assert self.listener is not None
-        self.listener.fill_failed(request)
+        assert self.scheduler is not None
+        self.scheduler.fill_failed(request)
 
     def _leave_stuck(self) -> None:
         """Replaces threads that are stalled in a tier: a disk may never answer.

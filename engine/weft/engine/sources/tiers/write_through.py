@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from weft.engine.requests.request import Request
 from weft.engine.scheduler.events import SchedulerEvents
+from weft.engine.sources.store import StoreLink
+from weft.engine.sources.tiers.tiers import Tiers
 from weft.pages.tiers.policy import TierPolicy
-
-
-class PageSink(Protocol):
-    """Receives pages, such as the engine's own tiers."""
-
-    def offer(self, request: Request, first: int, end: int) -> None:
-        """Offers a request's full pages [first, end), which the receiver may ignore."""
-        ...
-
-
-class StoreSink(PageSink, Protocol):
-    """The KV store, which may drop offered pages before they arrive."""
-
-    def offer_again(self, request: Request, end: int) -> None:
-        """Offers those of a request's full pages [0, end) that were offered and dropped."""
-        ...
 
 
 class WriteThrough:
@@ -37,7 +21,7 @@ class WriteThrough:
         store: The KV store; None: there is none.
     """
 
-    def __init__(self, policy: TierPolicy, tiers: PageSink | None, store: StoreSink | None) -> None:
+    def __init__(self, policy: TierPolicy, tiers: Tiers | None, store: StoreLink | None) -> None:
         self._policy = policy
         self._tiers = tiers
         self._store = store
@@ -71,7 +55,7 @@ class WriteThrough:
 
 
 def write_through(
-    events: SchedulerEvents, policy: TierPolicy, tiers: PageSink | None, store: StoreSink | None
+    events: SchedulerEvents, policy: TierPolicy, tiers: Tiers | None, store: StoreLink | None
 ) -> None:
     """Connects tiers and KV store, where present, to a scheduler's events."""
     through = WriteThrough(policy, tiers, store)

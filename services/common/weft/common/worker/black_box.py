@@ -15,9 +15,12 @@ import signal
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from weft.engine.loop.flight import FlightRecorder
+
+if TYPE_CHECKING:  # Servers, which import this module too, need no torch.
+    from weft.engine.loop.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +30,6 @@ STACKS_SIGNAL, STATE_SIGNAL = signal.SIGUSR2, signal.SIGUSR1
 STATE_ENTRIES = 1000
 _TRIES = 5
 """Attempts at reading the state, which the engine's thread may change meanwhile."""
-
-
-class Watched(Protocol):
-    """The part of an engine that the black box needs."""
-
-    flight: FlightRecorder | None
-
-    def snapshot(self, max_entries: int) -> dict[str, Any]:
-        """The engine's current state as JSON values."""
-        ...
 
 
 class BlackBox:
@@ -53,7 +46,7 @@ class BlackBox:
         # threads that are running, such as the one that writes the state, can crash the process.
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=False, chain=False)
 
-    def watch(self, engine: Watched) -> None:
+    def watch(self, engine: Engine) -> None:
         """Records the engine's plans, and writes its state on `STATE_SIGNAL`."""
         engine.flight = FlightRecorder(self._folder / PLAN)
         reader, writer = os.pipe()
@@ -70,7 +63,7 @@ class BlackBox:
         """Records the exception with which the main thread ends."""
         self._stacks.write(traceback.format_exc().encode(errors="replace"))
 
-    def _answer(self, reader: int, engine: Watched) -> None:
+    def _answer(self, reader: int, engine: Engine) -> None:
         while numbers := os.read(reader, 64):
             if STATE_SIGNAL in numbers:
                 try:
@@ -78,7 +71,7 @@ class BlackBox:
                 except Exception:
                     logger.exception("the state could not be written")
 
-    def _write_state(self, engine: Watched) -> None:
+    def _write_state(self, engine: Engine) -> None:
         for attempt in range(_TRIES):
             try:
                 state = json.dumps(engine.snapshot(STATE_ENTRIES))

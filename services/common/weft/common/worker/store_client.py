@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from weft.common.tasks import start_logged
 from weft.common.worker.engine_client import EngineClient
-from weft.common.worker.store_replica import Stored, StoredRange
+from weft.common.worker.store_replica import StoredRange, StoreReplica
 from weft.contract import faults
 from weft.contract.errors import InjectedFault, PeerUnavailable
 from weft.contract.messages import Inbox
@@ -23,26 +23,10 @@ from weft.contract.store import (
 from weft.engine.base.shards import ranked, stretches
 
 
-class Replica(Protocol):
-    """One replica of the store (`weft.common.worker.store_replica`)."""
-
-    address: str
-
-    @property
-    def is_resting(self) -> bool: ...
-
-    @property
-    def is_away(self) -> bool: ...
-
-    async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> StoredRange | None: ...
-
-    async def put(self, put: StorePut, indices: Sequence[int]) -> Stored | None: ...
-
-
 class _PageRange(NamedTuple):
     """Consecutive pages of a prompt that one replica should have."""
 
-    replica: Replica
+    replica: StoreReplica
     first: int
     end: int
 
@@ -54,7 +38,7 @@ class StoreClient:
     the answers; there is at least one replica.
     """
 
-    def __init__(self, engine: EngineClient, replicas: Sequence[Replica]) -> None:
+    def __init__(self, engine: EngineClient, replicas: Sequence[StoreReplica]) -> None:
         self._engine = engine
         self._replicas = {replica.address: replica for replica in replicas}
         self._names = list(self._replicas)
@@ -79,7 +63,7 @@ class StoreClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _replica_of(self, shard: bytes, *, is_put: bool) -> Replica | None:
+    def _replica_of(self, shard: bytes, *, is_put: bool) -> StoreReplica | None:
         """None: none is reachable."""
         for name in ranked(self._names, shard):
             replica = self._replicas[name]
@@ -143,7 +127,9 @@ class StoreClient:
         )
 
 
-def _keys_of(replica: Replica, parts: Iterable[_PageRange], keys: Sequence[bytes]) -> list[bytes]:
+def _keys_of(
+    replica: StoreReplica, parts: Iterable[_PageRange], keys: Sequence[bytes]
+) -> list[bytes]:
     return [key for part in parts if part.replica is replica for key in keys[part.first : part.end]]
 
 

@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from weft.common.telemetry.request_log import LoggedPrompt, to_line
 from weft.common.worker.black_box import PLAN, STACKS, STACKS_SIGNAL, STATE, STATE_SIGNAL
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.settings import WorkerSettings
 from weft.contract.errors import ConfigError
-from weft.contract.reports import LoadReport
 from weft.engine.loop.flight import read_plan
 
 logger = logging.getLogger(__name__)
@@ -164,7 +162,7 @@ class Watchdog:
             "kind": kind,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "loop_age_s": round(self._engine.loop_age_s, 3),
-            "load": None if load is None else _load(load),
+            "load": None if load is None else asdict(load),
             "settings": self._settings.describe(),
         }
         try:
@@ -173,7 +171,3 @@ class Watchdog:
             logger.error("no dump could be written: %s", error)
         else:
             logger.error("engine %s: %s; see %s", kind, report["why"], folder)
-
-
-def _load(load: LoadReport) -> dict[str, Any]:
-    return asdict(load)

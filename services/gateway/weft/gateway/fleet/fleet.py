@@ -35,12 +35,12 @@ class ModelFleet:
         self.workers = workers
         """All workers of this model, or those of one role, healthy or not."""
         self._may_come = may_come
-        self._pools: dict[Role, WorkerPool[FleetWorker]] = {
+        self._pools: dict[Role, WorkerPool] = {
             role: WorkerPool(partial(workers, role)) for role in _ROLES
         }
         self._was_healthy: set[Role] = set()
 
-    def pool(self, role: Role) -> WorkerPool[FleetWorker]:
+    def pool(self, role: Role) -> WorkerPool:
         """The workers of a role that may get requests."""
         return self._pools[role]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Generic, Protocol, TypeVar
 
-from weft.gateway.routing import Choice, LoadEstimate, Policy, PoolView, RoutingRequest, WorkerView
+from weft.gateway.fleet.worker import FleetWorker
+from weft.gateway.routing import Choice, Policy, PoolView, RoutingRequest
 
 _REFRESH_S = 0.02
 """Seconds for which a list of healthy workers is reused. The chosen workers are always checked
@@ -13,28 +13,14 @@ again.
 """
 
 
-class Member(Protocol):
-    """The interface of a worker that a pool needs."""
-
-    member: WorkerView | None
-    load: LoadEstimate
-
-    def problem(self, now: float) -> str:
-        """Why the worker gets no requests; empty if it may get some."""
-        ...
-
-
-M = TypeVar("M", bound=Member)
-
-
-class WorkerPool(Generic[M]):
+class WorkerPool:
     """The healthy workers of a pool, without checking every worker at each decision. `workers`
     returns all workers of the role, healthy or not, in a fixed order.
     """
 
-    def __init__(self, workers: Callable[[], Iterable[M]]) -> None:
+    def __init__(self, workers: Callable[[], Iterable[FleetWorker]]) -> None:
         self._workers = workers
-        self._healthy: list[M] = []
+        self._healthy: list[FleetWorker] = []
         self._view = PoolView(())
         self._looked_at = float("-inf")
         self.was_healthy = False
@@ -46,8 +32,8 @@ class WorkerPool(Generic[M]):
         request: RoutingRequest,
         count: int,
         now: float,
-        is_excluded: Callable[[M], bool] | None = None,
-    ) -> list[tuple[M, int]]:
+        is_excluded: Callable[[FleetWorker], bool] | None = None,
+    ) -> list[tuple[FleetWorker, int]]:
         """Applies a policy to the healthy workers, except those that `is_excluded`. `now` is event
         loop time.
 
@@ -76,8 +62,8 @@ class WorkerPool(Generic[M]):
         policy: Policy,
         request: RoutingRequest,
         count: int,
-        is_excluded: Callable[[M], bool] | None,
-    ) -> list[tuple[M, int]]:
+        is_excluded: Callable[[FleetWorker], bool] | None,
+    ) -> list[tuple[FleetWorker, int]]:
         view, members = self._view, self._healthy
         excluded: Collection[int] = ()
         if is_excluded is not None:

@@ -39,7 +39,7 @@ class Recorded:
         """Number of replays of this one."""
 
     def replay(self) -> None:
-        """See `Graph.replay`."""
+        """See `torch.cuda.CUDAGraph.replay`."""
         Recorded.num_replays += 1
         self.num_own += 1
         with torch.inference_mode():

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import pytest
 from weft.checkpoint.adapters.limits import LoraLimits
-from weft.checkpoint.adapters.rows import AdapterWeights, DevicePlace
+from weft.checkpoint.adapters.rows import DevicePlace
 from weft.contract.adapters import AdapterOrder, AdapterState
 from weft.contract.errors import AdapterError, WeftError
 from weft.engine.base.background import BackgroundJob
 from weft.engine.features.lora import manager as manager_module
 from weft.engine.features.lora.manager import AdapterManager
+from weft.engine.model.adapters.weights import HostWeights
 from weft.engine.scheduler.scheduler import Scheduler
 
 ROW_BYTES = 100
@@ -108,15 +109,15 @@ class AdapterBench:
 
     # -- what the manager asks for ---------------------------------------------------------------
 
-    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
-        """See `AdapterStore.read`."""
+    def read(self, directory: str, *, is_lenient: bool) -> HostWeights:
+        """See `LoraPool.read`."""
         weights = self.weights[directory]
         if weights is None:
             raise AdapterError(f"{directory} is damaged")
         return weights
 
-    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
-        """See `AdapterStore.write`."""
+    def write(self, place: DevicePlace, weights: HostWeights) -> None:
+        """See `LoraPool.write`."""
         assert {kind: len(rows) for kind, rows in place.rows.items()} == dict(weights.needs)
         self.slots[place.slot] = place
         for kind, rows in place.rows.items():

@@ -251,7 +251,7 @@ class System:
         self.sessions = Sessions(SessionPins(cache, num_pages // 3, num_pages, 5.0), self.clock)
         events.leaving.append(self.sessions.on_leaving)
         self.cache = cache
-        self.tiers.listener = self.scheduler
+        self.tiers.scheduler = self.scheduler
         self._sent: list[StoreLookup | StorePut] = []
         self._plane = _Plane(self)
         self.store = StoreLink(

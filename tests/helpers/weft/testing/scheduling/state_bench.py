@@ -263,7 +263,7 @@ class StateBench:
             limits, pages, queue, fills, self.finished.append, self._free_slot, events=events
         )
         if self.tiers is not None:
-            self.tiers.listener = self.scheduler
+            self.tiers.scheduler = self.scheduler
         if drafts:
             plans = self.scheduler.running_plans
             gate = RandomGate(rng, max_drafts)
