@@ -5,6 +5,7 @@
     python bench/constraints.py --suite DIR          also JSON-Schema-Test-Suite: its folder tests
     python bench/constraints.py --only steps --device cuda --batches 1,16,64
     python bench/constraints.py --only host --batches 1,16,64 --host-threads 1,4,8
+    python bench/constraints.py --only first-token [--instances DIR]
 
 The first table is of schemas with instances that are valid under them or not. A valid instance that
 is accepted with its properties in another order counts apart; so does one with properties that the
@@ -17,6 +18,9 @@ beside a step of the same requests without constraints, in alternation.
 
 The table of `host` needs no model and no GPU: milliseconds of a step in which random texts of as
 many schemas go on by a token each.
+
+The table of `first-token` is of a mesh with the demo model on a CPU: milliseconds from a request
+over REST to its first token, with a schema that the mesh has not seen and without one, in turns.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import jsonschema
 import numpy as np
 import torch
@@ -56,7 +63,9 @@ from weft.engine.sampling.draws import StepSampler
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+from weft.testing.engine.client_schemas import client_schema
 from weft.testing.engine.random_schemas import Schema, varied_schemas
+from weft.testing.meshes.local_mesh import MODEL, LocalMesh
 
 CLOSING = '"}],x'
 MAX_TOKENS = 600
@@ -446,6 +455,59 @@ def host(run: Run) -> None:
         figures = {"requests": batch, "schemas": len({*chosen}), "threads": threads}
         run.row(figures | times, table=title)
         constraints.close()
+
+
+@harness.part_if_named
+def first_token(run: Run) -> None:
+    """Time to the first token of a chat, with a new schema each time and without one."""
+    options, rng = run.options, random.Random(run.options.seed)
+    with tempfile.TemporaryDirectory(prefix="weft-first-token-") as folder, ExitStack() as stack:
+        mesh = LocalMesh(Path(folder), "--prefill", "0")
+        stack.callback(mesh.stop)
+        mesh.wait_ready()
+        client = stack.enter_context(httpx.Client(base_url=mesh.url, timeout=60))
+        if options.instances:
+            cases = bench_cases(options.instances, options.schemas, options.seed)
+            schemas: Iterator[Schema] = (case.schema for case in cases)
+        else:
+            schemas = (client_schema(rng) for _ in range(options.schemas))
+        num_refused, times = 0, dict[str, list[float]](plain=[], constrained=[])
+        for number, schema in enumerate(schemas):
+            form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+            turn = {"plain": {}, "constrained": {"response_format": form}}
+            took = {name: _first_token_s(client, number, turn[name]) for name in sorted(turn)}
+            if any(one is None for one in took.values()):
+                num_refused += 1
+                continue
+            for name, one in took.items():
+                times[name] += [] if one is None else [one]
+    kept = {name: values[len(values) // 10 :] for name, values in times.items()}  # warmed up
+    extra = [a - b for a, b in zip(kept["constrained"], kept["plain"], strict=True)]
+    run.row(
+        table="the first token of a chat, ms",
+        **{name: spread(values, 1e3) for name, values in kept.items()},
+        extra=spread(extra, 1e3),
+        refused=num_refused,
+    )
+
+
+def _first_token_s(client: httpx.Client, number: int, fields: dict[str, Any]) -> float | None:
+    """None: the schema is refused."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"Write record {number} as JSON."}],
+        "max_tokens": 4,
+        "stream": True,
+        **fields,
+    }
+    began = time.perf_counter()
+    with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            return None
+        for line in answer.iter_lines():
+            if '"content":' in line and '"content":""' not in line.replace(": ", ":"):
+                return time.perf_counter() - began
+    return None
 
 
 def own_cases(
