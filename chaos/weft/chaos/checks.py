@@ -67,7 +67,6 @@ async def _idle_problem(mesh: ChaosMesh, name: str) -> str:
 
 
 async def _staging_problem(mesh: ChaosMesh, name: str) -> str:
-    """Staging pages that an idle worker holds, in words; empty: none."""
     try:
         staging = (await mesh.dump(name))["engine"]["staging_pages"]
     except MeshNotReady as error:

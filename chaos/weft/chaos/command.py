@@ -130,13 +130,8 @@ def mesh_settings(
     tp: int = 1,
 ) -> UpSettings:
     """Settings of a mesh in which faults have many effects: few pages, short leases, and every
-    prompt shipped.
-
-    Args:
-        is_tiny: Whether the mesh serves the tiny model; if not, one of the demo model's size.
-        workers: Number of prefill workers, and of decode workers.
-        draft_dir: Directory of an EAGLE-3 head; None: drafts come from the text so far.
-        tp: Ranks of each worker.
+    prompt shipped. `workers` is the number of prefill workers, and of decode workers. Without
+    `draft_dir`, an EAGLE-3 head's, drafts come from the text so far.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
     if tp > 1:

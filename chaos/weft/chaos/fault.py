@@ -47,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def call_operators(method: str, request: Any, address: str, operators: Operators) -> Any:
-    """Makes one call of AdminService. Raises grpc.aio.AioRpcError."""
     async with operators.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         return await getattr(stub, method)(request, metadata=operators.metadata, timeout=_TIMEOUT_S)

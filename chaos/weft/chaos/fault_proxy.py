@@ -64,10 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the proxy until SIGINT or SIGTERM; returns the exit status.
-
-    Raises:
-        ConfigError: An address is not valid, or the port is taken.
+    """Runs the proxy until SIGINT or SIGTERM; returns the exit status. Raises ConfigError if an
+    address is not valid, or the port is taken.
     """
     _split("TARGET", arguments.target)
     host, port = _split("--listen", arguments.listen)
@@ -101,20 +99,13 @@ async def _serve(arguments: argparse.Namespace, host: str, port: int) -> int:
 
 
 def _read(loop: asyncio.AbstractEventLoop, orders: Orders) -> None:
-    """Hands lines of standard input to the loop. The end of the input changes nothing."""
+    """The end of the input changes nothing."""
     for line in sys.stdin:
         with contextlib.suppress(RuntimeError):  # The event loop is closed.
             loop.call_soon_threadsafe(orders.obey, line)
 
 
 class Orders:
-    """Executes commands for a proxy and reports its mode.
-
-    Args:
-        out: Output for reports.
-        delay_s: Default delay.
-    """
-
     def __init__(self, proxy: FaultProxy, out: TextIO, delay_s: float) -> None:
         self._proxy = proxy
         self._out = out

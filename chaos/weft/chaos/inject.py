@@ -45,10 +45,8 @@ class Injector:
 
     async def inject(self, planned: Planned) -> Injection:
         """Waits until the target can be hit, and hits it. Returns when the fault itself is over; a
-        killed service may still be starting then.
-
-        Raises:
-            MeshNotReady: The target has not recovered from an earlier fault.
+        killed service may still be starting then. Raises MeshNotReady if the target has not
+        recovered from an earlier fault.
         """
         await self.mesh.until(
             lambda: self.can_hit(planned), f"{planned.target} is not back", RECOVERY_TIMEOUT_S
@@ -93,7 +91,6 @@ class Injector:
         await asyncio.gather(*self._recoveries)
 
     async def close(self) -> None:
-        """Stops waiting for recoveries."""
         for task in self._recoveries:
             task.cancel()
         await asyncio.gather(*self._recoveries, return_exceptions=True)

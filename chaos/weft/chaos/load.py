@@ -61,10 +61,8 @@ class LoadResult:
 
 
 class ChaosLoad:
-    """Sends requests of a catalogue, at all paces, through all gateways.
-
-    Args:
-        gateways: host:port by name.
+    """Sends requests of a catalogue, at all paces, through all gateways, which are host:port by
+    name.
     """
 
     def __init__(

@@ -106,13 +106,9 @@ class ChaosMesh:
     async def running(
         cls, settings: UpSettings, model_dir: Path, model_name: str
     ) -> AsyncIterator[ChaosMesh]:
-        """A mesh that is ready. Everything is gone when the block ends.
-
-        Args:
-            settings: Settings of `weft up`, with a state folder and `enable_faults`.
-
-        Raises:
-            ExitedEarly, TimeoutError: The mesh did not start.
+        """A mesh that is ready, by settings of `weft up` with a state folder and `enable_faults`.
+        Everything is gone when the block ends. Raises ExitedEarly or TimeoutError if the mesh does
+        not start.
         """
         proxies: dict[Link, FaultProxy] = {}
 
@@ -190,10 +186,8 @@ class ChaosMesh:
         return sum(absence.name == name for absence in self.absences)
 
     def send(self, name: str, part: Part, number: signal.Signals, rank: int = 0) -> bool:
-        """Sends a signal to processes of a service. False: they do not run.
-
-        Args:
-            rank: The rank of the engine, if `part` is "rank".
+        """Sends a signal to processes of a service. False: they do not run. `rank` counts only if
+        `part` is "rank".
         """
         ready = self.ready(name)
         if ready is None:
@@ -218,10 +212,8 @@ class ChaosMesh:
     # -- what they say ---------------------------------------------------------------------------
 
     async def admin(self, name: str, method: str, request: Any) -> Any:
-        """Makes one call of a service's AdminService.
-
-        Raises:
-            MeshNotReady: The service is not running, or does not answer.
+        """Makes one call of a service's AdminService. Raises MeshNotReady if the service does not
+        run, or does not answer.
         """
         ready = self.ready(name)
         if ready is None:

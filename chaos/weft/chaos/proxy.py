@@ -36,17 +36,11 @@ class Mode(Enum):
 
 
 class FaultProxy:
-    """Listens on a port of its own and forwards connections to one service.
+    """Listens on a port of its own and forwards connections to one service, which need not run yet.
+    Port 0 is any free one; a taken port raises OSError.
 
     Bytes are treated in the mode in which they were received. Bytes that are kept back are lost,
     and a connection that has lost bytes is ended when the proxy passes again.
-
-    Args:
-        target: host:port of the service, which need not run yet.
-        port: 0: any free port.
-
-    Raises:
-        OSError: The port is taken.
     """
 
     def __init__(self, target: str, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -70,7 +64,6 @@ class FaultProxy:
         self._server = await asyncio.start_server(self._serve, sock=self._socket)
 
     async def close(self) -> None:
-        """Ends the listener and every connection."""
         if self._server is not None:
             self._server.close()
         self._socket.close()
@@ -127,7 +120,6 @@ class _Connection:
         """Whether bytes were lost, so that later bytes would make no sense to the receiver."""
 
     async def run(self) -> None:
-        """Passes bytes until both sides have ended or the connection is cut."""
         up = asyncio.create_task(self._pump(self._client[0], self._server[1], is_up=True))
         down = asyncio.create_task(self._pump(self._server[0], self._client[1], is_up=False))
         try:

@@ -15,7 +15,6 @@ _MAX_SHOWN = 5
 
 
 def show(console: Console, plan: ChaosPlan, result: ChaosResult) -> None:
-    """Prints invariants, faults and requests."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "invariant", "violations"):
         table.add_column(column)

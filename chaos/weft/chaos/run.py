@@ -71,8 +71,6 @@ class ChaosPlan:
 
 @dataclass(slots=True)
 class ChaosResult:
-    """Result of a chaos run."""
-
     load: LoadResult
     injections: list[Injection] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
@@ -105,14 +103,9 @@ async def run_chaos(
     model_name: str,
     tell: Callable[[str], None],
 ) -> ChaosResult:
-    """Starts a mesh, runs the plan on it and ends it.
-
-    Args:
-        tell: Called with each event, in one line.
-
-    Raises:
-        ExitedEarly, TimeoutError: The mesh did not start.
-        MeshNotReady: The mesh failed without any fault.
+    """Starts a mesh, runs the plan on it and ends it. Calls `tell` with each event, in one line.
+    Raises ExitedEarly or TimeoutError if the mesh does not start, MeshNotReady if it fails without
+    any fault.
     """
     started_at = time.monotonic()
     async with ChaosMesh.running(settings, model_dir, model_name) as mesh:
@@ -128,11 +121,8 @@ async def run_chaos(
 async def run_on(
     mesh: ChaosMesh, plan: ChaosPlan, known: Known, tell: Callable[[str], None]
 ) -> ChaosResult:
-    """Runs a plan on a running mesh. Afterwards all services run again, unless invariants broke.
-
-    Args:
-        mesh: Started with the settings of `weft chaos`.
-        tell: Called with each event, in one line.
+    """Runs a plan on a mesh with the settings of `weft chaos`. Afterwards all services run again,
+    unless invariants broke.
     """
     sabotage = SABOTAGES[plan.sabotage] if plan.sabotage else None
     injector = Injector(mesh)
@@ -226,7 +216,7 @@ async def _wait_for_work(mesh: ChaosMesh, name: str) -> None:
 
 
 def _next(schedule: Iterator[Planned], postponed: list[Planned], injector: Injector) -> Planned:
-    """The next fault whose target runs. Faults of services that restart are postponed."""
+    """Postpones faults of services that restart."""
     for planned in postponed:
         if injector.can_hit(planned):
             postponed.remove(planned)

@@ -111,13 +111,9 @@ def make_schedule(
     parts: Sequence[Part] = PARTS,
     num_ranks: int = 1,
 ) -> Iterator[Planned]:
-    """Generates faults without end.
-
-    Args:
-        links: Links with a proxy.
-        weights: Relative frequency of each class.
-        points: Fault points by role.
-        parts: Parts of workers that are killed or stopped.
+    """Generates faults without end. `links` have a proxy; `weights` are the classes' relative
+    frequencies; `points` are fault points by role; `parts` are those of workers that are killed or
+    stopped.
     """
     draw = random.Random(seed)
     number = 0

@@ -24,14 +24,11 @@ _CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> Path:
-    """Writes a Llama with random float32 weights and a byte-level tokenizer; returns `folder`.
+    """Writes a Llama with random float32 weights and a byte-level tokenizer; creates `folder` if it
+    is missing, and returns it. `max_context_tokens` is the longest prompt plus output.
 
     Weights are scaled so that logits differ by far more than rounding: greedy tokens are the same
     in batches of any size.
-
-    Args:
-        folder: Created if it is missing.
-        max_context_tokens: Longest prompt plus output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -88,10 +85,7 @@ def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
 
 def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> None:
     """Writes a byte-level tokenizer: special tokens, the 256 bytes, then pairs of letters.
-
-    Args:
-        vocab_size: At most 2,963, and at least the special tokens and bytes.
-        max_context_tokens: Longest prompt plus output.
+    `vocab_size` is at most 2,963.
     """
     num_pairs = max(0, vocab_size - len(SPECIAL_TOKENS) - 256)
     pairs = list(product(ascii_letters, ascii_letters))[:num_pairs]
@@ -144,7 +138,6 @@ def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> N
 
 
 def _byte_symbols() -> list[str]:
-    """The visible character that byte-level BPE writes for each byte, in byte order."""
     visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

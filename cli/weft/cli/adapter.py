@@ -102,7 +102,6 @@ def _list(
 
 
 def show(console: Console, adapters: Sequence[gateway_pb2.RegisteredAdapter]) -> None:
-    """Prints a table of the adapters, and their errors."""
     if not adapters:
         console.print("no adapters; `weft adapter load NAME PATH` loads one", style="dim")
         return

@@ -55,7 +55,6 @@ def files_of(folder: Path, service: str) -> TlsFiles:
 
 
 def make_authority(folder: Path) -> Authority:
-    """Makes an authority and writes `ca.pem` and `ca-key.pem`."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)
     name = _name("weft development authority")
@@ -98,11 +97,8 @@ def issue(
     hosts: Sequence[str] = (),
     lifetime: datetime.timedelta = datetime.timedelta(days=90),
 ) -> None:
-    """Writes a new key and certificate of a service, in place of the old ones.
-
-    Args:
-        hosts: DNS names and IP addresses by which clients reach the service.
-        lifetime: From now on.
+    """Replaces a service's key and certificate. `hosts` are DNS names and IP addresses by which
+    clients reach the service.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)

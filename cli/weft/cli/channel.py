@@ -63,11 +63,8 @@ def add_gateway_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_gateway(arguments: argparse.Namespace) -> tuple[str, Metadata]:
-    """The gateway's address by the flags of `add_gateway_flags`, and the metadata that calls must
-    carry.
-
-    Raises:
-        ConfigError: The token is missing or cannot be read.
+    """Returns the gateway's address, by the flags of `add_gateway_flags`, and the metadata that
+    calls must carry. Raises ConfigError if the token is missing or cannot be read.
     """
     if arguments.admin_address is None:
         return arguments.address, ()
@@ -88,10 +85,8 @@ def call_gateway(
     """Runs a command that calls the gateway, and explains failures on standard error. Returns the
     exit status.
 
-    Args:
-        arguments: With the flags of `add_gateway_flags`.
-        call: Takes the gateway's address, the command's identity and the calls' metadata; returns
-            the exit status.
+    `arguments` has the flags of `add_gateway_flags`. `call` takes the gateway's address, the
+    command's identity and the calls' metadata, and returns the exit status.
     """
     address = arguments.address
     try:
@@ -116,10 +111,8 @@ def add_tls_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def cli_identity(tls_dir: Path | None) -> Identity | None:
-    """The command line's own identity in a folder of `weft certs`; None without a folder.
-
-    Raises:
-        ConfigError: The identity cannot be used.
+    """The command line's own identity in a folder of `weft certs`; None without a folder. Raises
+    ConfigError if the identity cannot be used.
     """
     if tls_dir is None:
         return None
@@ -130,10 +123,8 @@ def cli_identity(tls_dir: Path | None) -> Identity | None:
 
 
 def api_key_metadata() -> Metadata:
-    """Metadata with the API key of $WEFT_API_KEY, for gateways that ask for keys.
-
-    Raises:
-        ConfigError: The key has characters that no header can carry.
+    """Metadata with the API key of $WEFT_API_KEY, for gateways that ask for keys. Raises
+    ConfigError if the key has characters that no header can carry.
     """
     key = os.environ.get("WEFT_API_KEY", "")
     if not (key.isascii() and key.isprintable()):
@@ -142,7 +133,6 @@ def api_key_metadata() -> Metadata:
 
 
 def explain(error: grpc.RpcError, address: str) -> str:
-    """Explains a failed call in one sentence."""
     if error.code() == grpc.StatusCode.UNAVAILABLE and not _is_typed(error):
         return (
             f"no gateway answers at {address}; is the mesh up (`weft up`), and does it want "

@@ -50,10 +50,8 @@ class Conversation:
         del self._request.messages[self._first :]
 
     def say(self, text: str) -> None:
-        """Sends `text` and writes the answer as it arrives. The conversation remembers both.
-
-        Raises:
-            grpc.RpcError: The call failed, and neither is remembered.
+        """Sends `text` and writes the answer as it arrives. The conversation remembers both, or
+        neither if the call fails with grpc.RpcError.
         """
         self._request.messages.add(role="user", content=text)
         pieces: list[str] = []
@@ -119,12 +117,6 @@ def summary(last: gateway_pb2.ChatResponse, seconds: float) -> str:
 
 
 def first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
-    """Name of a gateway's first model that generates text.
-
-    Raises:
-        ConfigError: There is none.
-        grpc.RpcError: The call failed.
-    """
     request = gateway_pb2.ListModelsRequest()
     models = stub.ListModels(request, timeout=_TIMEOUT_S, metadata=api_key_metadata()).models
     for model in models:
@@ -200,7 +192,6 @@ def _request(arguments: argparse.Namespace, model: str) -> gateway_pb2.ChatReque
 
 
 def _lines() -> Iterator[str]:
-    """Lines that the user types, without empty ones, up to the end of the input."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         # Bytes of another encoding become lone surrogates instead of errors.
         sys.stdin.reconfigure(errors="surrogateescape")

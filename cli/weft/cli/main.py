@@ -76,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_text(argument: str) -> bool:
-    """Whether an argument is valid text. Other bytes reach Python as lone surrogates, which no
-    message can carry.
-    """
+    """Bytes that are no valid text reach Python as lone surrogates, which no message can carry."""
     try:
         argument.encode()
     except UnicodeEncodeError:

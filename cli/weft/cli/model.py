@@ -169,8 +169,8 @@ def _convert(out: Console, err: Console, force: bool) -> int:
 
 
 def _verify(out: Console, err: Console, arguments: argparse.Namespace) -> int:
-    """Prints digests of all files. It compares the demo model's with those of its conversion, and a
-    hub's with the hub's checksums.
+    """Compares the demo model's digests with those of its conversion, and a hub's with the hub's
+    checksums.
     """
     model, quantization = arguments.model, arguments.quantization
     is_demo = model == demo.DEMO_NAME
@@ -201,12 +201,8 @@ def _verify(out: Console, err: Console, arguments: argparse.Namespace) -> int:
 
 def _check_forms(folder: Path, quantization: str, task: str) -> None:
     """Checks everything but the weights' numbers: the headers of their files (sizes, names,
-    shapes), the tokenizer, the chat template and the defaults of sampling.
-
-    Raises:
-        ModelError: A file is missing, truncated or malformed, config.json asks for other tensors
-            than there are, or the model cannot serve the task.
-        ConfigError: The model does not support this quantisation.
+    shapes), the tokenizer, the chat template and the defaults of sampling. Raises ModelError, or
+    ConfigError if the model does not support this quantisation.
     """
     from weft.engine.model.loader import check_weights
     from weft.gateway.text.model_card import load_model_card
@@ -238,7 +234,7 @@ def _verified_folder(out: Console, model: str) -> Path:
 
 
 def _read_digests(paths: Sequence[Path], report: Report) -> dict[Path, bytes]:
-    """BLAKE2b-256 of each file, read now whatever was cached before."""
+    """BLAKE2b-256 of each file; ignores digests that an earlier run has stored."""
     digests: dict[Path, bytes] = {}
     done_bytes = total_bytes = 0
 

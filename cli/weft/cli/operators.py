@@ -33,7 +33,6 @@ class Operators(NamedTuple):
         return (("authorization", f"Bearer {self.token}"),)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to one of the addresses."""
         name = next(name for name, known in self.addresses.items() if known == address)
         return open_channel(address, name.rpartition("-")[0] or name, self.identity)
 
@@ -80,13 +79,9 @@ def find_operators(arguments: argparse.Namespace, names: Sequence[str]) -> Opera
 
 
 def find_services(folder: StateFolder, names: Sequence[str]) -> dict[str, str]:
-    """Operators' addresses by service name, from the ready files of a mesh.
-
-    Args:
-        names: Services wanted; empty: all that have such a port.
-
-    Raises:
-        ConfigError: No mesh runs there, or a service is not there.
+    """Operators' addresses by service name, from the ready files of a mesh. Empty `names` means all
+    services that have such a port. Raises ConfigError if no mesh runs there, or a service is not
+    there.
     """
     found: dict[str, str] = {}
     for path in sorted(folder.run.glob("*.json")):

@@ -55,7 +55,6 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft replay`; returns 0 if all answers were the same."""
     arguments = _parser().parse_args(argv)
     try:
         identity = cli_identity(arguments.tls_dir)
@@ -83,11 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Replay:
-    """Sends logged prompts to a gateway.
-
-    Args:
-        concurrency: Most requests under way at once.
-    """
+    """Sends logged prompts to a gateway, at most `concurrency` at once."""
 
     def __init__(self, channel: grpc.aio.Channel, concurrency: int, timeout_s: float) -> None:
         self._stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -95,10 +90,8 @@ class Replay:
         self._timeout_s = timeout_s
 
     async def run(self, prompts: Sequence[LoggedPrompt], speed: float) -> list[Result]:
-        """Replays all prompts. Returns results in their order.
-
-        Args:
-            speed: 1: at the times of the log; 2: twice as fast; 0: as fast as possible.
+        """Returns the results in the prompts' order. A `speed` of 1 keeps the times of the log, 2
+        is twice as fast, 0 as fast as possible.
         """
         if not prompts:
             return []
@@ -168,8 +161,8 @@ def to_request(prompt: LoggedPrompt) -> gateway_pb2.CompleteRequest:
 
 
 def compare(prompt: LoggedPrompt, answers: dict[int, list[int]], reasons: dict[int, str]) -> str:
-    """Describes how an answer differs from the logged one; empty if it does not. A sample that had
-    not ended when it was logged is compared up to where the log ends.
+    """Describes how an answer differs from the logged one; empty if it does not. A logged sample
+    without an end is compared up to where the log ends.
     """
     for index, sample in enumerate(prompt.samples):
         ids = answers.get(index, [])
@@ -194,7 +187,6 @@ def compare(prompt: LoggedPrompt, answers: dict[int, list[int]], reasons: dict[i
 
 
 def show(console: Console, results: Sequence[Result]) -> None:
-    """Prints the answers that differ, and totals."""
     odd = [result for result in results if result.verdict != "same"]
     if odd:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

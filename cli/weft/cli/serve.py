@@ -18,7 +18,6 @@ MODULES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the service named first, with the flags that follow."""
     names = ", ".join([*MODULES, "rest"])
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(f"usage: weft serve SERVICE [flags]\n\nSERVICE is one of {names}.\n")

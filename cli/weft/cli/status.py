@@ -63,7 +63,7 @@ class PageUsage:
 
 @dataclass(slots=True, kw_only=True)
 class StateUsage:
-    """Blocks of recurrent layers of one worker, and the cached pages from which requests can
+    """State pages of one worker's recurrent layers, and the cached KV pages from which requests can
     continue.
     """
 
@@ -71,12 +71,12 @@ class StateUsage:
     cached: int
     total: int
     checkpoint_tokens: int
-    """Most tokens of a prompt between two blocks that are kept."""
+    """Most tokens of a prompt between two states that are kept."""
     prefix_pages: int
     """KV pages in the prefix cache, in use or not."""
     continuable_pages: int
-    """Of these pages, the ones from which a request can continue: a block belongs to the page or to
-    a later one.
+    """Those of the prefix cache's pages from which a request can continue: a state belongs to the
+    page or to a later one.
     """
 
 
@@ -196,14 +196,8 @@ def main(argv: Sequence[str]) -> int:
 async def read_status(
     address: str, identity: Identity | None, metadata: Metadata
 ) -> tuple[gateway_pb2.GatewayLoad, list[WorkerStatus]]:
-    """Asks the gateway for its workers, and each worker and KV store for its state.
-
-    Returns:
-        The gateway's own load, and the status of all workers and stores. A worker that does not
-        answer is in the list.
-
-    Raises:
-        grpc.aio.AioRpcError: The gateway does not answer.
+    """Returns the gateway's own load, and the status of all workers and stores, those that do not
+    answer among them. Raises grpc.aio.AioRpcError if the gateway does not answer.
     """
     async with open_channel(address, "gateway", identity) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -381,7 +375,6 @@ def describe_load(load: gateway_pb2.GatewayLoad) -> str:
 
 
 def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
-    """Prints a table of the workers, then notices about each."""
     print_table(console, _worker_table(console, workers))
     if any(len(worker.tiers) > 1 for worker in workers):
         console.print()
@@ -401,7 +394,6 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
 
 
 def describe_states(states: StateUsage) -> str:
-    """One line on blocks of recurrent layers, and where requests can continue."""
     told = (
         f"states: {states.used:,} used and {states.cached:,} cached of {states.total:,} blocks, "
         f"kept at ends of prompts and every {states.checkpoint_tokens:,} tokens; requests can "

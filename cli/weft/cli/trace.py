@@ -73,9 +73,7 @@ async def read_spans(
     address: str, wanted: str, identity: Identity | None, metadata: Metadata
 ) -> trace_pb2.ListSpansResponse:
     """Reads the spans of a request or trace from a gateway and from the services that it uses.
-
-    Raises:
-        grpc.aio.AioRpcError: The gateway does not answer.
+    Raises grpc.aio.AioRpcError if the gateway does not answer.
     """
     async with open_channel(address, "gateway", identity) as channel:
         stub = trace_pb2_grpc.TraceServiceStub(channel)
@@ -87,7 +85,6 @@ async def read_spans(
 
 
 def show(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
-    """Prints the spans as trees."""
     requests = sorted({span.request_id for span in spans if span.request_id}, key=len)
     console.print(
         f"request {requests[0] if requests else '?'}  trace {spans[0].trace_id.hex()}",

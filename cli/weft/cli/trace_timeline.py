@@ -72,9 +72,7 @@ def _of(node: SpanNode, end_s: float) -> _Open:
 
 
 def _stretches(opened: Sequence[_Open], end_s: float) -> Iterator[tuple[float, float, _Open]]:
-    """The time, cut at every begin and end of a span, with the span that each stretch belongs
-    to.
-    """
+    """Cuts the time at every begin and end of a span."""
     cuts = sorted({moment for one in opened for moment in (one.begin_s, one.end_s)})
     last: tuple[float, float, _Open] | None = None
     for begin_s, until_s in itertools.pairwise(cuts):

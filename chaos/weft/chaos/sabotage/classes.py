@@ -24,7 +24,7 @@ class Sabotage:
     """Role whose services are all sabotaged."""
     spec: FaultSpec
     support: Mapping[str, FaultSpec]
-    """Faults that stay armed beside it, by role."""
+    """Faults that stay armed together with it, by role."""
     weights: Mapping[FaultClass, float]
     what: str
     targets: tuple[str, ...] = ()
@@ -38,7 +38,6 @@ class Sabotage:
 
     @property
     def armed(self) -> list[tuple[str, FaultSpec]]:
-        """The faults to arm in all services of each role."""
         return [(self.role, self.spec), *self.support.items()]
 
 

@@ -15,12 +15,9 @@ from weft.contract.faults import BOARD, FaultPoint
 def wrap(
     owner: type, name: str, point: FaultPoint, broken: Callable[[Callable[..., Any]], Any]
 ) -> None:
-    """Makes a method breakable, at most once in a process.
-
-    Args:
-        point: Fault point that breaks the method while it is armed; registered here.
-        broken: Makes the broken method from the original one. The broken method calls `fire` of the
-            point each time that it could break something.
+    """Makes a method breakable, at most once in a process. `point` is registered here; while it is
+    armed, the method is the one that `broken` makes from the original. That one calls `fire` of the
+    point each time that it could break something.
     """
     if point in BOARD.points:
         return

@@ -47,9 +47,7 @@ class Gateway:
         self, interval_s: float, take: Callable[[mesh_pb2.WatchMeshResponse], bool]
     ) -> None:
         """Calls `take` with each message until it returns False, or the gateway ends the stream.
-
-        Raises:
-            grpc.aio.AioRpcError: The gateway does not answer, or refuses.
+        Raises grpc.aio.AioRpcError if the gateway refuses or does not answer.
         """
         async with (
             open_channel(self.address, "gateway", self._identity) as channel,
@@ -103,7 +101,7 @@ def _print_json(message: mesh_pb2.WatchMeshResponse, indent: int | None = None) 
 
 
 async def _picture(gateway: Gateway) -> MeshPicture:
-    """The mesh as the gateway shows it once it has asked the KV stores, or at the stream's end."""
+    """Waits until the gateway has asked the KV stores, or has ended the stream."""
     picture = MeshPicture()
     num_taken = 0
 
@@ -120,14 +118,12 @@ async def _picture(gateway: Gateway) -> MeshPicture:
 
 
 def _is_early(message: mesh_pb2.WatchMeshResponse, num_taken: int) -> bool:
-    """Whether the gateway has yet to ask the KV stores, which it does from its first watcher on."""
+    """The gateway asks the KV stores only from its first watcher on."""
     stores = (one for one in message.members if one.role == mesh_pb2.MEMBER_ROLE_KVSTORE)
     return num_taken < _STORE_MESSAGES and any(one.problem == NOT_ASKED for one in stores)
 
 
 class _Screen:
-    """Owns the whole terminal until `q` or Ctrl-C."""
-
     def __init__(self, gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
         self._gateway = gateway
         self._interval_s = interval_s
@@ -138,10 +134,8 @@ class _Screen:
         self._has_ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Draws until the user ends it.
-
-        Raises:
-            grpc.aio.AioRpcError: The gateway did not answer at first, or refuses.
+        """Draws until the user ends it. Raises grpc.aio.AioRpcError if the gateway refuses, or did
+        not answer at first.
         """
         loop = asyncio.get_running_loop()
         first = asyncio.Event()

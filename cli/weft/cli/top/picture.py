@@ -21,10 +21,8 @@ _WORKERS = (mesh_pb2.MEMBER_ROLE_PREFILL, mesh_pb2.MEMBER_ROLE_DECODE)
 async def watch_mesh(
     channel: grpc.aio.Channel, metadata: Metadata, interval_s: float
 ) -> AsyncGenerator[mesh_pb2.WatchMeshResponse, None]:
-    """The messages of `MeshService.WatchMesh`.
-
-    Raises:
-        grpc.aio.AioRpcError: The gateway does not answer, or refuses.
+    """The messages of `MeshService.WatchMesh`. Raises grpc.aio.AioRpcError if the gateway refuses
+    or does not answer.
     """
     interval = Duration()
     interval.FromNanoseconds(int(interval_s * 1e9))
@@ -49,7 +47,6 @@ class MeshPicture:
         """The requests that ended last, in the order of their ends."""
 
     def take(self, message: mesh_pb2.WatchMeshResponse) -> None:
-        """Adds the next message of the stream."""
         self.newest = message
         self.points.extend(message.points)
         self.ended.extend(message.ended_requests)

@@ -54,11 +54,8 @@ class TopState:
 
 
 class TopView:
-    """Draws a picture on as many lines as the terminal has.
-
-    Args:
-        title: Name of the watched mesh.
-        is_whole: Whether to draw all lines, however many the terminal has.
+    """Draws a picture on as many lines as the terminal has, or with `is_whole` on as many as it
+    needs. `title` names the watched mesh.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class TopView:
         self._is_whole = is_whole
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yields the header, members, flows and requests, from the most to the least important."""
         width = options.max_width
         left = 10_000 if self._is_whole else options.height or console.height
         header = self._header(width)
@@ -167,11 +163,8 @@ class TopView:
 
 
 def chart(values: Sequence[float], columns: int) -> tuple[str, float]:
-    """Draws the newest values as bars. Returns the bars and the largest value.
-
-    Args:
-        values: Not negative, oldest first.
-        columns: Most bars; older values are left out.
+    """Draws the newest values as at most `columns` bars. Returns the bars and the largest value.
+    Values are not negative, the oldest first.
     """
     shown = values[-columns:]
     most = max(shown, default=0.0)

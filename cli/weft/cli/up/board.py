@@ -24,7 +24,9 @@ class _Row:
 
     @property
     def percent(self) -> str:
-        """Completed part of the phase; empty: unknown, or the service does not start any more."""
+        """Empty if the completed part of the phase is unknown, or the service does not start any
+        more.
+        """
         if self.ended_s is not None or not self.total:
             return ""
         return f"{min(100, 100 * self.done // self.total)} %"

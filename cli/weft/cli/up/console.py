@@ -23,10 +23,8 @@ _STARTING_PER_S, _SERVING_PER_S = 8, 2
 
 
 class ConsoleReporter(Reporter):
-    """Shows services as they start, on a terminal as a live list, and later events as lines.
-
-    Args:
-        is_plain: Whether events are lines on a terminal too.
+    """Shows services as they start, on a terminal as a live list, and later events as lines. With
+    `is_plain` events are lines on a terminal too.
     """
 
     def __init__(self, console: Console, *, is_plain: bool = False) -> None:
@@ -112,7 +110,6 @@ class ConsoleReporter(Reporter):
         self._line(f"[yellow]{name} {how}")
 
     def notice(self, text: str) -> None:
-        """Shows a notice that is no failure."""
         self._line(f"[yellow]{escape(text)}")
 
     def _line(self, text: str) -> None:
@@ -168,7 +165,6 @@ _FIRST_REQUESTS: dict[Task, tuple[str, dict[str, object]]] = {
 
 
 def first_request(plan: MeshPlan) -> str:
-    """A command line with which the user can try the mesh."""
     if plan.rest_address is None and plan.first_task == "generate":
         key = "WEFT_API_KEY=KEY " if plan.needs_key else ""
         tls = "" if plan.tls_dir is None else f" --tls-dir {shlex.quote(str(plan.tls_dir))}"

@@ -22,12 +22,9 @@ def with_devices(settings: UpSettings, num_gpus: int, notice: Callable[[str], No
     prefills, since two workers would only share it. Of several GPUs one in `GPUS_A_FILLER`, and at
     least one, gets a prefill worker, and the rest get decode workers.
 
-    Args:
-        notice: Called with what a user should know of the choice.
-
-    Raises:
-        ConfigError: A given device is not there, a worker of `tp` ranks needs more GPUs, or the
-            given ones cannot be divided among such workers.
+    Raises ConfigError if a given device is not there, a worker of `tp` ranks needs more GPUs, or
+    the given ones cannot be divided among such workers. `notice` is called with what a user should
+    know of the choice.
     """
     tp = settings.tp
     if settings.device not in ([], ["auto"]):

@@ -20,13 +20,9 @@ async def report_exit(
     """Ends the quarantine of pages that a gone incarnation was filling. Call it only when the
     worker's server and engine are both certainly gone.
 
-    Args:
-        workers: host:port by name of every worker that it may have filled.
-        identity: Identity of the command line; None: the mesh runs without TLS.
-
-    Returns:
-        Pages released, by name. A worker that cannot be reached is left out; it learns of the end
-        when it meets the new incarnation.
+    `workers` has the host:port, by name, of every worker that it may have filled. Returns the
+    number of released pages by name. A worker that cannot be reached is left out; it learns of the
+    end when it meets the new incarnation.
     """
     request = worker_pb2.ReportExitRequest(worker_id=worker_id, epoch=epoch)
     answers = await asyncio.gather(

@@ -10,10 +10,8 @@ from weft.common.settings import Settings, flag_problems
 
 
 def check_flags(settings: UpSettings) -> None:
-    """Refuses flags that a service would not take.
-
-    Raises:
-        SystemExit: With status 2, and each problem on a line of standard error.
+    """Refuses flags that a service would not take: prints each problem on a line of standard error,
+    then raises SystemExit with status 2.
     """
     problems = [
         f"  --{service}-args: {problem}"
@@ -32,7 +30,7 @@ def check_flags(settings: UpSettings) -> None:
 
 
 def _settings_of(service: str) -> type[Settings]:
-    """Imports the settings when they are needed: most meshes have no further flags."""
+    """Imports the settings only when they are needed: most meshes have no further flags."""
     if service == "prefill":
         from weft.prefill.main import PrefillSettings
 

@@ -23,13 +23,11 @@ _CALL_TIMEOUT_S = 5.0
 async def wait_stalled(
     is_alive: Callable[[], Awaitable[bool]], timeout_s: float, interval_s: float | None = None
 ) -> None:
-    """Returns once a service was not alive at any check during `timeout_s`.
+    """Returns once a service was not alive at any check during `timeout_s`. Checks are `interval_s`
+    apart; None: a tenth of `timeout_s`.
 
     Only the regular time between checks counts: a pause of this process or of the whole machine
     says nothing about the service.
-
-    Args:
-        interval_s: Seconds between checks; None: a tenth of `timeout_s`.
     """
     interval_s = timeout_s / _LOOKS if interval_s is None else interval_s
     stalled_s = 0.0
@@ -43,11 +41,7 @@ async def wait_stalled(
 
 
 def health_checker(identity: Identity | None) -> IsAlive:
-    """Asks grpc.health.v1 as a kubelet's liveness probe would. No answer counts as not alive.
-
-    Args:
-        identity: Identity of the command line; None: the mesh runs without TLS.
-    """
+    """Asks grpc.health.v1 as a kubelet's liveness probe would. No answer counts as not alive."""
 
     async def is_alive(name: str, address: str) -> bool:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)

@@ -83,7 +83,7 @@ async def run_mesh(
 
 
 async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Runs `work` until it ends (True, or its exception) or `stop` is set (False)."""
+    """True: `work` has ended. False: `stop` was set first, and `work` is cancelled."""
     task = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -30,23 +30,18 @@ _KEEPERS = frozenset(("draft-width", "tp", "window-pages", "config"))
 
 
 class Dial(Protocol):
-    """Returns the address to dial to reach a service: its own, or that of a proxy in front of
-    it.
+    """Returns the address to dial to reach a service: its own, or that of a proxy in front
+    of it.
     """
 
     def __call__(self, source: str, target: str, address: str) -> str:
-        """Chooses the address to dial, host:port.
-
-        Args:
-            source: The dialling side: gateway, decode, or worker (prefill and decode).
-            target: The service to reach, such as `decode-0`.
-            address: host:port where it listens.
+        """`source` is the dialling side: gateway, decode, or worker (prefill and decode). `target`
+        is the service to reach, such as `decode-0`; it listens at `address`, host:port.
         """
         ...
 
 
 def directly(source: str, target: str, address: str) -> str:
-    """A `Dial` without proxies."""
     return address
 
 
@@ -106,7 +101,6 @@ def plan_mesh(
         state: Where logs and ready files go.
         models: At least one.
         rest_binary: The Go edge; None: no REST.
-        dial: Chooses the address to dial to reach a service.
     """
     counts = {"kvstore": settings.kvstore, "prefill": settings.prefill, "decode": settings.decode}
     ports = free_ports(WORKER_HOST, len(models) * sum(counts.values()))
@@ -412,7 +406,6 @@ def _serve(service: str) -> list[str]:
 
 
 def _flags(values: dict[str, object]) -> list[str]:
-    """Flags for the values that are not None; for True the flag without a value."""
     given = {name: value for name, value in values.items() if value is not None}
     return [
         part
@@ -422,7 +415,6 @@ def _flags(values: dict[str, object]) -> list[str]:
 
 
 def _reachable(address: str) -> str:
-    """The address at which a client on this machine reaches a listener on all addresses."""
     return address.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
 
 

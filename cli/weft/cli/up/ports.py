@@ -36,10 +36,8 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 def free_ports(host: str, count: int) -> list[int]:
     """Chooses different ports that no process listens on now. Other processes that call this
-    function do not choose these ports until this process ends.
-
-    Raises:
-        ConfigError: The address is not this machine's, or there are no free ports.
+    function do not choose these ports until this process ends. Raises ConfigError if the address is
+    not this machine's, or there are no free ports.
     """
     held: list[socket.socket] = []
     found: list[int] = []
@@ -67,11 +65,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def free_run(host: str, count: int) -> int:
-    """Like `free_ports`, for consecutive ports; returns the first.
-
-    Raises:
-        ConfigError: The address is not this machine's, or there are no such ports.
-    """
+    """Like `free_ports`, for consecutive ports; returns the first."""
     for _ in range(_TRIES):
         first = free_ports(host, 1)[0]
         held: list[socket.socket] = []

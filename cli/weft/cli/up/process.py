@@ -80,11 +80,7 @@ class ProcessWatch:
     """
 
     def __init__(self, pid: int) -> None:
-        """Begins to watch; needs a running loop.
-
-        Raises:
-            ProcessLookupError: There is no such process.
-        """
+        """Needs a running loop. Raises ProcessLookupError if there is no such process."""
         self._descriptor = os.pidfd_open(pid)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._on_exit)
@@ -108,11 +104,8 @@ class ServiceProcess:
     """A started service, which is reaped when it ends."""
 
     def __init__(self, spec: ServiceSpec) -> None:
-        """Starts the process. Needs a running loop and the main thread: the parent-death signal is
-        tied to the forking thread, so that thread must live on.
-
-        Raises:
-            NotStarted: There is no process.
+        """Starts the process, or raises NotStarted. Needs a running loop and the main thread: the
+        parent-death signal is tied to the forking thread, so that thread must live on.
         """
         self.spec = spec
         self.ready: ReadyFile | None = None
@@ -139,14 +132,8 @@ class ServiceProcess:
         return self._reaper.done()
 
     async def wait_ready(self, on_progress: Callable[[int, int, str], None]) -> ReadyFile:
-        """Waits for the ready file and returns its content.
-
-        Args:
-            on_progress: Called with (done, total, description) of a phase of a worker's start;
-                total 0: unknown.
-
-        Raises:
-            ExitedEarly: The process ended first.
+        """Waits for the ready file. Calls `on_progress` with (done, total, description) of a phase
+        of a worker's start; total 0: unknown. Raises ExitedEarly if the process ends first.
         """
         while not self._server.gone.is_set():
             if (ready := self._read_ready_file()) is not None:
@@ -166,7 +153,6 @@ class ServiceProcess:
         return await asyncio.shield(self._reaper)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the server process."""
         if not self.is_gone:
             self._server.send(number)
 
@@ -217,7 +203,7 @@ class ServiceProcess:
 
 
 def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
-    """Starts and watches a service's process. Makes its folders again if they were removed."""
+    """Makes the service's folders again if they were removed."""
     for folder in (spec.log_file.parent, spec.ready_file.parent):
         folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]

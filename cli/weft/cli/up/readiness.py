@@ -30,13 +30,8 @@ async def wait_for_mesh(
     """Returns once `/readyz` says 200, or without REST once the gateway itself is ready. The mesh
     answers with one worker of each kind; the other workers get some seconds more.
 
-    Args:
-        rest_url: Scheme and address of its REST edge; None: there is none.
-        identity: Identity of the command line; None: the mesh runs without TLS.
-        notice: Called from time to time with the parts that are still missing.
-
-    Raises:
-        TimeoutError: The mesh was not ready in time; the message has the last answer.
+    `notice` is called from time to time with the parts that are still missing. Raises TimeoutError,
+    with the last answer, if the mesh was not ready in time.
     """
     loop = asyncio.get_running_loop()
     deadline, next_notice = loop.time() + timeout_s, loop.time() + _NOTICE_EVERY_S

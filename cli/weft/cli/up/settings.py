@@ -189,10 +189,8 @@ class UpSettings(Settings):
         return self
 
     def parse_adapter(self, text: str) -> tuple[str, str, str]:
-        """Splits one of `adapter` into model (empty: the only one), name and folder.
-
-        Raises:
-            ValueError: The text has another form.
+        """Splits one of `adapter` into model (empty: the only one), name and folder. Raises
+        ValueError if the text has another form.
         """
         whole, _, path = text.partition("=")
         model, _, name = whole.rpartition(":")

@@ -78,7 +78,6 @@ def _unusable(root: Path, error: OSError) -> ConfigError:
 
 
 def _write_token(path: Path) -> None:
-    """Replaces the token by a random one that only this user can read."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:

@@ -27,9 +27,6 @@ async def keep_summary(
 
     It asks the operators' port, since the main port may want an API key. If the gateway ends, it is
     asked again once it is back, perhaps at another operators' port.
-
-    Args:
-        identity: Identity of the command line; None: the mesh runs without TLS.
     """
     while True:
         with contextlib.suppress(ConfigError, grpc.aio.AioRpcError):

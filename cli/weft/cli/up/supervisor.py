@@ -113,11 +113,9 @@ class Supervisor:
         return self._running.get(name)
 
     async def start(self) -> None:
-        """Starts everything at once and returns when all services are ready.
-
-        Raises:
-            ExitedEarly: A service ended before it was ready, or was not ready in time. The caller
-                must still call `stop`.
+        """Starts everything at once and returns when all services are ready. Raises ExitedEarly if
+        a service ended before it was ready, or was not ready in time; the caller must still call
+        `stop`.
         """
         ready = [asyncio.create_task(self._start(spec)) for spec in self._specs]
         try:
@@ -189,17 +187,15 @@ class Supervisor:
         process.kill()
 
     async def _tell(self, process: ServiceProcess) -> None:
-        """Announces that both processes of a worker are gone, so that it sends no more writes."""
+        """Workers that know of the end send the worker no more writes."""
         ready = process.ready
         if ready is not None and ready.worker_id is not None and ready.epoch is not None:
             await self._report_exit(ready.worker_id, ready.epoch)
 
     async def stop(self, grace_s: float, at_once: asyncio.Event) -> None:
-        """Stops everything, phase by phase, and returns when every process is gone.
-
-        Args:
-            grace_s: Time that each phase has before its processes are killed.
-            at_once: When set, the remaining processes are killed at once.
+        """Stops everything, phase by phase, and returns when every process is gone. Each phase has
+        `grace_s` before its processes are killed. Once `at_once` is set, the remaining processes
+        are killed at once.
         """
         for phase in sorted({spec.stop_phase for spec in self._specs}):
             processes = [p for p in self._running.values() if p.spec.stop_phase == phase]
