@@ -498,7 +498,6 @@ class EngineConfig(PageConfig):
         ]
 
     def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
-        """Constraints that tensor parallelism adds, in the form of `_relations`."""
         devices = len(self.device.split(","))
         of_all = [
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),

@@ -33,7 +33,7 @@ def num_usable_gpus() -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build; finds out without importing torch."""
+    """Does not import torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -45,11 +45,7 @@ def torch_has_cuda() -> bool:
 
 
 def check_device(device: str, num_gpus: int) -> None:
-    """Checks that a device is the CPU or one of `num_gpus` GPUs.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Raises ConfigError unless a device is the CPU or one of `num_gpus` GPUs."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return

@@ -145,8 +145,6 @@ _ALIGNMENT = 256
 
 
 class _Sizes:
-    """Counts the bytes of tensors that would be made."""
-
     num_bytes = 0
 
     def add(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -324,8 +324,6 @@ class _Rows:
 
 
 class DeviceDraw(NamedTuple):
-    """Tokens that a device is drawing."""
-
     tokens: torch.Tensor
     """[L] int64 on the device; negative values are errors."""
     fetched: Fetched

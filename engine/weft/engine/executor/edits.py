@@ -40,12 +40,11 @@ class TokenCounts:
 
     @property
     def ids(self) -> Int64Array:
-        """Distinct tokens of prompt and output."""
+        """[n]: distinct tokens of prompt and output."""
         return self._ids[: len(self._index)]
 
     @property
     def output_counts(self) -> Float32Array:
-        """Number of occurrences of each of `ids` in the output."""
         return self._counts[: len(self._index)]
 
     @property

@@ -244,8 +244,6 @@ class _ShortBuckets:
 
 
 class GraphBuckets:
-    """Finds the captured bucket of a step."""
-
     def __init__(self, config: ModelConfig, buckets: Sequence[GraphBucket]) -> None:
         self._config = config
         sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})

@@ -407,7 +407,6 @@ def _as_range(numbers: Int64Array) -> _HostRows:
 
 
 def _behind(firsts: Int64Array, counts: Int64Array) -> Int64Array:
-    """Concatenates ranges: `counts` consecutive numbers from each of `firsts` on."""
     if not counts.any():
         return _NOTHING
     ends = np.cumsum(counts)

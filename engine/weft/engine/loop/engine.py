@@ -201,7 +201,6 @@ class Engine:
         """Whether the last turn reported the load, and nothing has happened since."""
 
     def _watch_pages(self) -> None:
-        """Tells gateways which pages are cached or evicted."""
         stored, removed = self._kv_events.stored, self._kv_events.removed
         if self.parts.states is not None:
             self.parts.states.watch(stored, removed)

@@ -169,7 +169,7 @@ class LLM:
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> list[list[GeneratedSample]]:
-        """Like `generate`, with all `n` samples of each prompt."""
+        """`generate` with all `n` samples of each prompt."""
         if max_at_once is not None and max_at_once < 1:
             raise ValueError(f"max_at_once = {max_at_once}: at least one prompt must be under way")
         sampling = sampling or SamplingParams(temperature=0.0)
@@ -281,7 +281,6 @@ class LLM:
 
 
 def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list[str]:
-    """Returns the requests whose samples finished, one entry for each sample."""
     for failed in batch.failed:
         raise to_error(failed.failure)
     for scores in batch.prompt_logprobs:

@@ -46,25 +46,19 @@ class Pools:
 
 
 class DraftPool(Protocol):
-    """The pool of a separate draft model."""
-
     layout: CacheLayout
 
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
-        """Number of its pages, the null page included.
-
-        Args:
-            num_target_pages: Pages of the target's pool, without the null page.
+        """Number of its pages, the null page included. `num_target_pages` does not include the
+        target's null page.
         """
         ...
 
     def added_to(
         self, needs: MemoryNeeds, max_context_tokens: int, page_bytes: int, device: torch.device
     ) -> MemoryNeeds:
-        """Adds this model's needs to the target's, whose pages have `page_bytes`.
-
-        Raises:
-            ConfigError: The needs exceed the device's memory.
+        """Adds this model's needs to the target's, whose pages have `page_bytes`. Raises
+        ConfigError if the needs exceed the device's memory.
         """
         ...
 
@@ -148,8 +142,8 @@ def _measure(
     lora: LoraPool | None,
     page_bytes: int,
 ) -> tuple[MemoryNeeds, int]:
-    """Measures what a GPU holds besides the pool. Returns also the number of blocks of recurrent
-    layers.
+    """Measures the memory that a GPU needs besides the pool. Also returns the number of blocks of
+    recurrent layers.
     """
     needs = measure_needs(
         loaded.model,

@@ -31,9 +31,7 @@ def tier_reports(
 
 
 def _beside(parts: EngineComponents, pages: RequestPages) -> Companion | None:
-    """Access to states or window pages, which go with pages of the first group; None: the model has
-    neither.
-    """
+    """None: the model has neither recurrent layers nor window groups."""
     if parts.states is not None:
         return block_access(parts, parts.states, pages)
     for windows in parts.windows:

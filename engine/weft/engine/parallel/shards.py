@@ -138,13 +138,11 @@ def check_ranks(
 
 
 def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
-    """Refuses a number of ranks among which a model cannot be divided.
+    """Raises ConfigError if a model cannot be divided among this number of ranks; the message names
+    the numbers that work.
 
     Args:
         ep: Number of ranks among which whole experts are divided; 1: each expert is divided.
-
-    Raises:
-        ConfigError: The model cannot be divided; the message names the numbers that work.
     """
     if size == 1:
         return

@@ -95,17 +95,15 @@ class HeldPages:
     """Number of matching tokens in that page."""
 
     def promise(self, memory: PageMemory, num_pages: int) -> None:
-        """Reserves pages of those that are free or can be evicted."""
         memory.promise(num_pages)
         self.num_promised += num_pages
 
     def take_promised(self, memory: PageMemory, num_pages: int, namespace: bytes) -> list[int]:
-        """Turns reserved pages into allocated ones, which are not yet among `pages`."""
+        """The allocated pages are not yet among `pages`."""
         self.num_promised -= num_pages
         return memory.allocate(num_pages, namespace, promised=True)
 
     def unpromise(self, memory: PageMemory, num_pages: int) -> None:
-        """Gives reserved pages back."""
         memory.unpromise(num_pages)
         self.num_promised -= num_pages
 

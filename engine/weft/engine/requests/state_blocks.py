@@ -398,7 +398,6 @@ class StateBlocks:
                     self._num_reserved -= 1
 
     def _keep(self, request: Request, border: int, block: _Block) -> None:
-        """Enters a written block into the index, unless the index has another one for the node."""
         if self._index is None or block is _ZEROS:
             return
         node = self._node_at(request, border)

@@ -101,8 +101,8 @@ class PendingTokens(NamedTuple):
         logprobs: list[TokenLogprob | None],
         firsts: Int64Array,
     ) -> list[Run]:
-        """`firsts` has the first row of each request with drafts, and the index after
-        the last row.
+        """`firsts` has the first row of each request with drafts, and the index after the
+        last row.
         """
         plan = self.plan
         if plan.has_trees:
@@ -342,11 +342,8 @@ class StepSampler:
         *,
         has_trees: bool = False,
     ) -> PendingRows:
-        """Samples for the requests given to `prepare` last.
-
-        Args:
-            firsts: Result of `first_rows`; None: each request has one row.
-            slot_override: Slots by row, if some rows have masks of their own; else None.
+        """`firsts` None: each request has one row. `slot_override` has slots by row if some rows
+        have separate masks; else None.
         """
         positions = logits.positions
         if logits.captured is not None:
@@ -416,11 +413,8 @@ class StepSampler:
         self, plan: Plan, firsts: Int64Array
     ) -> tuple[dict[int, WeftError], Int64Array | None]:
         """Computes a mask for each row of the constrained requests with drafts, whose drafts must
-        be on their way to the host.
-
-        Returns:
-            Errors by index of the request, and the slots that rows are sampled with; None: no row
-                has a mask of its own, since all those requests have ended.
+        be on their way to the host. Returns errors by index of the request, and the slots that rows
+        are sampled with; None: no row has a separate mask, since all those requests have ended.
         """
         indices = {
             item.request: index

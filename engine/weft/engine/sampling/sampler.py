@@ -485,7 +485,6 @@ class Sampler:
         }
 
     def _stop_ids(self, row: SamplerRow) -> tuple[int, ...]:
-        """Tokens that `min_tokens` excludes: all that would end the sample."""
         if row.stop.min_tokens <= 0:
             return ()
         eos = () if row.stop.ignore_eos else row.eos_token_ids

@@ -67,9 +67,7 @@ class Scored(Protocol):
     """A request of a step whose prompt's log-probabilities are wanted."""
 
     @property
-    def request(self) -> int:
-        """Index of the request in the step."""
-        ...
+    def request(self) -> int: ...
 
 
 class LaterScores(Protocol):
@@ -86,9 +84,7 @@ class Pooled(Protocol):
     """A request of a step of whose prompt vectors are wanted."""
 
     @property
-    def request(self) -> int:
-        """Index of the request in the step."""
-        ...
+    def request(self) -> int: ...
 
     @property
     def pool(self) -> PoolingParams: ...

@@ -258,7 +258,6 @@ class Scheduler:
         )
 
     def _is_behind_fill(self, request: Request) -> bool:
-        """Whether a fill has left at most a page of the prompt to compute."""
         is_short = request.num_to_compute <= self._limits.page_size
         return is_short and bool(request.timeline.fills)
 
@@ -584,7 +583,7 @@ class Scheduler:
         return max(0, budget)
 
     def _admit(self, request: Request, now: float, *, has_pages: bool) -> bool:
-        """With `has_pages`, the request came with pages of its own instead of a cached prefix."""
+        """With `has_pages`, the request came with its own pages instead of a cached prefix."""
         if not self._promise(request):
             return False
         request.sources.lookup_until = 0.0

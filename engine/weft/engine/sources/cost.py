@@ -110,8 +110,6 @@ class _Trials:
 
 
 class _Rate:
-    """Prompt tokens per second of this engine."""
-
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
         self._longest = 0

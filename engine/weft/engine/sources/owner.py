@@ -426,8 +426,8 @@ class OwnerFills:
         return self._num_quarantined_pages() + num_more > landing - self._landing.least_pages
 
     def _has_filler(self, request: Request) -> bool:
-        """Whether the first candidate answers and suits the request's state, which was chosen for
-        it. A load without room has dropped its store.
+        """Whether the first candidate answers and supports the request's state, which was chosen
+        for it. A load without room has dropped its store.
         """
         if not request.sources.candidates or self._is_silent(request.sources.candidates[0]):
             return False
@@ -629,7 +629,7 @@ class OwnerFills:
             self._end_accepted(fill)
 
     def _go_on(self, fill: Fill) -> None:
-        """Lets the request of a completely accepted lease continue. No more bytes can arrive."""
+        """No more bytes of the completely accepted lease can arrive."""
         request, fill.request = fill.request, None
         assert request is not None
         assert not fill.pages

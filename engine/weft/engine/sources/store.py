@@ -228,7 +228,7 @@ class StoreLink:
             self._offer_blocks([(node, block)])
 
     def _offer_blocks(self, kept: Iterable[tuple[Node, int]]) -> None:
-        """Queues the blocks at pages of one prompt, each once, in pages of their own."""
+        """Queues the blocks at pages of one prompt, each once, in separate pages."""
         assert self._blocks is not None
         new = [(node, block) for node, block in kept if _block_key(node) not in self._known]
         if not new:
@@ -422,5 +422,5 @@ class StoreLink:
 
 
 def _block_key(node: Node) -> bytes:
-    """A block's pages have keys of their own; this is the first one's."""
+    """The key of the block's first page. Each of its pages has a separate key."""
     return block_keys(node.key, 1)[0]

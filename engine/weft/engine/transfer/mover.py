@@ -260,7 +260,6 @@ class _Lane:
             yield begin, min(count, begin + self._piece_pages)
 
     def event(self) -> torch.cuda.Event | None:
-        """An event that passes when everything enqueued so far is done."""
         if self._stream is None:
             return None
         # A blocking event lets a waiting thread sleep.

@@ -69,8 +69,6 @@ UNBOUNDED = 1 << 62
 
 
 class FollowerGroup:
-    """The `RankGroup` of a rank other than rank 0."""
-
     def __init__(self, link: RankLink, rank: int, group: SharedGroup, store_path: str) -> None:
         self.rank = rank
         self.size = group.size
@@ -79,11 +77,8 @@ class FollowerGroup:
         self._link = link
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
-        """Waits until rank 0 has heard of this phase from all ranks; returns the least number of
-        all.
-
-        Raises:
-            LinkClosed: Rank 0 has ended.
+        """Waits until rank 0 has heard of this phase from all ranks, and returns the least number
+        of all. Raises LinkClosed if rank 0 has ended.
         """
         self._link.send({"phase": phase, "number": number, "text": text})
         answer, _ = self._link.receive()

@@ -59,8 +59,8 @@ class RankedExecutor(LocalExecutor):
         """`PageTable.num_additions` when entries were sent last."""
 
     def launch(self, step: StepInput) -> Launched:
-        """Raises RanksLost if a rank is gone, or if this rank fails while the others go on with the
-        step.
+        """Raises RanksLost if a rank is gone, or if this rank fails while the other ranks continue
+        with the step.
         """
         if self._ranks is None:
             return super().launch(step)
@@ -84,11 +84,7 @@ class RankedExecutor(LocalExecutor):
         return own if self.num_ranks == 1 else _RankedChains(own, self)
 
     def run_chains(self, chains: Chains, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
-        """Makes chains of drafts on all ranks.
-
-        Raises:
-            RanksLost: A rank is gone, or this one failed while the others go on.
-        """
+        """Raises RanksLost as `launch` does."""
         if self._ranks is None:
             return chains.run(lasts, counts)
         group = self._ranks.group
@@ -165,7 +161,7 @@ class RankedExecutor(LocalExecutor):
             self._peers.close()
 
     def _of_own_pages(self) -> Ranks | None:
-        """The other ranks, if each has a pool of its own; else None."""
+        """None: all ranks share one pool."""
         return self._ranks if self.is_asynchronous else None
 
     def _new_pages(self) -> NewPages:

@@ -200,8 +200,8 @@ class Ranks:
             raise ConfigError(self._ending(follower) + " during its start") from None
 
     def _watch(self) -> None:
-        """Runs in a thread of its own. Ends the group when another rank ends, unless `close` ends
-        it.
+        """Runs in a separate thread. Ends the group when another rank ends, unless `close`
+        ends it.
         """
         poll = select.poll()
         for follower in self._followers:

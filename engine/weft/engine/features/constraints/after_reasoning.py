@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Where a sample is."""
-
     FIRST = "first"
     """Before the sample's first token, which may open its reasoning."""
     REASONING = "reasoning"
@@ -114,7 +112,6 @@ class AfterReasoning:
         return self._masks_before(ahead)
 
     def _step(self, place: Place, token: int) -> Place:
-        """The place after one more token."""
         phase, reasoning = place.phase, self._reasoning
         if phase in (Phase.CONSTRAINED, Phase.FREE):
             return place
@@ -126,7 +123,7 @@ class AfterReasoning:
         return Place(Phase.FREE if token in self._alternatives else Phase.CONSTRAINED)
 
     def _masks_before(self, ahead: Sequence[int]) -> Masks:
-        """The masks before the constrained text, and behind tokens ahead, which may reach it."""
+        """The tokens ahead may reach the constrained text."""
         parents, places = parents_of(ahead), [self._place]
         for token, parent in zip(ahead, parents, strict=True):
             places.append(self._step(places[parent], token))
@@ -148,7 +145,9 @@ class AfterReasoning:
         return masks if starts else [None]
 
     def _with_others(self, mask: Mask | None, phase: Phase) -> Mask | None:
-        """Adds the tokens that may come in place of the constraint's first token to its mask."""
+        """The mask also allows the tokens that may come in place of the constraint's first
+        token.
+        """
         others = set(self._alternatives)
         if phase is Phase.FIRST and self._reasoning is not None:
             others |= {-1 if self._reasoning.begin is None else self._reasoning.begin}

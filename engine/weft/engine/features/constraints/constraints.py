@@ -95,7 +95,7 @@ class Constraints:
             raise InvalidRequest(message, stage="compile", param="constraint")
 
     def _lacks(self) -> str:
-        """What the model lacks for constraints, in words; empty if nothing."""
+        """Empty if the model lacks nothing that constraints need."""
         if not (self._model_dir / TOKENIZER_FILE).is_file():
             return f"constrained output needs the model's {TOKENIZER_FILE}, which is not here"
         if not self._eos_token_ids:
@@ -162,7 +162,6 @@ class Constraints:
         self._masked = masked
 
     def _begun(self, request: Request) -> ConstraintState | AfterReasoning:
-        """The grammar state of a sample that is new here, before its first token."""
         from weft.engine.features.constraints.after_reasoning import AfterReasoning
         from weft.engine.features.constraints.masks import ChargedTime, ConstraintState
 
@@ -195,7 +194,7 @@ class Constraints:
         return made
 
     def _refuse(self, constraint: Constraint, others: Sequence[Request]) -> None:
-        """Remembers a constraint as too slow, and ends the other samples that have it."""
+        """Remembers a constraint as too slow, and ends all other samples that have it."""
         self._refused[constraint] = None
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]

@@ -137,7 +137,6 @@ def _property(schema: Mapping[str, Json], name: str) -> Json:
 
 
 def _are_apart(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
-    """Whether one range of numbers ends before the other begins."""
     for low, high in ((first, second), (second, first)):
         most, least = low.get("maximum"), high.get("minimum")
         if isinstance(most, int | float) and isinstance(least, int | float) and most < least:
@@ -146,7 +145,6 @@ def _are_apart(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
 
 
 def _have_strings(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
-    """Whether a string may match the patterns of both schemas."""
     one, other = first.get("pattern"), second.get("pattern")
     if not (isinstance(one, str) and isinstance(other, str)):
         return True
@@ -164,7 +162,6 @@ def _listed(schema: Mapping[str, Json]) -> list[Json] | None:
 
 
 def _types_of(schema: Mapping[str, Json], around: Mapping[str, Json]) -> set[str]:
-    """Names of the JSON types that a schema may allow."""
     if (listed := _listed(schema)) is not None:
         return {name for value in listed for name in type_names(value)} - {"integer"}
     given = schema.get("type", around.get("type", list(_TYPES)))
@@ -250,7 +247,6 @@ def _other_counts(name: str, value: Json) -> list[Json] | None:
 
 
 def _other_values(values: Json, kind: Json) -> list[Json] | None:
-    """Schemas of the values that are not listed."""
     if not isinstance(values, list):
         return None
     kinds = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else [*_TYPES]
@@ -283,7 +279,6 @@ def _other_numbers(kind: str, values: list[int]) -> list[Json]:
 
 
 def _other_characters(pattern: str) -> list[Json] | None:
-    """Schemas of the strings that do not match a pattern of one kind of characters."""
     if (found := _WITH_ONE_OF.fullmatch(pattern)) is not None:
         flip = "" if found["flip"] else "^"
         kinds = found["kinds"] or found["single"]

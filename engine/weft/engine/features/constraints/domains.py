@@ -160,7 +160,6 @@ class _Counter:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def count(self, schema: Json) -> tuple[int, int]:
-        """Number of values that a schema allows, and of strings among them, up to `MAX_UNIQUE`."""
         if schema is True:
             return MAX_UNIQUE, MAX_UNIQUE
         if schema is False:

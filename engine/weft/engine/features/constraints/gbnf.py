@@ -33,8 +33,6 @@ _NOTHING = r"[^\x{0}-\x{10ffff}]"
 
 
 class _Text(NamedTuple):
-    """A literal or a class of characters."""
-
     regex: str
     firsts: tuple[tuple[int, int], ...]
     """Ranges of the characters that the text can begin with; none: the text is empty."""
@@ -110,7 +108,6 @@ class _Writer:
                 self._sets[name] = self._of(node)
 
     def write(self) -> str:
-        """All rules, in the notation of llguidance."""
         lifted = set(self._terminals)
         while True:
             follow = self._follow(lifted)
@@ -184,7 +181,6 @@ class _Writer:
         return mask
 
     def _follow(self, lifted: set[str]) -> dict[str, int]:
-        """The characters that may follow each rule that is named by others."""
         follow = {"root": (1 << len(self._edges)) - 1 if self._part else 0}
         before: dict[str, int] = {}
         while before != follow:
@@ -212,7 +208,6 @@ class _Writer:
 
 
 def _edges(node: _Node) -> list[tuple[int, int]]:
-    """Ranges of characters in a node."""
     if isinstance(node, _Text):
         return list(node.firsts)
     if isinstance(node, _Repeated):
@@ -250,7 +245,6 @@ class _Reader:
         """Where each name is used first."""
 
     def rules(self) -> dict[str, _Node]:
-        """The rules by name."""
         found: dict[str, _Node] = {}
         self._skip(_SPACE_AND_LINES)
         while self._at < len(self._text):

@@ -109,12 +109,9 @@ class GrammarSource:
         return matcher
 
     def _lark(self, constraint: Constraint, roots: list[Place], *, has_marks: bool = False) -> str:
-        """Writes the constraint as a grammar of llguidance.
-
-        Args:
-            constraint: What is asked for.
-            roots: Gets the places of schemas that have arrays without duplicates.
-            has_marks: Whether a mark stands before each of these schemas.
+        """Writes the constraint as a grammar of llguidance. `roots` gets the places of schemas that
+        have arrays without duplicates; with `has_marks`, a mark stands before each of these
+        schemas.
         """
         kind, text = constraint.kind, constraint.text
         form = _form(constraint.whitespace)
@@ -142,7 +139,6 @@ class GrammarSource:
 
 
 def _form(whitespace: str | None) -> Mapping[str, str | bool]:
-    """llguidance's options for the blanks between two tokens of JSON."""
     if whitespace is None:
         return DEFAULT_FORM
     if not whitespace:
@@ -160,11 +156,7 @@ def _with_blanks_of_json(found: re.Match[str]) -> str:
 
 
 def _checked_lark(text: str) -> str:
-    """Checks a client's Lark grammar.
-
-    Raises:
-        ValueError: The grammar uses a feature that is not enforced.
-    """
+    """Raises ValueError if a client's grammar uses a feature that is not enforced."""
     bare = _LARK_SKIPPED.sub(r"\g<open>", text)
     for name, what in _LARK_REFUSED.items():
         if re.search(rf"\b{name}\s*=" if name.isidentifier() else re.escape(name), bare):
@@ -173,7 +165,6 @@ def _checked_lark(text: str) -> str:
 
 
 def _problem(error: str, constraint: Constraint) -> str:
-    """llguidance's error message, without the rewritten grammar."""
     error = error.strip()
     if quoted := _IN_LARK.search(error):
         error = error[: quoted.start()].rstrip()

@@ -168,7 +168,7 @@ class ConstraintState:
         self._check()
 
     def _fill_behind(self, ahead: Sequence[int], words: npt.NDArray[np.uint32]) -> None:
-        """Writes the mask behind each of these tokens into its row."""
+        """Writes the mask that follows each of these tokens into its row."""
         paths: list[list[int] | None] = [[]]
         """For each row, the rows from the first one to it; None: the grammar does not allow
         them.
@@ -189,7 +189,6 @@ class ConstraintState:
         self._go_from(behind, [], ahead)
 
     def _go_from(self, behind: list[int], path: list[int], ahead: Sequence[int]) -> None:
-        """Moves the matcher from behind one path of tokens to behind another."""
         same = 0
         while same < min(len(behind), len(path)) and behind[same] == path[same]:
             same += 1
@@ -314,9 +313,7 @@ class MaskMaker:
                 state.num_alone = NUM_ALONE
 
     def _executor_for(self, group: list[_Member]) -> LLExecutor | None:
-        """The threads that share a group's masks; sorts the group for them. None: this thread
-        alone.
-        """
+        """Sorts the group. None: this thread alone makes its masks."""
         if self._executor is None or len(group) < MIN_SHARED:
             return None
         num_grammars = len({id(state.grammar) for _, state, _ in group})
@@ -365,8 +362,7 @@ def _charge(jobs: Sequence[MaskJob], times: Mapping[int, float], made: list[Made
     charged too much. Many samples may slow all others down although none of their masks is slow.
 
     Args:
-        jobs: Of the step.
-        times: CPU seconds of those that were timed, by their index.
+        times: CPU seconds of the timed jobs, by their index.
         made: Gets the error of samples that are ended.
     """
     members: dict[ChargedTime, list[int]] = {}

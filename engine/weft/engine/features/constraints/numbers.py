@@ -115,7 +115,6 @@ def _cut_bounds(low: Fraction, high: Fraction, step: Fraction, decimals: int) ->
 
 
 def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
-    """The least common multiple."""
     return Fraction(
         math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator)
     )
@@ -157,7 +156,6 @@ def _bounds(
     at: str,
     unit: Fraction,
 ) -> tuple[Fraction, Fraction]:
-    """The least and the largest multiple of a unit between the bounds."""
     low, high = given["minimum"], given["maximum"]
     lows = [] if low is None else [math.ceil(low / unit) * unit]
     highs = [] if high is None else [math.floor(high / unit) * unit]

@@ -193,7 +193,6 @@ class _Converter:
         return found[0]
 
     def _character(self) -> int:
-        """The code of a character that stands for itself."""
         code = ord(self._text[self._at])
         self._require(code not in _HIGH and code not in _LOW, "half a character")
         self._at += 1
@@ -222,7 +221,7 @@ class _Converter:
         return 0 if is_null else _CONTROLS.get(kind, ord(kind))
 
     def _code(self) -> int | None:
-        """The character whose code is written here; two surrogates are one character."""
+        """Two surrogates are one character."""
         found = self._take(_CODE)
         if found is None:
             return None

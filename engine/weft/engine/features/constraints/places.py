@@ -122,7 +122,6 @@ class Places:
 
 
 def _beside(node: dict[str, Json], definitions: dict[str, Json]) -> Iterator[Json]:
-    """Schemas that may hold for the same value."""
     if "$ref" in node:
         yield definitions[node["$ref"].rpartition("/")[2]]
     yield from itertools.chain(node.get("anyOf", ()), node.get("allOf", ()))

@@ -129,8 +129,6 @@ def _finite(written: str) -> float:
 
 
 class _Rewriter:
-    """Rewrites one schema."""
-
     def __init__(self, root: Json, *, is_closed: bool) -> None:
         self._root = root
         self._is_closed = is_closed
@@ -148,7 +146,6 @@ class _Rewriter:
         self._num_looks = 0
 
     def run(self) -> dict[str, Json]:
-        """Rewrites the whole schema."""
         found = self.schema(self._root, "#", is_closed=self._is_closed)
         while self._to_do:
             name, at, schema, is_closed, is_merged = self._to_do.pop()
@@ -166,7 +163,6 @@ class _Rewriter:
         """Rewrites the schema at a place.
 
         Args:
-            schema: The schema.
             at: Its JSON pointer.
             is_closed: Whether objects and arrays may have only what the schema lists.
             is_merged: Whether other schemas hold at the same place.
@@ -337,7 +333,7 @@ class _Rewriter:
     def _oneOf(
         self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
     ) -> list[Json]:
-        """Rewrites `oneOf` to alternatives, each of which excludes the others that it overlaps."""
+        """Rewrites `oneOf` to alternatives, each of which excludes all that it overlaps."""
         parts = self._list(schema, "oneOf", at)
         around = {name: schema[name] for name in ("type",) if name in schema}
         behind = [self.behind_references(part, at) for part in parts]
@@ -448,7 +444,6 @@ class _Rewriter:
         return found
 
     def _all(self, parts: Iterable[tuple[Json, str]]) -> Json:
-        """Several schemas that hold at once, by their places."""
         found = [
             self.schema(part, at, is_closed=False, is_merged=True)
             for part, at in parts
@@ -459,7 +454,6 @@ class _Rewriter:
     # -- values ------------------------------------------------------------------------------------
 
     def _listed(self, schema: Mapping[str, Json], at: str) -> Json:
-        """The values of an enum or const that the other keywords allow."""
         keyword = "enum" if "enum" in schema else "const"
         values = schema["enum"] if keyword == "enum" else [schema["const"]]
         self._require(isinstance(values, list), f"{at}/enum", "a list is expected")
@@ -502,7 +496,6 @@ class _Rewriter:
     def _typed(
         self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
     ) -> Json:
-        """Rewrites the keywords of one or more types, named or implied by them."""
         if "type" in schema:
             named = self._kinds(schema["type"], f"{at}/type")
         else:
@@ -778,7 +771,6 @@ class _Rewriter:
             free: By pattern, rewritten.
             given: The patterns as they are in the schema.
             names: The schema of names.
-            at: Its place.
         """
         has_no_empty = not self._valid([""], {"allOf": [names]}, at)
         is_all = given <= {*_ALL_NAMES, *(_NAMES if has_no_empty else ())}
@@ -959,7 +951,6 @@ def _at(at: str, message: str) -> str:
 
 
 def _anchored(schema: Json, anchor: str, at: str) -> Iterable[tuple[str, Json]]:
-    """Places and schemas that have an anchor's name."""
     if isinstance(schema, dict):
         named = (schema.get("$anchor"), schema.get("$dynamicAnchor"))
         if anchor in named or f"#{anchor}" in (schema.get("$id"), schema.get("id")):
@@ -971,7 +962,7 @@ def _anchored(schema: Json, anchor: str, at: str) -> Iterable[tuple[str, Json]]:
 
 
 def _has_base(schema: Json, *, is_root: bool = True) -> bool:
-    """Whether a schema inside this one has an `$id` of its own, which references may name."""
+    """Whether a schema inside this one has an `$id`, which references may name."""
     if isinstance(schema, list):
         return any(_has_base(part, is_root=False) for part in schema)
     if not isinstance(schema, dict):

@@ -87,11 +87,8 @@ def convert_tags(text: str, json_rule: Callable[[str], str]) -> str:
 
 
 class _Writer:
-    """Writes the rules of one grammar.
-
-    Args:
-        json_rule: Writes the grammar's rule for a value of a JSON schema.
-        places: Parts of JSON pointers that clients know by other names.
+    """Writes the rules of one grammar. `places` has the parts of JSON pointers that clients know by
+    other names.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class _Writer:
         self._depth = 0
 
     def grammar(self, form: Any, at: str) -> str:
-        """The whole grammar of a format."""
         start = self._any(self._write(form, _END, at)) or '""'
         return "\n".join([f"start: {start}", *self._rules])
 
@@ -302,7 +298,7 @@ class _Writer:
         *,
         is_once: bool,
     ) -> list[_Part]:
-        """Free text in which each trigger is followed by what belongs to it."""
+        """Free text in which each trigger is followed by the structure that belongs to it."""
         excludes = self._texts(form, "excludes", at)
         triggers = [trigger for trigger, behind in of_trigger.items() if behind]
         parts = [
@@ -332,9 +328,8 @@ class _Writer:
 
         Args:
             excludes: Texts that do not occur in it.
-            triggers: Texts that do not occur in it either, since others look for them.
-            then: What follows.
-            at: Place of the format.
+            triggers: Texts that do not occur in it either, since other rules look for them.
+            then: The alternatives that follow.
             most: Most characters; None: any number.
         """
         found = []
@@ -386,11 +381,11 @@ class _Writer:
     # -- parts -------------------------------------------------------------------------------------
 
     def _behind(self, head: str, then: Alternatives) -> list[_Part]:
-        """A fixed text before alternatives."""
+        """Alternatives that begin with a fixed text."""
         return [_Part(head, self._any(then))] if head else list(then)
 
     def _before(self, parts: Alternatives, rule: str) -> list[_Part]:
-        """Alternatives that nothing follows, before what a rule generates."""
+        """Alternatives that nothing follows yet, followed by the text that a rule generates."""
         rule = self._named("then", rule)
         return [part._replace(rule=self._joined(part.rule, rule)) for part in parts]
 
@@ -402,7 +397,6 @@ class _Writer:
         ]
 
     def _any(self, parts: Alternatives) -> str:
-        """Notation of the alternatives together."""
         written = [self._joined(_quoted(part.head or ""), part.rule) for part in parts]
         if not any(written):
             return ""

@@ -102,8 +102,6 @@ class Vocabulary:
 
 
 class _Level(NamedTuple):
-    """An object or an array that is open."""
-
     place: Place
     is_array: bool
     inner: Place | None
@@ -121,7 +119,7 @@ class _Level(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What is known behind a token."""
+    """The facts known after a token."""
 
     length: int
     """Of the text."""
@@ -251,7 +249,7 @@ class UniqueMatcher:
                         _clear(mask, token)
 
     def _begun(self, level: _Level) -> bytes:
-        """What is written of an array's item, without blanks."""
+        """The part of an array's item that has been written, without blanks."""
         return _plain(bytes(self._text[level.start :]))
 
     def _is_wrong(self, token: int) -> bool:
@@ -272,7 +270,7 @@ class UniqueMatcher:
         return any(self._ends(level, reader) for level in reader.levels if level.seen is not None)
 
     def _ends(self, level: _Level, reader: _Reader) -> bool:
-        """Whether no new item can come in an array behind what was read."""
+        """Whether no new item can come in an array after the text read so far."""
         if not level.seen:
             return False
         begun = reader.since(level.start)
@@ -342,7 +340,7 @@ class UniqueMatcher:
         self._states.append(state)
 
     def _outside(self, state: _State, byte: int) -> _State:
-        """The state behind a byte outside of the texts of schemas; it may begin one."""
+        """The state after a byte outside of the texts of schemas; the byte may begin one."""
         is_begun = self._has_marks or bytes(self._text).strip(_BLANKS)
         root = None if is_begun else self._roots[0]
         if self._has_marks:
@@ -360,7 +358,7 @@ class UniqueMatcher:
         return _State(len(self._text), (_opened(root, byte, len(self._text)),))
 
     def _begins(self, mark: int, byte: int) -> bool:
-        """Whether a schema's text, of which a mark tells, may begin with a byte."""
+        """Whether a schema's text, whose place a mark shows, may begin with a byte."""
         begins = self._by_bytes.try_consume_tokens([mark, byte])
         self._by_bytes.rollback(begins)
         return begins == 2
@@ -375,7 +373,7 @@ class UniqueMatcher:
         self._num_followed = length
 
     def _exhaust(self, level: _Level) -> _Level:
-        """Notes the beginnings behind which no new item can come since the last one has ended."""
+        """Notes the beginnings after which no new item can come since the last one has ended."""
         assert level.ended is not None
         start, end = level.ended
         at = end - (self._text[end - 1] in b'"]}')
@@ -391,12 +389,7 @@ class UniqueMatcher:
 
 
 class _Reader:
-    """Reads more of a JSON text.
-
-    Args:
-        text: What comes before.
-        state: Behind it.
-    """
+    """Reads more of a JSON text. `state` is the state after `text`."""
 
     def __init__(self, text: list[int], state: _State) -> None:
         self._text, self._length = text, state.length
@@ -409,16 +402,13 @@ class _Reader:
         return self._is_escaped
 
     def since(self, start: int) -> bytes:
-        """The text from a place on."""
         if start >= self._length:
             return bytes(self.tail[start - self._length :])
         return bytes(self._text[start : self._length]) + bytes(self.tail)
 
     def read(self, spelled: bytes) -> int:
-        """Reads bytes up to the end of the JSON text; returns their number.
-
-        Raises:
-            _Wrong: They end an item that its array has.
+        """Reads bytes up to the end of the JSON text and returns their number. Raises _Wrong if
+        they end an item that its array already has.
         """
         at = 0
         while at < len(spelled) and self.levels:
@@ -475,7 +465,6 @@ class _Reader:
             self.levels[-1] = level._replace(number=number, inner=inner, start=here)
 
     def _end_item(self) -> None:
-        """Ends the item of an array, if one is open."""
         level, here = self.levels[-1], self._here()
         if level.seen is None or here <= level.start:
             return
@@ -528,7 +517,6 @@ def _in_string(begun: bytes) -> bool:
 
 
 def _tokens_in(words: Words) -> Iterator[int]:
-    """The tokens of a mask that has few."""
     for at in np.flatnonzero(words).tolist():
         left = int(words[at])
         while left:

@@ -72,7 +72,6 @@ class _Entry:
 
     @property
     def label(self) -> str:
-        """Name for messages."""
         return f"adapter {self.name or self.digest.hex()[:16]} ({self.directory})"
 
 
@@ -248,7 +247,9 @@ class AdapterManager(Adapters):
         queries.clear()
 
     def _check_pins(self, entry: _Entry, *, is_pinned: bool) -> None:
-        """Raises AdapterError if pinned adapters would leave no room for one of the others."""
+        """Raises AdapterError if pinned adapters would leave too little room for an adapter that is
+        not pinned.
+        """
         held = [e for e in self._entries.values() if e.is_held and e is not entry]
         pinned = [e.needs for e in held if e.is_pinned]
         others = [(f"adapter {e.name}", e.needs) for e in held if not e.is_pinned]
@@ -257,7 +258,7 @@ class AdapterManager(Adapters):
     # -- a turn ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Takes the finished work of the threads, and gives them the next work."""
+        """Takes the finished work of the threads, and starts the next work."""
         if self._stalled:
             self._let_stalled_go()
         has_news = self._reader.take() | self._writer.take() | self._leave_stalled_read()
@@ -338,9 +339,6 @@ class AdapterManager(Adapters):
     # -- reading ---------------------------------------------------------------------------------
 
     def _read_next(self, wanted: list[bytes]) -> None:
-        """Starts reading one adapter. Adapters that requests wait for alternate with newly ordered
-        ones.
-        """
         again = self._first_to_read(wanted)
         if self._new and (again is None or not self._was_new):
             entry, self._was_new = self._new.popleft(), True
@@ -392,8 +390,8 @@ class AdapterManager(Adapters):
         self._set_failed(entry, PeerUnavailable(message, stage="adapter"))
 
     def _first_to_read(self, wanted: list[bytes]) -> _Entry | None:
-        """The first wanted adapter that is not in host memory and fits beside those wanted before
-        it.
+        """The first wanted adapter that is not in host memory and fits there together with those
+        wanted before it.
         """
         num_bytes = 0
         for digest in wanted:

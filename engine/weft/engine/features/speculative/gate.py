@@ -95,7 +95,6 @@ class _Gain:
         return max(1.0, self.accepted / self.expected)
 
     def note(self, accepted: float, expected: float) -> None:
-        """Records one request of a step."""
         self.accepted = DECAY * self.accepted + accepted
         self.expected = DECAY * self.expected + expected
 
@@ -456,7 +455,7 @@ class _Worth:
 
     Args:
         known: Acceptance of a sample of the requests that may get drafts.
-        num_requests: Number of the step's requests that the sample stands for, including a
+        num_requests: Number of the step's requests that the sample represents, including a
             proportional share of those that may not get drafts.
     """
 

@@ -54,7 +54,6 @@ class _Text:
         self._num_known = max(0, request.num_tokens - MAX_TEXT_TOKENS)
 
     def continuation(self, max_drafts: int) -> list[int]:
-        """The tokens that followed the previous occurrence of the last tokens."""
         tokens = self.request.tokens
         # The n-gram at the very end is not entered: it is the one that is looked up.
         for end in range(max(self._num_known, 1), len(tokens)):

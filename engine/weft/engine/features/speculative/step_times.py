@@ -98,7 +98,6 @@ class _Curve:
             point.number += (number - point.number) / point.time.weight
 
     def at(self, number: float) -> float:
-        """Interpolates the time for a number. At least one must be recorded."""
         points = self._points
         if len(points) == 1:
             return points[0].time.value * float((number / points[0].number) ** GROWTH)

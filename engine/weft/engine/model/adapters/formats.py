@@ -130,7 +130,6 @@ class _Reader:
         return pairs
 
     def experts(self, plans: Sequence[PairPlan]) -> Mapping[tuple[int, str], ExpertLora]:
-        """Reads the changes of experts, stacked by projection."""
         stacks: dict[tuple[int, str], ExpertLora] = {}
         single: dict[tuple[int, str], list[PairPlan]] = {}
         for plan in plans:

@@ -25,10 +25,8 @@ _NO_POOL = torch.empty(0)
 
 
 class BidirectionalAttention:
-    """Attention of each token to all of its prompt, or to the tokens near it: a `Mixer`.
-
-    Args:
-        causal: The decoder's attention, whose projections, norms and rotations are used.
+    """Attention of each token to all of its prompt, or to the tokens near it. Uses the projections,
+    norms and rotations of `causal`.
     """
 
     def __init__(self, causal: Attention) -> None:

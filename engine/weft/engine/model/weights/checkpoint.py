@@ -42,7 +42,6 @@ class _Tensor(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number in the file."""
         return _DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 1
 
     def stored(self) -> StoredTensor:

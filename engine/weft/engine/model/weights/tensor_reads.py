@@ -80,11 +80,9 @@ class _Rows(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def wanted(self, memory: torch.Tensor) -> torch.Tensor:
-        """The wanted part of rows whose bytes are `memory`."""
         return memory.view(self.dtype).view(-1, *self.shape)[:, *self.part]
 
 

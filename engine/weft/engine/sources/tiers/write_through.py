@@ -10,15 +10,9 @@ from weft.pages.tiers.policy import TierPolicy
 
 
 class WriteThrough:
-    """Passes pages on from the scheduler to their receivers.
-
-    The engine's tiers are offered every page that enters the pool. The KV store is offered only
-    pages that were computed here, since other workers have offered theirs.
-
-    Args:
-        policy: Decides how often a page must have been found.
-        tiers: The engine's tiers; None: there are none.
-        store: The KV store; None: there is none.
+    """Passes pages on from the scheduler to their receivers. The engine's tiers are offered every
+    page that enters the pool. The KV store is offered only pages that were computed here, since
+    other workers have offered theirs. `policy` decides how often a page must have been found.
     """
 
     def __init__(self, policy: TierPolicy, tiers: Tiers | None, store: StoreLink | None) -> None:
@@ -27,7 +21,6 @@ class WriteThrough:
         self._store = store
 
     def on_published(self, request: Request, first: int, end: int) -> None:
-        """Called when pages [first, end) have entered the pool."""
         if self._tiers is not None and self._policy.is_written_through(0):
             self._tiers.offer(request, first, end)
 
