@@ -9,10 +9,8 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Folder for files made on this machine.
 
-    `$WEFT_CACHE_DIR`, else `$XDG_CACHE_HOME/weft`, else `~/.cache/weft`.
-
-    Raises:
-        RuntimeError: None of them is set and the user has no home folder.
+    `$WEFT_CACHE_DIR`, else `$XDG_CACHE_HOME/weft`, else `~/.cache/weft`. Raises RuntimeError if
+    none of them is set and the user has no home folder.
     """
     if explicit := os.environ.get("WEFT_CACHE_DIR"):
         return Path(explicit)

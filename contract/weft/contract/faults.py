@@ -109,9 +109,7 @@ class FaultPoint:
 
     def fire(self) -> FaultKind:
         """Passes the point: waits, kills the process, raises, or returns the kind for the caller.
-
-        Raises:
-            InjectedFault: For `error`.
+        Raises InjectedFault if the kind is `error`.
         """
         fault = self._draw()
         return "" if fault is None else self._wait(fault)
@@ -220,11 +218,9 @@ class FaultBoard:
         return tuple(self._points.values())
 
     def arm(self, spec: FaultSpec) -> None:
-        """Arms a fault at its point.
-
-        Raises:
-            FaultsDisabled: This process was not started with fault injection.
-            InvalidRequest: There is no such point or kind, or a value is out of range.
+        """Arms a fault at its point. Raises FaultsDisabled if this process was not started with
+        fault injection. Raises InvalidRequest if there is no such point or kind, or a value is out
+        of range.
         """
         self.check_enabled()
         self.check(spec)

@@ -19,11 +19,7 @@ ID_TYPE = "I"
 
 
 def token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """Packs token ids.
-
-    Raises:
-        InvalidRequest: One is negative, or takes more than 32 bits.
-    """
+    """Packs token ids. Raises InvalidRequest if one is negative, or takes more than 32 bits."""
     try:
         return array(ID_TYPE, ids)
     except OverflowError as error:
@@ -31,10 +27,8 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds:
 
 
 def unpacked_ids(data: bytes) -> TokenIds:
-    """Token ids of the bytes of such an array.
-
-    Raises:
-        ValueError: The bytes end within a number.
+    """Token ids of the bytes of such an array. Raises ValueError if the bytes end within a
+    number.
     """
     ids = array(ID_TYPE)
     ids.frombytes(data)

@@ -102,10 +102,8 @@ class Codec(Generic[T, M]):
         return found
 
     def decode(self, message: M, **given: Any) -> T:
-        """The value of a message; `given` are fields of it that are apart.
-
-        Raises:
-            InvalidRequest: A field is not what its declaration allows.
+        """The value of a message; `given` has those of its fields that are not in the message.
+        Raises InvalidRequest if a field is not what its declaration allows.
         """
         values = dict(zip(self._read_names, self._read_same(message), strict=True))
         for name, read in self._reads:

@@ -82,10 +82,8 @@ class DeviceCopies:
         """Pinned buffers of the copies. Other senders may use them too."""
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
-        """Sends int64, int32 and float32 arrays in one transfer, without waiting.
-
-        Returns:
-            A flat tensor for each array.
+        """Sends int64, int32 and float32 arrays in one transfer, without waiting. Returns a flat
+        tensor for each array.
         """
         if self._device.type == "cpu":
             return [torch.from_numpy(array.flatten()) for array in arrays]

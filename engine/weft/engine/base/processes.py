@@ -33,10 +33,8 @@ def give_way_at_once() -> bool:
 
     Linux lets a waking thread preempt one that asked for a longer time slice (EEVDF; 6.12 and
     later). A process that computes on all cores would otherwise delay each message between other
-    processes by the rest of its slice. Threads started later inherit it.
-
-    Returns:
-        Whether the kernel took the request; older ones ignore the length.
+    processes by the rest of its slice. Threads started later inherit it. Returns whether the kernel
+    took the request; older kernels ignore the length.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:

@@ -59,10 +59,8 @@ def plan_lora(
     on all of them needs.
 
     Rows for the draft head are added on top, an equal part for each of `max_loras` adapters. So
-    draft adapters never take room from adapters.
-
-    Raises:
-        ConfigError: The memory holds less than one row of each kind.
+    draft adapters never take room from adapters. Raises ConfigError if the memory holds less than
+    one row of each kind.
     """
     shares: dict[str, tuple[int, int]] = {}
     drafts: dict[str, tuple[int, int]] = {}
@@ -303,11 +301,7 @@ class LoraPool:
         return LoraStep(segments=segments, **self._draft_groups)
 
     def read(self, directory: str, *, is_lenient: bool) -> HostWeights:
-        """Reads and checks an adapter.
-
-        Raises:
-            AdapterError: The adapter cannot be used.
-        """
+        """Reads and checks an adapter. Raises AdapterError if the adapter cannot be used."""
         with torch.inference_mode():
             adapter = read_adapter(
                 Path(directory),
@@ -448,10 +442,8 @@ def make_lora_pool(
     drafts: DraftParts | None = None,
     ranks: RankMemory | None = None,
 ) -> LoraPool | None:
-    """None if no adapters are served.
-
-    Raises:
-        ConfigError: The memory does not fit, or the model cannot have adapters.
+    """None if no adapters are served. Raises ConfigError if the memory does not fit, or the model
+    cannot have adapters.
     """
     if not config.enable_lora:
         return None

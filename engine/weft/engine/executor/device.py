@@ -35,11 +35,8 @@ def find_device(config: EngineConfig) -> torch.device:
 def promise_determinism(
     config: EngineConfig, loaded: LoadedModel, layout: CacheLayout, device: torch.device
 ) -> list[str]:
-    """Describes what deterministic mode does on this machine.
-
-    Raises:
-        ConfigError: On this machine the result of some operation would depend on the step's other
-            rows.
+    """Describes what deterministic mode does on this machine. Raises ConfigError if here the result
+    of some operation would depend on the step's other rows.
     """
     if device.type == "cuda":
         return _promise_on_gpu(config, loaded, device)

@@ -20,10 +20,8 @@ _DTYPES = {FP8: torch.uint8, INT8: torch.int8}
 
 
 def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
-    """Layout of the model's pages in the configured number format.
-
-    Raises:
-        ConfigError: The device lacks the format.
+    """Layout of the model's pages in the configured number format. Raises ConfigError if the device
+    lacks the format.
     """
     layout = loaded.model.kv_layout(config.page_size)
     if config.kv_dtype == "auto":

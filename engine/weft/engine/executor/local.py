@@ -473,14 +473,9 @@ class LocalExecutor:
             return self._model.logits(hidden, lora)
 
     def capture(self, buckets: Sequence[GraphBucket]) -> list[int]:
-        """Captures steps on a CUDA device and discards the graphs, to measure them.
-
-        Returns:
-            Bytes of device memory that each graph took, in the order of capture: the largest step
-                first.
-
-        Raises:
-            ConfigError: There is not enough memory.
+        """Captures steps on a CUDA device and discards the graphs, to measure them. Returns the
+        bytes of device memory that each graph took, in the order of capture: the largest step
+        first. Raises ConfigError if there is not enough memory.
         """
         assert self._inputs is not None
         return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each

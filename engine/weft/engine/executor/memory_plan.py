@@ -177,10 +177,8 @@ def divide_states(
 
 
 def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
-    """Number of pages that fit.
-
-    Raises:
-        ConfigError: Not even `MIN_PAGES` fit; the message has the calculation.
+    """Number of pages that fit. Raises ConfigError if not even `MIN_PAGES` fit; the message has the
+    calculation.
     """
     num_pages = max(0, needs.for_pool) // page_bytes
     if num_pages < MIN_PAGES:

@@ -161,11 +161,7 @@ class Executor(Protocol):
         ...
 
     def check(self) -> None:
-        """Called in every turn.
-
-        Raises:
-            RanksLost: A process that takes part in steps is gone.
-        """
+        """Called in every turn. Raises RanksLost if a process that takes part in steps is gone."""
         ...
 
     def close(self) -> None:

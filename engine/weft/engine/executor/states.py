@@ -86,10 +86,8 @@ class StateMemory:
         return (*self._whole, *self.pools.row_blocks)
 
     def with_found(self) -> StatePools:
-        """The memory with the additional rings that steps on a GPU keep.
-
-        Raises:
-            ConfigError: The memory does not fit.
+        """The memory with the additional rings that steps on a GPU keep. Raises ConfigError if the
+        memory does not fit.
         """
         parts, *sizes = self._found
         device = self.pools.rings[0].device

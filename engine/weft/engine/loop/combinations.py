@@ -37,10 +37,8 @@ _VECTOR = 16
 
 def check_combination(config: EngineConfig) -> ModelConfig:
     """Refuses settings under which this model cannot be served. Returns the model's configuration.
-
-    Raises:
-        ConfigError: Settings that do not go with the model; the message names one.
-        ModelError: The files are malformed or of an unsupported kind.
+    Raises ConfigError if settings do not go with the model; the message names one. Raises
+    ModelError if the files are malformed or of an unsupported kind.
     """
     folder = config.model_dir
     model = ModelConfig.load(folder, config.max_context_tokens)
@@ -62,10 +60,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
 
 
 def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuses settings that models with recurrent layers do not support.
-
-    Raises:
-        ConfigError: One of them is set.
+    """Refuses settings that models with recurrent layers do not support. Raises ConfigError if one
+    of them is set.
     """
     is_first_mamba = model.decoder is not None and isinstance(model.decoder.recurrent, MambaConfig)
     refused = (

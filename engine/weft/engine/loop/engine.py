@@ -629,10 +629,8 @@ class Engine:
 
     def _take_tokens(self, drawn: SampledTokens, plan: Plan) -> int:
         """Appends and sends new tokens; ends samples where they end, and forks others. The tokens
-        of the plan's decodes are not first tokens.
-
-        Returns:
-            Tokens of requests that had ended while the step was under way.
+        of the plan's decodes are not first tokens. Returns tokens of requests that had ended while
+        the step was under way.
         """
         num_surplus = 0
         for failed, error in drawn.errors:

@@ -86,13 +86,11 @@ class Intake:
         return known
 
     def from_submit(self, submit: Submit, now: float) -> Request:
-        """Builds the first sample of a submit that is to run; the others are forked from it.
+        """Builds the first sample of a submit that is to run; its other samples are forked from it.
 
         A resumed request brings the tokens of its earlier attempts and continues as if it had
-        sampled them here. These tokens may already have ended it (`end_of`).
-
-        Raises:
-            InvalidRequest, ContextTooLong: The submit can never run.
+        sampled them here. These tokens may already have ended it (`end_of`). Raises InvalidRequest
+        or ContextTooLong if the submit can never run.
         """
         num_prompt = len(submit.prompt)
         if num_prompt == 0:

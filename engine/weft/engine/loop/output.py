@@ -83,10 +83,8 @@ class OutputProcessor:
 
     def take(self, drawn: SampledTokens, plan: Plan) -> tuple[list[End], int]:
         """Appends and sends the tokens of requests without drafts, the plan's decodes first.
-
-        Returns:
-            Samples that end by their tokens, and the number of tokens of requests that had ended
-                before.
+        Returns the samples that end by their tokens, and the number of tokens of requests that had
+        ended before.
         """
         ends: list[End] = []
         num_surplus, count = 0, len(plan.decodes)

@@ -189,11 +189,8 @@ def load_model(
 
 def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto") -> None:
     """Compares names and shapes of a directory's tensors with its configuration as `load_model`
-    does, with a model on the meta device. It reads little beyond the files' headers.
-
-    Raises:
-        ModelError: As `load_model`.
-        ConfigError: As `load_model`.
+    does, with a model on the meta device. It reads little beyond the files' headers. Raises what
+    `load_model` raises.
     """
     config, pooling = ModelConfig.load(model_dir), load_pooling(model_dir, task)
     config = with_head_for(pooling.task, config, model_dir)
@@ -238,10 +235,8 @@ _ANSWERS: dict[Callable[..., Any], Callable[[], Any]] = {
 
 
 def class_of(config: ModelConfig) -> ModelClass:
-    """The class that implements a configuration.
-
-    Raises:
-        ModelError: No such architecture, or its module cannot be imported.
+    """The class that implements a configuration. Raises ModelError if there is no such
+    architecture, or its module cannot be imported.
     """
     if config.is_encoder and not isinstance(config, EncoderConfig):
         return BidirectionalDecoder

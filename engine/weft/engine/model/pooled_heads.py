@@ -103,10 +103,8 @@ def read_dense(
 def read_embedding_head(
     config: PoolingConfig, device: torch.device, *, dummy: bool = False
 ) -> DenseLayers:
-    """Reads the dense layers of a model's embeddings, each from its own folder.
-
-    Raises:
-        ModelError: A file is missing, or has other shapes.
+    """Reads the dense layers of a model's embeddings, each from its own folder. Raises ModelError
+    if a file is missing, or has other shapes.
     """
     layers = []
     for dense in config.dense:
@@ -131,10 +129,8 @@ def _dense_layer(reader: CheckpointReader, dense: DenseConfig, device: torch.dev
 def read_token_heads(
     config: PoolingConfig, in_features: int, device: torch.device, *, dummy: bool = False
 ) -> dict[Output, DenseLayers]:
-    """Reads the heads of single tokens, in the arithmetic of BGE-M3 (arXiv 2402.03216, 3.2).
-
-    Raises:
-        ModelError: A file is malformed, or has other tensors.
+    """Reads the heads of single tokens, in the arithmetic of BGE-M3 (arXiv 2402.03216, 3.2). Raises
+    ModelError if a file is malformed, or has other tensors.
     """
     heads: dict[Output, DenseLayers] = {}
     for output, path in config.token_heads.items():

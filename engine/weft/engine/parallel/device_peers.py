@@ -126,14 +126,10 @@ class DevicePeers:
         return memory, torch.tensor(pointers, dtype=torch.int64, device=device), handle
 
     def memory(self, num_bytes: int) -> list[torch.Tensor]:
-        """Makes zeros of [num_bytes] uint8 on each rank. All ranks call it together.
-
-        Returns:
-            The memory of every rank, which kernels and copies of this rank can read and write.
-
-        Raises:
-            RuntimeError: The memory does not fit on this rank.
-            WeftError: Another rank has failed.
+        """Makes zeros of [num_bytes] uint8 on each rank. All ranks call it together. Returns the
+        memory of every rank, which kernels and copies of this rank can read and write. Raises
+        RuntimeError if the memory does not fit on this rank, and WeftError if another rank has
+        failed.
         """
         _, _, handle = self._mapped(num_bytes, self._device, self._ranks)
         sizes = range(self.size)

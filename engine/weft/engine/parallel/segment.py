@@ -29,9 +29,7 @@ class Segment:
     @classmethod
     def create(cls, size: int, name: str) -> Segment:
         """Creates a segment of zeros. The system provides memory only when it is first written.
-
-        Raises:
-            ConfigError: The system refuses the memory.
+        Raises ConfigError if the system refuses the memory.
         """
         try:
             number = os.memfd_create(name, os.MFD_CLOEXEC)

@@ -150,10 +150,8 @@ class SharedGroup:
         return f"rank {late} has not come to a sum by {self._step} within {self.limit_s:g} s"
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds in float32, in the order of the ranks, and rounds once.
-
-        Raises:
-            RanksLost: A rank is gone, or has not come in time.
+        """Adds in float32, in the order of the ranks, and rounds once. Raises RanksLost if a rank
+        is gone, or has not come in time.
         """
         part = partial.float()
         out = torch.empty_like(residual)
@@ -172,10 +170,8 @@ class SharedGroup:
         return self._struct
 
     def check(self, lost: int) -> None:
-        """Raises the error that the native code's status `lost` stands for.
-
-        Raises:
-            RanksLost: A rank is gone, has not come in time, or has had other sums.
+        """Raises RanksLost if the native code's status `lost` says that a rank is gone, has not
+        come in time, or has had other sums.
         """
         if lost:
             number = self._struct.round - self._first_round + 1
@@ -187,10 +183,8 @@ class SharedGroup:
             self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
 
     def post(self, parts: Sequence[Int64Array | Int32Array]) -> None:
-        """Sends a frame, the concatenation of its parts, to all other ranks.
-
-        Raises:
-            RanksLost: A rank no longer reads frames.
+        """Sends a frame, the concatenation of its parts, to all other ranks. Raises RanksLost if a
+        rank no longer reads frames.
         """
         left = sum(map(len, parts))
         if left <= _SLOT_NUMBERS:
@@ -256,10 +250,8 @@ class SharedGroup:
         self._native.announce(self._ended[self.rank], self.num_frames & 0xFFFFFFFF)
 
     def await_ended(self) -> None:
-        """Waits until all other ranks have finished all frames.
-
-        Raises:
-            RanksLost: A rank is gone, or has not finished them in time.
+        """Waits until all other ranks have finished all frames. Raises RanksLost if a rank is gone,
+        or has not finished them in time.
         """
         for rank in range(1, self.size):
             self._await(self._ended[rank], self.num_frames, rank, f"the end of {self._step}")

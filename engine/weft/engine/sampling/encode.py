@@ -148,11 +148,9 @@ def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
 
 
 def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], Int64Array | None]:
-    """The requests whose drafts the host has. Enters their pages into the table.
-
-    Returns:
-        Their columns (starts are known, so the largest starts equal them), the tokens of their
-            rows, and `StepInput.ancestor_masks` if drafts form trees.
+    """The requests whose drafts the host has. Enters their pages into the table. Returns their
+    columns (starts are known, so the largest starts equal them), the tokens of their rows, and
+    `StepInput.ancestor_masks` if drafts form trees.
     """
     tokens, ancestor_masks = list[int](), list[int]()
     for item, drafts in zip(plan.verifies, plan.drafts, strict=True):

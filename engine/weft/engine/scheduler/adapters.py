@@ -174,11 +174,7 @@ class Adapters:
         self._waitlist, self._reply, self._fail = waitlist, reply, fail
 
     def check(self, submit: Submit) -> None:
-        """Checks that a request's adapter, if it names one, is served here.
-
-        Raises:
-            AdapterNotFound: The adapter is not served here.
-        """
+        """Raises AdapterNotFound if a request names an adapter that is not served here."""
         if submit.adapter:
             raise not_loaded(submit.adapter)
 

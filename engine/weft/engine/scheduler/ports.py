@@ -40,11 +40,9 @@ class MaskSource(Protocol):
         ...
 
     def admit(self, request: Request) -> bool:
-        """Whether a new request may run now. If not, `take_compiled` returns it later.
-
-        Raises:
-            InvalidRequest: Its constraint can never be used here.
-            Overloaded: Too many constraints are being compiled.
+        """Whether a new request may run now. If not, `take_compiled` returns it later. Raises
+        InvalidRequest if its constraint can never be used here, and Overloaded if too many
+        constraints are being compiled.
         """
         ...
 

@@ -91,10 +91,7 @@ class StoredBlocks(Protocol):
 
     def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
         """Copies blocks into new pages, which the caller releases and does not read before
-        `settle`.
-
-        Returns:
-            The pages of each of the first blocks, for as many as there is room.
+        `settle`. Returns the pages of each of the first blocks, for as many as there is room.
         """
         ...
 

@@ -38,10 +38,8 @@ Both parts have at least one page.
 
 
 def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) -> StagingMemory:
-    """Allocates the staging pages of a pool.
-
-    Raises:
-        ConfigError: The area has too few pages, or there is not enough memory.
+    """Allocates the staging pages of a pool. Raises ConfigError if the area has too few pages, or
+    there is not enough memory.
     """
     is_on_device = stages_on_device(config, device)
     size = config.staging_bytes
@@ -77,10 +75,8 @@ def staged_exchange(
     lanes: Lanes,
     mark: Callable[[], WorkMark],
 ) -> StagedExchange:
-    """Creates the exchange of a pool that has a staging area.
-
-    Raises:
-        ConfigError: In a trial copy, bytes or digests differed from those that the host computed.
+    """Creates the exchange of a pool that has a staging area. Raises ConfigError if in a trial
+    copy, bytes or digests differed from those that the host computed.
     """
     num_pages = len(memory.pages)
     share = LANDING_SHARES[config.role, config.has_store]

@@ -188,10 +188,8 @@ class StagedPort:
         self._area.free_sending(exposed)
 
     def take(self) -> list[Digested]:
-        """Results since the last call.
-
-        Raises:
-            RuntimeError: A copy failed; the content of the device's memory is unknown.
+        """Results since the last call. Raises RuntimeError if a copy failed; the content of the
+        device's memory is then unknown.
         """
         taken = []
         try:

@@ -93,11 +93,7 @@ class PinnedStagingPages:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Pins host memory for all CUDA devices.
-
-    Raises:
-        ConfigError: CUDA refuses.
-    """
+    """Pins host memory for all CUDA devices. Raises ConfigError if CUDA refuses."""
     if (status := register(memory)) != 0:
         raise ConfigError(
             f"a staging area of {memory.nbytes:,} bytes cannot be pinned (CUDA error {status}); "
@@ -167,10 +163,8 @@ class DeviceStagingPages:
         """
 
     def _settle(self) -> None:
-        """Waits until the device has finished its enqueued work.
-
-        Raises:
-            TransferError: The device did not finish within `SETTLE_TIMEOUT_S`.
+        """Waits until the device has finished its enqueued work. Raises TransferError if the device
+        did not finish within `SETTLE_TIMEOUT_S`.
         """
         device = self.tensor.device
         waiting = threading.Thread(target=torch.cuda.synchronize, args=(device,), daemon=True)

@@ -52,10 +52,8 @@ def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
 def head_graphs(
     config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> tuple[ChainGraphs | None, TreeGraphs | None]:
-    """Captures a head's chains and trees; None in place of graphs that are not captured.
-
-    Raises:
-        ConfigError: There is not enough memory for the graphs.
+    """Captures a head's chains and trees; None in place of graphs that are not captured. Raises
+    ConfigError if there is not enough memory for the graphs.
     """
     if lora is not None and not lora.takes_drafts:
         lora = None  # No adapter can change this head, so graphs with adapters would be the same.

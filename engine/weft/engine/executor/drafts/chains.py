@@ -163,10 +163,8 @@ class ChainGraphs:
         return self._found[key]
 
     def forward(self, requests: StepInput, depth: int) -> torch.Tensor:
-        """Starts chains of at least `depth` drafts.
-
-        Returns:
-            Drafts, [depth or more, requests or more] int64, valid until the next drafts are made.
+        """Starts chains of at least `depth` drafts. Returns [depth or more, requests or more]
+        int64, valid until the next drafts are made.
         """
         has_lora = self._chains.needs_lora(requests.adapters)
         shape = self.shape_of(depth, len(requests.slots), has_lora=has_lora)

@@ -152,11 +152,8 @@ class TreeGraphs:
         )
 
     def forward(self, arrays: TreeArrays, shape: DraftShape) -> torch.Tensor:
-        """Starts trees of at least this many nodes.
-
-        Returns:
-            [2, nodes, R] int64 or larger on the device, as from `StaticTrees.run`; valid until the
-            next drafts or step.
+        """Starts trees of at least this many nodes. Returns [2, nodes, R] int64 or larger on the
+        device, as from `StaticTrees.run`; valid until the next drafts or step.
         """
         has_lora = self._trees.needs_lora(arrays)
         bucket = self.bucket_of(shape, len(arrays.slots), has_lora=has_lora)

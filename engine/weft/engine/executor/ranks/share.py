@@ -63,9 +63,7 @@ def load_share(
     config: EngineConfig, others: RankGroup, peers: Peers
 ) -> tuple[LoadedModel, DraftedModel | None]:
     """This rank's share of the model's weights; also the model with its draft head, if it has one.
-
-    Raises:
-        ModelError, ConfigError: The weights cannot be used.
+    Raises ModelError or ConfigError if the weights cannot be used.
     """
     loaded = load_model(
         config.model_dir,
@@ -90,10 +88,7 @@ def peers_of(
     others: RankGroup, config: EngineConfig, device: torch.device
 ) -> SharedGroup | DevicePeers:
     """The memory through which ranks add up partial sums. All ranks map it; on GPUs it is the GPUs'
-    own.
-
-    Raises:
-        ConfigError: The GPUs cannot map each other's memory.
+    own. Raises ConfigError if the GPUs cannot map each other's memory.
     """
     if device.type == "cpu":
         return others.group
@@ -114,11 +109,9 @@ def pool_of(
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
     On a CPU all ranks share one pool, in which each rank has its heads of every page. On GPUs each
-    rank has a pool of its own, and rank 0 maps the pools of all ranks if pages leave the GPUs. So
-    code that moves whole pages need not know of ranks.
-
-    Raises:
-        ConfigError: The pool does not fit, or pages cannot leave these GPUs.
+    rank has a separate pool, and rank 0 maps the pools of all ranks if pages leave the GPUs. So
+    code that moves whole pages need not know of ranks. Raises ConfigError if the pool does not fit,
+    or pages cannot leave these GPUs.
     """
     others = shared.others
     if config.is_on_gpu and not config.moves_pages:

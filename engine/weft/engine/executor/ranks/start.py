@@ -49,10 +49,8 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
         """Starts the processes, which begin to load their shares, and divides the CPU threads among
-        the ranks.
-
-        Raises:
-            ConfigError: There is no shared memory, or no native operation to wait in it.
+        the ranks. Raises ConfigError if there is no shared memory, or no native operation to wait
+        in it.
         """
         self.size = config.tp
         threads = max(1, (config.num_threads or torch.get_num_threads()) // config.tp)
@@ -138,10 +136,8 @@ class Ranks:
         return number
 
     def share(self, size: int) -> Segment:
-        """Makes memory for the pool that all ranks map.
-
-        Raises:
-            ConfigError: The system refuses it, or a rank is gone.
+        """Makes memory for the pool that all ranks map. Raises ConfigError if the system refuses
+        it, or a rank is gone.
         """
         segment = Segment.create(size, "weft-pool")
         for follower in self._followers:

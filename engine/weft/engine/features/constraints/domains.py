@@ -71,13 +71,8 @@ def has_unique_arrays(schema: Json) -> bool:
 
 def bound_arrays(schema: dict[str, Json]) -> Place:
     """Bounds arrays without duplicates in a rewritten schema by the number of values that their
-    items can have, so that an item is left to come wherever one may come.
-
-    Returns:
-        The place of the whole text.
-
-    Raises:
-        ValueError: An array cannot be kept free of duplicates.
+    items can have, so that an item is left to come wherever one may come. Returns the place of the
+    whole text. Raises ValueError if an array cannot be kept free of duplicates.
     """
     places = Places(schema)
     count = _Counter(places.definitions).count

@@ -83,10 +83,8 @@ class GrammarSource:
 
     def compile(self, constraint: Constraint) -> Matcher:
         """Compiles a constraint to a matcher at the beginning of a text, to be copied for each
-        sample.
-
-        Raises:
-            ValueError: The constraint cannot be used; the message says why, and where in it.
+        sample. Raises ValueError if the constraint cannot be used; the message says why, and where
+        in it.
         """
         roots: list[Place] = []
         lark = self._lark(constraint, roots)

@@ -50,10 +50,8 @@ class Grammars:
         return found
 
     def order(self, constraint: Constraint) -> None:
-        """Queues a constraint for compilation; `take` returns the result.
-
-        Raises:
-            Overloaded: Too many are waiting.
+        """Queues a constraint for compilation; `take` returns the result. Raises Overloaded if too
+        many are waiting.
         """
         if constraint in self._open:
             return

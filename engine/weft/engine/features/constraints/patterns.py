@@ -58,10 +58,8 @@ _WITHOUT_LOOKAHEAD = {
 
 
 def convert_pattern(pattern: str) -> str:
-    """Converts the pattern of a JSON schema, which may match anywhere in a string.
-
-    Raises:
-        ValueError: Something in it has no equal.
+    """Converts the pattern of a JSON schema, which may match anywhere in a string. Raises
+    ValueError if some part of it has no equal there.
     """
     pattern = _WITHOUT_LOOKAHEAD.get(pattern, pattern)
     if found := _ONE_CLASS.fullmatch(pattern):
@@ -71,10 +69,8 @@ def convert_pattern(pattern: str) -> str:
 
 
 def convert_regex(regex: str) -> str:
-    """Converts a regular expression that a whole text has to match.
-
-    Raises:
-        ValueError: Something in it has no equal.
+    """Converts a regular expression that a whole text has to match. Raises ValueError if some part
+    of it has no equal there.
     """
     return _Converter(regex, keeps_anchors=False).convert()
 

@@ -81,11 +81,7 @@ class Place:
         return [node for node in self.nodes if node.get("type") == "array"]
 
     def within(self) -> list[Place]:
-        """This place and those inside of it.
-
-        Raises:
-            ValueError: There are too many.
-        """
+        """This place and those inside of it. Raises ValueError if there are too many."""
         found, left = {id(self): self}, [self]
         while left:
             for place in left.pop().inner():

@@ -27,10 +27,8 @@ drafts seldom pay.
 def load_draft_model(
     config: EngineConfig, target: LoadedModel, progress: Progress
 ) -> DraftModel | None:
-    """Loads the model in `draft_dir`; None if none is configured.
-
-    Raises:
-        ModelError: The model cannot be loaded.
+    """Loads the model in `draft_dir`; None if none is configured. Raises ModelError if the model
+    cannot be loaded.
     """
     if config.drafter != "model" or config.draft_dir is None:
         return None

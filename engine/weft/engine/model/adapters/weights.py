@@ -268,13 +268,9 @@ def _divided(
 
     If few rows differ from the model's, each takes one rank: W' = W + the sum of e_t d_t^T over
     these tokens t. One of A and B holds the one-hot vectors e_t, the other the differences d_t.
-    PEFT saves the unchanged embedding beside its LoRA by default; then no row differs.
-
-    Returns:
-        The LoRA or None, and the matrix [num_embeddings, hidden] or None.
-
-    Raises:
-        AdapterError: More rows differ than there are ranks, and whole matrices are not allowed.
+    PEFT saves the unchanged embedding beside its LoRA by default; then no row differs. Returns the
+    LoRA or None, and the matrix [num_embeddings, hidden] or None. Raises AdapterError if more rows
+    differ than there are ranks, and whole matrices are not allowed.
     """
     lora = change.lora
     if change.weight is None and change.rows is None:

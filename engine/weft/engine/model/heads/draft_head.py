@@ -61,11 +61,8 @@ class DraftHead(Protocol):
 
 def load_draft_head(draft_dir: Path, target: DecoderOnlyLM) -> DraftHead:
     """Loads a head in its published layout: config.json and safetensors. The head computes in the
-    target's dtype, on its device.
-
-    Raises:
-        ModelError: The directory is incomplete or malformed, of an unsupported kind or made for
-            another model.
+    target's dtype, on its device. Raises ModelError if the directory is incomplete or malformed, of
+    an unsupported kind or made for another model.
     """
     load = load_eagle if head_kind(draft_dir) == "eagle" else load_eagle3
     return load(draft_dir, target)

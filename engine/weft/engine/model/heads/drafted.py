@@ -26,10 +26,8 @@ from weft.kernels.slot_rows import put_rows
 def load_drafted(
     loaded: LoadedModel, draft_dir: Path, max_requests: int, max_step_tokens: int
 ) -> DraftedModel:
-    """Loads a head for a model.
-
-    Raises:
-        ModelError: The head cannot be used, or does not fit this model.
+    """Loads a head for a model. Raises ModelError if the head cannot be used, or does not fit this
+    model.
     """
     if not isinstance(loaded.model, DecoderOnlyLM):
         raise ModelError(
@@ -90,10 +88,8 @@ class DraftedModel:
         """The rows of the last step; on a GPU in fixed memory, as captured graphs need it."""
 
     def adapted(self, folder: Path) -> DraftedModel:
-        """The same model with an adapted head. Both share states and pages.
-
-        Raises:
-            WeftError: The draft adapter cannot be used, or does not fit this head.
+        """The same model with an adapted head. Both share states and pages. Raises WeftError if the
+        draft adapter cannot be used, or does not fit this head.
         """
         if not isinstance(self.head, Eagle3Head) or self._draft_dir is None:
             raise AdapterError(f"draft adapter {folder}: only EAGLE-3 heads can be adapted")

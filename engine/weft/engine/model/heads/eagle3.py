@@ -230,10 +230,8 @@ class _Names:
 
     def target_ids(self, config: Eagle3Config) -> torch.Tensor:
         """[draft_vocab_size] int64, on the host: the head's tokens in the target's vocabulary.
-
-        Raises:
-            ModelError: The map is missing, leads outside or names a token twice, or `t2d`
-                contradicts it.
+        Raises ModelError if the map is missing, leads outside or names a token twice, or `t2d`
+        contradicts it.
         """
         size, vocab_size = config.draft_vocab_size, config.vocab_size
         offsets, flags = (self._table(name) for name in ("d2t", "t2d"))

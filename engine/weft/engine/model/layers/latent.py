@@ -120,10 +120,8 @@ class LatentAttention:
         q_scales: torch.Tensor | None = None,
         gate: Gate | None = None,
     ) -> LatentAttention:
-        """Reads the parameters below one prefix of the names.
-
-        Raises:
-            ModelError: The gate has no product of its own.
+        """Reads the parameters below one prefix of the names. Raises ModelError if the gate has no
+        separate product.
         """
         if gate is not None and gate.proj is None:
             raise ModelError(f"layer {layer}: a gate of latent attention needs its own product")

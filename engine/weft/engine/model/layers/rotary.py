@@ -44,9 +44,7 @@ class Rotaries:
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """[rotary_dim / 2] float32: radians per position for each pair of elements that is rotated.
-
-    Raises:
-        ModelError: LongRoPE has a wrong number of factors.
+    Raises ModelError if LongRoPE has a wrong number of factors.
     """
     dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim

@@ -174,10 +174,8 @@ class Checkpoint:
         self._skipped.add(prefix)
 
     def finish(self) -> None:
-        """Checks that model and files name the same tensors.
-
-        Raises:
-            ModelError: Tensors are missing, left over or not finite; the message names them.
+        """Checks that model and files name the same tensors. Raises ModelError if tensors are
+        missing, left over or not finite; the message names them.
         """
         if self._missing:
             raise self._lacks()

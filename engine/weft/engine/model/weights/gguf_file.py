@@ -106,10 +106,8 @@ class GgufFile:
         out.copy_(torch.from_numpy(values)[part.slices])
 
     def groups(self, name: str) -> GgufGroups | None:
-        """A matrix as the integers of the file; None if it has another format, or floats.
-
-        Raises:
-            ModelError: A scale is not finite.
+        """A matrix as the integers of the file; None if it has another format, or floats. Raises
+        ModelError if a scale is not finite.
         """
         if name not in self._tensors:
             return None

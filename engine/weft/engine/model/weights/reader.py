@@ -43,11 +43,9 @@ class CheckpointReader(Protocol):
 
         Floats are read into floats, whole numbers and truth values into whole numbers. A reader may
         note a missing tensor for `finish`, so that one message names several; `out` then becomes
-        zeros. For an `out` on the meta device the tensor is checked and not read.
-
-        Raises:
-            ModelError: The tensor is not of `part.shape`, has a dtype of another kind, or has a
-                number that is not finite, which `finish` may report instead.
+        zeros. For an `out` on the meta device the tensor is checked and not read. Raises ModelError
+        if the tensor is not of `part.shape`, has a dtype of another kind, or has a number that is
+        not finite, which `finish` may report instead.
         """
 
     def skip(self, prefix: str) -> None:
@@ -56,11 +54,8 @@ class CheckpointReader(Protocol):
         """
 
     def finish(self) -> None:
-        """Ends reading.
-
-        Raises:
-            ModelError: Tensors are missing, no part of some tensor was read, or one has a number
-                that is not finite.
+        """Ends reading. Raises ModelError if tensors are missing, no part of some tensor was read,
+        or one has a number that is not finite.
         """
 
 

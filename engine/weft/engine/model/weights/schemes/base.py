@@ -66,19 +66,13 @@ class QuantisedScheme(ABC):
 
     @abstractmethod
     def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
-        """Reads the shard of a product that the checkpoint has in this format.
-
-        Raises:
-            ModelError: A number or a scale is damaged; the message names it.
+        """Reads the shard of a product that the checkpoint has in this format. Raises ModelError if
+        a number or a scale is damaged; the message names it.
         """
 
     @abstractmethod
     def made(self, matrix: torch.Tensor) -> Matrix:
-        """Quantises a matrix of floats, [N, K].
-
-        Raises:
-            ValueError: A number is not finite.
-        """
+        """Quantises a matrix of floats, [N, K]. Raises ValueError if a number is not finite."""
 
     def ignores(self, spec: LinearSpec, weights: Weights) -> bool:
         """Whether a product stays in floats. Raises ModelError if only some projections do."""
@@ -106,10 +100,8 @@ class QuantisedScheme(ABC):
 
     def made_linear(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
         """Quantises a product's matrix. Where the input is split, this rank keeps some of the
-        columns, but the scales are those of all columns.
-
-        Raises:
-            ModelError: A number is not finite, or a rank's share cuts a group of columns.
+        columns, but the scales are those of all columns. Raises ModelError if a number is not
+        finite, or a rank's share cuts a group of columns.
         """
         if spec.split != "in":
             return self.make(whole, weights)
@@ -172,10 +164,8 @@ def listing(spec: LinearSpec, weights: Weights) -> str:
 
 
 def one_scale(name: str, weights: Weights) -> torch.Tensor:
-    """[1] float32: a tensor of one number, of whatever shape.
-
-    Raises:
-        ModelError: The tensor is missing, has another size, or is no scale.
+    """[1] float32: a tensor of one number, of whatever shape. Raises ModelError if the tensor is
+    missing, has another size, or is no scale.
     """
     shape = weights.shape_of(name)
     shape = (1,) if shape is None else shape

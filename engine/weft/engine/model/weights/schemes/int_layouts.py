@@ -48,10 +48,8 @@ class IntParts:
     """[K] int64: the group of each column; None: the columns of a group are adjacent."""
 
     def cut(self, rows: slice, columns: slice, group: int) -> IntParts:
-        """A rank's share, where a group has `group` columns.
-
-        Raises:
-            ValueError: The share begins or ends within a group.
+        """A rank's share, where a group has `group` columns. Raises ValueError if the share begins
+        or ends within a group.
         """
         numbers = self.numbers[rows, columns]
         if self.order is not None:
@@ -73,11 +71,7 @@ class IntParts:
 def read_parts(
     name: str, shape: tuple[int, int], packing: IntPacking, weights: Weights
 ) -> IntParts:
-    """Reads a whole projection of `shape` [N, K].
-
-    Raises:
-        ModelError: A tensor is damaged.
-    """
+    """Reads a whole projection of `shape` [N, K]. Raises ModelError if a tensor is damaged."""
     per, (rows, columns) = 32 // packing.bits, shape
     groups = -(-columns // (packing.group or columns))
     if packing.layout == "compressed-tensors":
@@ -135,14 +129,9 @@ def join_parts(
     parts: Sequence[IntParts], packing: IntPacking, dtype: torch.dtype
 ) -> IntGroups | torch.Tensor:
     """Stacks the projections of a product along their rows. Columns are sorted by group where
-    groups are not adjacent.
-
-    Returns:
-        Floats of `dtype` where projections have different orders, a rank's share has parts of
-        groups, or groups are too short for kernels.
-
-    Raises:
-        ValueError: A scale is not finite.
+    groups are not adjacent. Returns floats of `dtype` where projections have different orders, a
+    rank's share has parts of groups, or groups are too short for kernels. Raises ValueError if a
+    scale is not finite.
     """
     columns = parts[0].numbers.shape[1]
     group = packing.group or columns
